@@ -1,0 +1,19 @@
+// Autograd for ops that write their arguments, have no derivative and return nothing that aliases
+// an argument. Generic over schemas: what is written is what the schema marks with (a!).
+//
+// torch's own fallbacks (autogradNotImplementedFallback and its in-place-or-view companion) look at
+// returned aliases only: with an op that returns nothing version counters would not move, and
+// backward would compute with overwritten values without noticing.
+#pragma once
+
+#include <torch/library.h>
+
+namespace ampfuse {
+
+/// For the Autograd key: refuses to write tensors that require grad while grad mode is on.
+torch::CppFunction mutating_autograd();
+
+/// For the ADInplaceOrView key: moves the version counter of everything written.
+torch::CppFunction mutating_version_bump();
+
+}  // namespace ampfuse

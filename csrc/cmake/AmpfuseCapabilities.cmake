@@ -1,0 +1,28 @@
+# Compiles sources under cpu/vec/ once per instruction set, each into a namespace of its own
+# (csrc/cpu/capability.h). Flags follow torch's, whose at::vec headers they select.
+
+function(ampfuse_add_vec_sources target)
+  set(capabilities DEFAULT)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    list(APPEND capabilities AVX2 AVX512)
+    target_compile_definitions(${target} PRIVATE AMPFUSE_X86)
+  endif()
+  set(flags_DEFAULT "")
+  set(flags_AVX2 -DCPU_CAPABILITY_AVX2 -mavx2 -mfma -mf16c)
+  set(flags_AVX512 -DCPU_CAPABILITY_AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
+  foreach(capability IN LISTS capabilities)
+    set(object ${target}_vec_${capability})
+    add_library(${object} OBJECT ${ARGN})
+    target_compile_definitions(${object} PRIVATE CPU_CAPABILITY=${capability} AMPFUSE_X86)
+    target_compile_options(${object} PRIVATE ${flags_${capability}} -fno-math-errno
+                                             -fno-trapping-math)
+    target_link_libraries(${object} PRIVATE ampfuse::torch)
+    set_target_properties(${object} PROPERTIES POSITION_INDEPENDENT_CODE ON
+                                               CXX_VISIBILITY_PRESET hidden
+                                               VISIBILITY_INLINES_HIDDEN ON)
+    ampfuse_own_sources(${object})
+    # gcc 12 takes the deliberately undefined operands inside its own AVX-512 headers for bugs.
+    target_compile_options(${object} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
+  endforeach()
+endfunction()

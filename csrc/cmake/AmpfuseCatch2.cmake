@@ -1,0 +1,18 @@
+# ampfuse::catch2: Catch2 of either major version, with a main(). Empty AMPFUSE_CATCH2 means none.
+
+find_package(Catch2 QUIET)
+set(AMPFUSE_CATCH2 ${Catch2_FOUND})
+if(Catch2_FOUND AND Catch2_VERSION VERSION_GREATER_EQUAL 3)
+  add_library(ampfuse_catch2 INTERFACE)
+  target_link_libraries(ampfuse_catch2 INTERFACE Catch2::Catch2WithMain)
+elseif(Catch2_FOUND)
+  # Version 2 is a header; its main() is compiled once, from the file that asks for it.
+  add_library(ampfuse_catch2 STATIC ${PROJECT_SOURCE_DIR}/tests/cpp/main.cpp)
+  target_link_libraries(ampfuse_catch2 PUBLIC Catch2::Catch2)
+endif()
+if(Catch2_FOUND)
+  target_include_directories(ampfuse_catch2 INTERFACE ${PROJECT_SOURCE_DIR}/tests/cpp)
+  add_library(ampfuse::catch2 ALIAS ampfuse_catch2)
+else()
+  message(WARNING "Catch2 was not found: no C++ tests are built. Debian, Ubuntu: apt install catch2")
+endif()

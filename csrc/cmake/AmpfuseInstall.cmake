@@ -1,0 +1,16 @@
+# What find_package(ampfuse) finds: lib/, include/ampfuse/ and share/cmake/ampfuse/.
+
+include(CMakePackageConfigHelpers)
+
+set(_ampfuse_cmake_dir share/cmake/ampfuse)
+install(TARGETS ampfuse EXPORT ampfuseTargets LIBRARY DESTINATION lib)
+install(DIRECTORY csrc/include/ampfuse DESTINATION include FILES_MATCHING PATTERN "*.h")
+install(FILES ${PROJECT_BINARY_DIR}/include/ampfuse/version.h DESTINATION include/ampfuse)
+install(EXPORT ampfuseTargets NAMESPACE ampfuse:: DESTINATION ${_ampfuse_cmake_dir})
+
+configure_package_config_file(csrc/cmake/ampfuseConfig.cmake.in ampfuseConfig.cmake
+                              INSTALL_DESTINATION ${_ampfuse_cmake_dir})
+write_basic_package_version_file(ampfuseConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/ampfuseConfig.cmake
+              ${PROJECT_BINARY_DIR}/ampfuseConfigVersion.cmake csrc/cmake/AmpfuseTorch.cmake
+        DESTINATION ${_ampfuse_cmake_dir})

@@ -1,0 +1,23 @@
+# The pybind11 module ampfuse._C, and what ampfuse/__init__.py reads before it loads any library.
+
+find_package(Python REQUIRED COMPONENTS Interpreter OPTIONAL_COMPONENTS Development.Module)
+if(NOT Python_Development.Module_FOUND)
+  message(FATAL_ERROR "Python's C headers are missing for ${Python_EXECUTABLE}: install python3-dev "
+                      "(Debian, Ubuntu) or python3-devel (Fedora).")
+endif()
+set(PYBIND11_FINDPYTHON ON)
+execute_process(COMMAND ${Python_EXECUTABLE} -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR
+                OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+find_package(pybind11 CONFIG REQUIRED)
+
+Python_add_library(_C MODULE WITH_SOABI csrc/python/bindings.cpp)
+target_link_libraries(_C PRIVATE ampfuse pybind11::headers)
+set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden INSTALL_RPATH "$ORIGIN/lib")
+ampfuse_own_sources(_C)
+install(TARGETS _C LIBRARY DESTINATION .)
+
+# The torch a library was built for must be known before loading it: loaded into another one it dies
+# of an undefined symbol.
+file(CONFIGURE OUTPUT build_info.json CONTENT [[{"torch_version": "@AMPFUSE_TORCH_VERSION@"}
+]] @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/build_info.json DESTINATION .)

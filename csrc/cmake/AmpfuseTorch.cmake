@@ -1,0 +1,71 @@
+# Finds torch and describes it as the target ampfuse::torch. Used by the build and, installed, by
+# find_package(ampfuse).
+#
+# torch's own package is not used: with a CUDA build of torch it stops with a fatal error where there
+# is no CUDA toolkit, which neither a CPU build nor a program that only links ampfuse needs.
+#
+# Looked for in AMPFUSE_TORCH_ROOT, CMAKE_PREFIX_PATH and Torch_DIR (as for find_package(Torch)),
+# beside an ampfuse installed in Python's packages, then by asking python3.
+# Sets AMPFUSE_TORCH_ROOT, AMPFUSE_TORCH_VERSION, AMPFUSE_TORCH_CUDA (empty in a CPU build of torch)
+# and AMPFUSE_TORCH_INCLUDE_DIRS.
+
+if(NOT AMPFUSE_TORCH_ROOT)
+  find_path(Torch_DIR TorchConfig.cmake PATH_SUFFIXES Torch share/cmake/Torch
+            HINTS "${CMAKE_CURRENT_LIST_DIR}/../../../../torch" NO_CACHE)
+  if(Torch_DIR)
+    cmake_path(SET _ampfuse_root NORMALIZE "${Torch_DIR}/../../..")
+  else()
+    find_package(Python COMPONENTS Interpreter QUIET)
+    if(Python_FOUND)
+      execute_process(
+        COMMAND ${Python_EXECUTABLE} -c
+                "import torch, os; print(os.path.dirname(torch.__file__))"
+        OUTPUT_VARIABLE _ampfuse_root OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    endif()
+  endif()
+  set(AMPFUSE_TORCH_ROOT "${_ampfuse_root}" CACHE PATH "Folder of torch: include/ and lib/ are in it")
+endif()
+if(NOT EXISTS "${AMPFUSE_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h")
+  message(FATAL_ERROR "ampfuse needs torch. Install it (pip install torch), or point "
+                      "CMAKE_PREFIX_PATH at a LibTorch.")
+endif()
+
+# Python's torch says what it is in version.py, a LibTorch archive in build-version ("2.11.0+cu130").
+if(EXISTS "${AMPFUSE_TORCH_ROOT}/version.py")
+  file(READ "${AMPFUSE_TORCH_ROOT}/version.py" _ampfuse_text)
+  string(REGEX MATCH "__version__ = '([0-9.]+)" _ "${_ampfuse_text}")
+  set(AMPFUSE_TORCH_VERSION "${CMAKE_MATCH_1}")
+  string(REGEX MATCH "cuda[^=\n]*= '([0-9.]+)'" _ "${_ampfuse_text}")
+  set(AMPFUSE_TORCH_CUDA "${CMAKE_MATCH_1}")
+else()
+  file(READ "${AMPFUSE_TORCH_ROOT}/build-version" _ampfuse_text)
+  string(REGEX MATCH "^([0-9.]+)" _ "${_ampfuse_text}")
+  set(AMPFUSE_TORCH_VERSION "${CMAKE_MATCH_1}")
+  string(REGEX MATCH "cu([0-9]+)([0-9])" _ "${_ampfuse_text}")
+  if(CMAKE_MATCH_1)
+    set(AMPFUSE_TORCH_CUDA "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
+  else()
+    set(AMPFUSE_TORCH_CUDA "")
+  endif()
+endif()
+
+set(AMPFUSE_TORCH_INCLUDE_DIRS "${AMPFUSE_TORCH_ROOT}/include"
+                               "${AMPFUSE_TORCH_ROOT}/include/torch/csrc/api/include")
+
+if(NOT TARGET ampfuse::torch)
+  add_library(ampfuse::torch INTERFACE IMPORTED)
+  set(_ampfuse_libraries c10 torch_cpu torch)
+  if(AMPFUSE_TORCH_CUDA)
+    list(APPEND _ampfuse_libraries c10_cuda torch_cuda)
+  endif()
+  foreach(_ampfuse_name IN LISTS _ampfuse_libraries)
+    add_library(ampfuse::lib_${_ampfuse_name} SHARED IMPORTED)
+    set_target_properties(
+      ampfuse::lib_${_ampfuse_name}
+      PROPERTIES IMPORTED_LOCATION
+                 "${AMPFUSE_TORCH_ROOT}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${_ampfuse_name}${CMAKE_SHARED_LIBRARY_SUFFIX}"
+                 INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${AMPFUSE_TORCH_INCLUDE_DIRS}")
+    target_link_libraries(ampfuse::torch INTERFACE ampfuse::lib_${_ampfuse_name})
+  endforeach()
+  target_include_directories(ampfuse::torch SYSTEM INTERFACE ${AMPFUSE_TORCH_INCLUDE_DIRS})
+endif()

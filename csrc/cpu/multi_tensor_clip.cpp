@@ -1,0 +1,34 @@
+#include "../ops/multi_tensor_clip.h"
+
+#include <torch/library.h>
+
+#include "../math/multi_tensor_clip.h"
+#include "../ops/tensor_list.h"
+#include "chunks.h"
+#include "vec/multi_tensor_scale.h"
+
+namespace ampfuse {
+
+namespace {
+
+void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
+  check_multi_tensor_clip(tensors, total_norm);
+  const double factor = math::clip_factor(total_norm.item<double>(), max_norm);
+  if (factor == 1) return;
+  const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
+  for (const auto& round : distinct_rounds(tensors)) {
+    const DenseTensors dense(round);
+    const Chunks chunks(writable_runs(dense.get(), Complex::kAsReal));
+    chunks.parallel_for(
+        [&](const Chunk& chunk) { scale_chunk(chunk.dtype, chunk.data, chunk.size, factor); });
+    dense.write_back();
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+  m.impl("multi_tensor_clip", multi_tensor_clip_cpu);
+}
+
+}  // namespace ampfuse

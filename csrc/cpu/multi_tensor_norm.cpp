@@ -1,0 +1,73 @@
+#include "multi_tensor_norm.h"
+
+#include <ATen/Dispatch.h>
+#include <torch/library.h>
+
+#include "../ops/tensor_list.h"
+#include "vec/multi_tensor_norm.h"
+
+namespace ampfuse {
+
+namespace {
+
+template <math::NormType kNorm>
+void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& partials,
+                 const NormOutputs& outputs) {
+  const auto& [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] = outputs;
+  std::vector<math::NormPartial> tensors(norms.numel());
+  int64_t first = -1;
+  int64_t count = 0;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const math::NormPartial* of_tensor = partials.data() + chunks.begin(t);
+    tensors[t] = math::norm_exact<kNorm>(
+        chunks.end(t) - chunks.begin(t), [&](int64_t i) { return of_tensor[i]; },
+        math::OneWorker());
+    if (tensors[t].nonfinite && count++ == 0) first = static_cast<int64_t>(t);
+  }
+  AT_DISPATCH_FLOATING_TYPES(norms.scalar_type(), "multi_tensor_norm", [&] {
+    auto* out = norms.template mutable_data_ptr<scalar_t>();
+    for (const math::NormPartial& tensor : tensors) *out++ = static_cast<scalar_t>(tensor.norm);
+  });
+  const math::NormPartial total = math::norm_exact<kNorm>(
+      static_cast<int64_t>(tensors.size()), [&](int64_t i) { return tensors[i]; },
+      math::OneWorker());
+  total_norm.fill_(total.norm);
+  found_inf.fill_(total.nonfinite);
+  first_nonfinite.fill_(first);
+  nonfinite_count.fill_(count);
+}
+
+NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {
+  check_multi_tensor_norm(tensors, ord);
+  const math::NormType type = norm_type("multi_tensor_norm", ord);
+  const DenseTensors dense(tensors);
+  const Chunks chunks(readable_runs(dense.get(), norm_cut(type)));
+  std::vector<math::NormPartial> partials(chunks.count());
+  const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
+  chunks.parallel_for([&](const Chunk& chunk) {
+    partials[chunk.number] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
+  });
+  NormOutputs outputs = empty_norm_outputs(tensors);
+  write_norms(type, chunks, partials, outputs);
+  return outputs;
+}
+
+}  // namespace
+
+void write_norms(math::NormType type, const Chunks& chunks,
+                 const std::vector<math::NormPartial>& partials, const NormOutputs& outputs) {
+  switch (type) {
+    case math::NormType::kL1:
+      return write_norms<math::NormType::kL1>(chunks, partials, outputs);
+    case math::NormType::kL2:
+      return write_norms<math::NormType::kL2>(chunks, partials, outputs);
+    case math::NormType::kInf:
+      return write_norms<math::NormType::kInf>(chunks, partials, outputs);
+  }
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+  m.impl("multi_tensor_norm", multi_tensor_norm_cpu);
+}
+
+}  // namespace ampfuse

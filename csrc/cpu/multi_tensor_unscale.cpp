@@ -1,0 +1,69 @@
+#include "../ops/multi_tensor_unscale.h"
+
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "../ops/tensor_list.h"
+#include "multi_tensor_norm.h"
+#include "vec/multi_tensor_norm.h"
+#include "vec/multi_tensor_scale.h"
+
+namespace ampfuse {
+
+namespace {
+
+void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_inf,
+                              const at::Tensor& inv_scale) {
+  check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
+  const double factor = *inv_scale.const_data_ptr<float>();
+  const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
+  std::atomic<bool> finite = true;
+  for (const auto& round : distinct_rounds(tensors)) {
+    const DenseTensors dense(round);
+    const Chunks chunks(writable_runs(dense.get(), Complex::kAsReal));
+    chunks.parallel_for([&](const Chunk& chunk) {
+      if (!scale_chunk(chunk.dtype, chunk.data, chunk.size, factor)) {
+        finite.store(false, std::memory_order_relaxed);
+      }
+    });
+    dense.write_back();
+  }
+  if (!finite) found_inf.fill_(1);
+}
+
+UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
+                                                  const at::Tensor& found_inf,
+                                                  const at::Tensor& inv_scale, double ord) {
+  const char* op = "multi_tensor_unscale_norm";
+  check_multi_tensor_unscale(op, tensors, found_inf, inv_scale);
+  const math::NormType type = norm_type(op, ord);
+  check_distinct(op, tensors);
+  const double factor = *inv_scale.const_data_ptr<float>();
+  const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
+  const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
+  const DenseTensors dense(tensors);
+  const Chunks chunks(writable_runs(dense.get(), norm_cut(type)));
+  std::vector<math::NormPartial> partials(chunks.count());
+  chunks.parallel_for([&](const Chunk& chunk) {
+    // At most 64 KiB of real numbers, 128 of complex ones: what the first call wrote, the second
+    // finds in the core's own cache.
+    const int64_t reals = c10::isComplexType(chunk.dtype) ? 2 : 1;
+    scale_chunk(c10::toRealValueType(chunk.dtype), chunk.data, reals * chunk.size, factor);
+    partials[chunk.number] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
+  });
+  dense.write_back();
+  const NormOutputs outputs = empty_norm_outputs(tensors);
+  write_norms(type, chunks, partials, outputs);
+  if (*std::get<2>(outputs).const_data_ptr<float>() != 0) found_inf.fill_(1);
+  return unscaled(outputs);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+  m.impl("multi_tensor_unscale", multi_tensor_unscale_cpu);
+  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_cpu);
+}
+
+}  // namespace ampfuse

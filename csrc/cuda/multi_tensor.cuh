@@ -1,0 +1,125 @@
+// A list of tensors as one kernel argument, and how a kernel finds its way in it.
+//
+// A TensorTable is passed by value: no copy to the device beforehand, nothing to keep alive, and a
+// CUDA graph that captured the launch has it. Since CUDA 12.1 arguments may take 32,764 bytes,
+// enough for 600 tensors with 6 pointers each. Chunks are found by a binary search over prefix sums
+// instead of a table of blocks, so the grid may have any size and one launch serves any number of
+// elements; longer lists take several launches.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../math/host_device.h"
+#include "launch.cuh"
+
+namespace ampfuse {
+
+// For the table and everything else a kernel takes.
+inline constexpr size_t kMaxArgumentBytes = 32764;
+inline constexpr size_t kOtherArgumentBytes = 256;
+
+// `kColumns` pointers per tensor, all to the same number of elements, cut into chunks of `kChunk`.
+template <int kColumnCount, int kChunkSize>
+struct TensorTable {
+  static constexpr int kColumns = kColumnCount;
+  static constexpr int kChunk = kChunkSize;
+  static_assert(kChunk < 65536, "rest counts up to a chunk in 16 bits");
+
+  // Per tensor: its pointers, 4 bytes of prefix sum and 2 of rest. 16 bytes of slack for the
+  // count and the alignment.
+  static constexpr int kCapacity =
+      static_cast<int>((kMaxArgumentBytes - kOtherArgumentBytes - 16) / (kColumns * 8 + 6));
+
+  void* data[kColumns][kCapacity];
+  uint32_t chunks_until[kCapacity];  // of tensors 0 to i, i included
+  uint16_t rest[kCapacity];          // elements in the last chunk of tensor i
+  uint16_t count;
+
+  AMPFUSE_HOST_DEVICE uint32_t chunks() const { return count == 0 ? 0 : chunks_until[count - 1]; }
+};
+
+// One chunk of one tensor.
+struct TableChunk {
+  int tensor;      // its place in the table
+  int64_t number;  // of the chunk within the tensor
+  int64_t chunks;  // of the tensor
+  int size;        // in elements
+};
+
+// Where a chunk's elements are in one of the tensor's columns.
+template <typename T, typename Table>
+AMPFUSE_HOST_DEVICE T* chunk_data(const Table& table, int column, const TableChunk& chunk) {
+  return static_cast<T*>(table.data[column][chunk.tensor]) + chunk.number * Table::kChunk;
+}
+
+template <typename Table>
+AMPFUSE_HOST_DEVICE TableChunk find_chunk(const Table& table, uint32_t chunk) {
+  // The first tensor with chunks_until > chunk: 9 steps for 512 tensors, at addresses that are the
+  // same for the whole warp and served by the constant cache.
+  int low = 0;
+  int high = table.count - 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (table.chunks_until[middle] > chunk) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  const uint32_t begin = low == 0 ? 0 : table.chunks_until[low - 1];
+  const uint32_t end = table.chunks_until[low];
+  return {low, int64_t(chunk - begin), int64_t(end - begin),
+          chunk + 1 == end ? table.rest[low] : Table::kChunk};
+}
+
+// Calls visit(chunk number in the table, TableChunk, lane) once per chunk, from all lanes of one
+// warp: warps take turns through the grid.
+template <typename Table, typename Visit>
+__device__ __forceinline__ void for_each_chunk(const Table& table, Visit visit) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const uint32_t warps = gridDim.x * kWarpsPerBlock;
+  const uint32_t chunks = table.chunks();
+  for (uint32_t chunk = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp; chunk < chunks;
+       chunk += warps) {
+    visit(chunk, find_chunk(table, chunk), lane);
+  }
+}
+
+// Fills tables on the host and hands each one to `launch(table)` when it is full, and the last one
+// at flush().
+template <typename Table, typename Launch>
+class TableBuilder {
+ public:
+  explicit TableBuilder(Launch launch) : launch_(launch) { table_.count = 0; }
+
+  // Adds a tensor. One without elements gets a chunk without elements, so that no kernel has to
+  // know of such tensors.
+  void add(void* const (&data)[Table::kColumns], int64_t numel) {
+    const int64_t chunks = numel == 0 ? 1 : (numel + Table::kChunk - 1) / Table::kChunk;
+    // A table counts chunks in 32 bits: 2⁴⁵ elements in chunks of 8192.
+    if (table_.count == Table::kCapacity || table_.chunks() + chunks > UINT32_MAX) flush();
+    const int i = table_.count;
+    for (int c = 0; c < Table::kColumns; ++c) table_.data[c][i] = data[c];
+    table_.chunks_until[i] = static_cast<uint32_t>(table_.chunks() + chunks);
+    table_.rest[i] = static_cast<uint16_t>(numel - (chunks - 1) * Table::kChunk);
+    ++table_.count;
+  }
+
+  void flush() {
+    if (table_.count == 0) return;
+    launch_(static_cast<const Table&>(table_));
+    table_.count = 0;
+  }
+
+ private:
+  Table table_;
+  Launch launch_;
+};
+
+template <typename Table, typename Launch>
+TableBuilder<Table, Launch> build_tables(Launch launch) {
+  return TableBuilder<Table, Launch>(launch);
+}
+
+}  // namespace ampfuse

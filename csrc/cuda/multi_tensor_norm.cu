@@ -1,0 +1,37 @@
+#include "multi_tensor_norm.cuh"
+
+#include <torch/library.h>
+
+#include "norm_launch.h"
+
+namespace ampfuse {
+
+namespace {
+
+NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord) {
+  check_multi_tensor_norm(tensors, ord);
+  const math::NormType type = norm_type("multi_tensor_norm", ord);
+  const LaunchStream stream(tensors[0]);
+  const DenseTensors dense(tensors);
+  const std::vector<TensorRun> runs = readable_runs(dense.get(), norm_cut(type));
+  const NormScratch scratch(runs, tensors[0].device());
+  const NormOutputs outputs = empty_norm_outputs(tensors);
+  dispatch_norm_type(type, [&]<math::NormType kNorm>() {
+    for_each_norm_table<kNorm>(
+        runs, scratch, [&]<typename scalar_t>(const NormTable& table, int64_t slots) {
+          stream.launch(multi_tensor_norm_kernel<kNorm, scalar_t>, table.chunks(), table, slots,
+                        scratch.partials, scratch.finished);
+        });
+    launch_norm_finish<kNorm>(stream, scratch, outputs, std::get<2>(outputs),
+                              /*clear_found_inf=*/true);
+  });
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+  m.impl("multi_tensor_norm", multi_tensor_norm_cuda);
+}
+
+}  // namespace ampfuse

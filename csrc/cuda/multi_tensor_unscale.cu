@@ -1,0 +1,66 @@
+#include "multi_tensor_unscale.cuh"
+
+#include <torch/library.h>
+
+#include "../ops/multi_tensor_unscale.h"
+#include "norm_launch.h"
+
+namespace ampfuse {
+
+namespace {
+
+void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
+                               const at::Tensor& inv_scale) {
+  check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
+  for (const auto& round : distinct_rounds(tensors)) {
+    if (round.empty()) continue;
+    const LaunchStream stream(round[0]);
+    const DenseTensors dense(round);
+    for (const DtypeGroup& group : dtype_groups(writable_runs(dense.get(), Complex::kAsReal))) {
+      dispatch_real(group.dtype, [&]<typename scalar_t>() {
+        auto builder = build_tables<UnscaleTable>([&](const UnscaleTable& table) {
+          stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
+                        inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
+        });
+        for (const TensorRun& run : group.runs) builder.add({run.data}, run.size);
+        builder.flush();
+      });
+    }
+    dense.write_back();
+  }
+}
+
+UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
+                                                   const at::Tensor& found_inf,
+                                                   const at::Tensor& inv_scale, double ord) {
+  const char* op = "multi_tensor_unscale_norm";
+  check_multi_tensor_unscale(op, tensors, found_inf, inv_scale);
+  const math::NormType type = norm_type(op, ord);
+  check_distinct(op, tensors);
+  if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device()));
+  const LaunchStream stream(found_inf);
+  const DenseTensors dense(tensors);
+  const std::vector<TensorRun> runs = writable_runs(dense.get(), norm_cut(type));
+  const NormScratch scratch(runs, found_inf.device());
+  const NormOutputs outputs = empty_norm_outputs(tensors);
+  dispatch_norm_type(type, [&]<math::NormType kNorm>() {
+    for_each_norm_table<kNorm>(
+        runs, scratch, [&]<typename scalar_t>(const NormTable& table, int64_t slots) {
+          stream.launch(multi_tensor_unscale_norm_kernel<kNorm, scalar_t>, table.chunks(), table,
+                        inv_scale.const_data_ptr<float>(), slots, scratch.partials,
+                        scratch.finished);
+        });
+    launch_norm_finish<kNorm>(stream, scratch, outputs, found_inf, /*clear_found_inf=*/false);
+  });
+  dense.write_back();
+  return unscaled(outputs);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+  m.impl("multi_tensor_unscale", multi_tensor_unscale_cuda);
+  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_cuda);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,8 @@
+#pragma once
+
+#include <ampfuse/build_info.h>
+#include <ampfuse/clip_grad.h>
+#include <ampfuse/multi_tensor_clip.h>
+#include <ampfuse/multi_tensor_norm.h>
+#include <ampfuse/multi_tensor_unscale.h>
+#include <ampfuse/version.h>

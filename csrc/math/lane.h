@@ -1,0 +1,26 @@
+// The few operations whose spelling differs between one number and a vector register of them.
+// Formulae under math/ are templates over `V`: a float or a double on the GPU and in scalar tails,
+// at::vec::Vectorized<T> in the CPU kernels (cpu/vec/lane.h has that specialisation).
+#pragma once
+
+#include <cmath>
+
+#include "host_device.h"
+
+namespace ampfuse::math {
+
+template <typename V>
+struct Lane {
+  static AMPFUSE_HOST_DEVICE V abs(V x) { return std::fabs(x); }
+
+  // A NaN on either side wins: fmax would lose it.
+  static AMPFUSE_HOST_DEVICE V larger(V a, V b) { return (b > a || b != b) ? b : a; }
+};
+
+// x - x is 0 for every finite x and NaN for infinities and NaNs.
+template <typename T>
+AMPFUSE_HOST_DEVICE bool is_finite(T x) {
+  return x - x == T(0);
+}
+
+}  // namespace ampfuse::math

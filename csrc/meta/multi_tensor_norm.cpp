@@ -1,0 +1,20 @@
+#include "../ops/multi_tensor_norm.h"
+
+#include <torch/library.h>
+
+namespace ampfuse {
+
+namespace {
+
+NormOutputs multi_tensor_norm_meta(at::TensorList tensors, double ord) {
+  check_multi_tensor_norm(tensors, ord);
+  return empty_norm_outputs(tensors);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+  m.impl("multi_tensor_norm", multi_tensor_norm_meta);
+}
+
+}  // namespace ampfuse

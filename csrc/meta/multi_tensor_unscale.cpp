@@ -1,0 +1,30 @@
+#include "../ops/multi_tensor_unscale.h"
+
+#include <torch/library.h>
+
+namespace ampfuse {
+
+namespace {
+
+void multi_tensor_unscale_meta(at::TensorList tensors, const at::Tensor& found_inf,
+                               const at::Tensor& inv_scale) {
+  check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
+}
+
+UnscaledNormOutputs multi_tensor_unscale_norm_meta(at::TensorList tensors,
+                                                   const at::Tensor& found_inf,
+                                                   const at::Tensor& inv_scale, double ord) {
+  check_multi_tensor_unscale("multi_tensor_unscale_norm", tensors, found_inf, inv_scale);
+  norm_type("multi_tensor_unscale_norm", ord);
+  return unscaled(tensors.empty() ? zero_norm_outputs(found_inf.device())
+                                  : empty_norm_outputs(tensors));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+  m.impl("multi_tensor_unscale", multi_tensor_unscale_meta);
+  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_meta);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,78 @@
+#include <ampfuse/clip_grad.h>
+
+#include <ATen/ops/zeros.h>
+#include <ampfuse/multi_tensor_clip.h>
+#include <ampfuse/multi_tensor_norm.h>
+#include <c10/core/GradMode.h>
+
+#include <cmath>
+
+namespace ampfuse {
+
+namespace {
+
+struct DeviceList {
+  c10::Device device;
+  std::vector<at::Tensor> tensors;
+};
+
+// One list per device, in order of appearance.
+std::vector<DeviceList> by_device(at::TensorList tensors) {
+  std::vector<DeviceList> lists;
+  for (const at::Tensor& tensor : tensors) {
+    auto list = lists.begin();
+    while (list != lists.end() && list->device != tensor.device()) ++list;
+    if (list == lists.end()) list = lists.insert(list, {tensor.device(), {}});
+    list->tensors.push_back(tensor);
+  }
+  return lists;
+}
+
+std::vector<at::Tensor> gradients(at::TensorList parameters) {
+  std::vector<at::Tensor> grads;
+  grads.reserve(parameters.size());
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) grads.push_back(parameter.grad());
+  }
+  return grads;
+}
+
+}  // namespace
+
+at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_if_nonfinite) {
+  const c10::NoGradGuard no_grad;
+  std::vector<at::Tensor> norms;
+  for (const DeviceList& list : by_device(tensors)) {
+    norms.push_back(multi_tensor_norm(list.tensors, norm_type).total_norm);
+  }
+  at::Tensor total = norms.empty() ? at::zeros({}) : norms[0];
+  if (norms.size() > 1) {
+    for (at::Tensor& norm : norms) norm = norm.to(norms[0].device());
+    total = multi_tensor_norm(norms, norm_type).total_norm;
+  }
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()),
+              "The total norm of order ", norm_type,
+              " for gradients from `parameters` is non-finite, so it cannot be clipped; with "
+              "error_if_nonfinite=false they would be scaled by it all the same");
+  return total;
+}
+
+void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
+                           const at::Tensor& total_norm) {
+  const c10::NoGradGuard no_grad;
+  for (const DeviceList& list : by_device(gradients(parameters))) {
+    // A norm that torch computed from 16-bit gradients is itself 16-bit.
+    const auto dtype = total_norm.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    multi_tensor_clip(list.tensors, total_norm.to(list.device, dtype), max_norm);
+  }
+}
+
+at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm, double norm_type,
+                           bool error_if_nonfinite) {
+  const std::vector<at::Tensor> grads = gradients(parameters);
+  const at::Tensor total_norm = get_total_norm(grads, norm_type, error_if_nonfinite);
+  clip_grads_with_norm_(parameters, max_norm, total_norm);
+  return total_norm;
+}
+
+}  // namespace ampfuse

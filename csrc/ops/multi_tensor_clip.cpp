@@ -1,0 +1,28 @@
+#include "multi_tensor_clip.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ampfuse/multi_tensor_clip.h>
+#include <torch/library.h>
+
+#include "tensor_list.h"
+
+namespace ampfuse {
+
+void multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ampfuse::multi_tensor_clip", "")
+                             .typed<void(at::TensorList, const at::Tensor&, double)>();
+  op.call(tensors, total_norm, max_norm);
+}
+
+void check_multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm) {
+  check_writable_tensors("multi_tensor_clip", tensors);
+  check_scalar("multi_tensor_clip", "total_norm", total_norm, {at::kFloat, at::kDouble}, tensors);
+}
+
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  m.def("multi_tensor_clip(Tensor(a!)[] tensors, Tensor total_norm, float max_norm) -> ()",
+        {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,79 @@
+#include "multi_tensor_norm.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ampfuse/multi_tensor_norm.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+namespace ampfuse {
+
+MultiTensorNorm multi_tensor_norm(at::TensorList tensors, double ord) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ampfuse::multi_tensor_norm", "")
+                             .typed<NormOutputs(at::TensorList, double)>();
+  auto [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] = op.call(tensors, ord);
+  return {total_norm, norms, found_inf, first_nonfinite, nonfinite_count};
+}
+
+void check_multi_tensor_norm(at::TensorList tensors, double ord) {
+  norm_type("multi_tensor_norm", ord);
+  check_tensors("multi_tensor_norm", tensors);
+}
+
+math::NormType norm_type(const char* op, double ord) {
+  if (ord == 1) return math::NormType::kL1;
+  if (ord == 2) return math::NormType::kL2;
+  if (std::isinf(ord) && ord > 0) return math::NormType::kInf;
+  TORCH_CHECK_VALUE(false, op, ": ord: expected 1, 2 or inf, got ", ord);
+}
+
+Complex norm_cut(math::NormType type) {
+  // |z|² = re² + im²: only the other norms need both parts together.
+  return type == math::NormType::kL2 ? Complex::kAsReal : Complex::kWhole;
+}
+
+NormOutputs empty_norm_outputs(at::TensorList tensors) {
+  const auto options =
+      at::TensorOptions().device(tensors.empty() ? c10::Device(at::kCPU) : tensors[0].device());
+  const auto norm = options.dtype(norm_dtype(tensors));
+  const auto count = static_cast<int64_t>(tensors.size());
+  return {at::empty({}, norm), at::empty({count}, norm), at::empty({}, options.dtype(at::kFloat)),
+          at::empty({}, options.dtype(at::kLong)), at::empty({}, options.dtype(at::kLong))};
+}
+
+NormOutputs zero_norm_outputs(c10::Device device) {
+  const auto norm = at::TensorOptions().device(device).dtype(at::kFloat);
+  const auto index = norm.dtype(at::kLong);
+  return {at::zeros({}, norm), at::zeros({0}, norm), at::zeros({}, norm), at::full({}, -1, index),
+          at::zeros({}, index)};
+}
+
+namespace {
+
+// An empty list names no backend, so the dispatcher comes here: its norm is 0, on the CPU, as
+// torch's. Whoever else comes here brought tensors of a device without kernels.
+NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord) {
+  check_multi_tensor_norm(tensors, ord);
+  TORCH_CHECK_NOT_IMPLEMENTED(tensors.empty(), "multi_tensor_norm: no kernel for device ",
+                              tensors[0].device(), " in this build of ampfuse");
+  return zero_norm_outputs(at::kCPU);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  m.def(
+      "multi_tensor_norm(Tensor[] tensors, float ord=2.0) -> (Tensor total_norm, Tensor norms, "
+      "Tensor found_inf, Tensor first_nonfinite, Tensor nonfinite_count)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+  m.impl("multi_tensor_norm", multi_tensor_norm_no_backend);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,47 @@
+#include "multi_tensor_unscale.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ampfuse/multi_tensor_unscale.h>
+#include <torch/library.h>
+
+#include "tensor_list.h"
+
+namespace ampfuse {
+
+void multi_tensor_unscale(at::TensorList tensors, const at::Tensor& found_inf,
+                          const at::Tensor& inv_scale) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ampfuse::multi_tensor_unscale", "")
+                             .typed<void(at::TensorList, const at::Tensor&, const at::Tensor&)>();
+  op.call(tensors, found_inf, inv_scale);
+}
+
+UnscaledNorm multi_tensor_unscale_norm(at::TensorList tensors, const at::Tensor& found_inf,
+                                       const at::Tensor& inv_scale, double ord) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ampfuse::multi_tensor_unscale_norm", "")
+                             .typed<UnscaledNormOutputs(at::TensorList, const at::Tensor&,
+                                                        const at::Tensor&, double)>();
+  auto [total_norm, norms, first_nonfinite, nonfinite_count] =
+      op.call(tensors, found_inf, inv_scale, ord);
+  return {total_norm, norms, first_nonfinite, nonfinite_count};
+}
+
+void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
+                                const at::Tensor& inv_scale) {
+  check_writable_tensors(op, tensors);
+  check_scalar(op, "found_inf", found_inf, {at::kFloat}, tensors);
+  check_scalar(op, "inv_scale", inv_scale, {at::kFloat}, tensors);
+}
+
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  m.def("multi_tensor_unscale(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale) -> ()",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "multi_tensor_unscale_norm(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale, "
+      "float ord=2.0) -> (Tensor total_norm, Tensor norms, Tensor first_nonfinite, "
+      "Tensor nonfinite_count)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <tuple>
+
+#include "multi_tensor_norm.h"
+
+namespace ampfuse {
+
+/// What every backend's kernel checks first, for both ops of this stem.
+void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
+                                const at::Tensor& inv_scale);
+
+/// total_norm, norms, first_nonfinite, nonfinite_count.
+using UnscaledNormOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// The norm's outputs but for found_inf, which is an argument here.
+inline UnscaledNormOutputs unscaled(const NormOutputs& outputs) {
+  const auto& [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] = outputs;
+  return {total_norm, norms, first_nonfinite, nonfinite_count};
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,62 @@
+// What the multi-tensor ops ask of their arguments, checked in one place for every backend, and
+// the two stand-ins that let kernels see only dense, distinct tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace ampfuse {
+
+/// Refuses a list whose tensors are undefined, not strided, of a dtype the kernels lack or not on
+/// the first tensor's device, naming the index.
+void check_tensors(const char* op, at::TensorList tensors);
+
+/// check_tensors, and refuses tensors that overlap themselves (expanded ones, say).
+void check_writable_tensors(const char* op, at::TensorList tensors);
+
+/// Refuses a list that names a tensor twice.
+void check_distinct(const char* op, at::TensorList tensors);
+
+/// Refuses anything but one element of one of `dtypes` on the device of `tensors` (any device when
+/// the list is empty).
+void check_scalar(const char* op, const char* argument, const at::Tensor& scalar,
+                  std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors);
+
+/// float64 if any tensor is double or complex double, else float32.
+at::ScalarType norm_dtype(at::TensorList tensors);
+
+/// A dense tensor as kernels see it.
+struct TensorRun {
+  void* data;
+  int64_t size;  // in elements of dtype
+  at::ScalarType dtype;
+};
+
+/// Whether complex tensors are taken as they are or as twice as many real numbers.
+enum class Complex { kWhole, kAsReal };
+
+std::vector<TensorRun> readable_runs(at::TensorList dense, Complex complex);
+std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex);
+
+/// A list in which strided tensors are replaced by contiguous copies. Dense ones, in whatever order
+/// of dimensions, are taken as they are: the ops do not care for the order of elements.
+class DenseTensors {
+ public:
+  explicit DenseTensors(at::TensorList tensors);
+
+  at::TensorList get() const { return dense_; }
+
+  /// Copies the stand-ins back to where they came from.
+  void write_back() const;
+
+ private:
+  std::vector<at::Tensor> dense_;
+  std::vector<std::pair<at::Tensor, size_t>> copied_;  // the strided original, its place in dense_
+};
+
+/// Splits a list in which a tensor is named more than once into rounds in which none is, so that
+/// parallel kernels multiply it once per mention, as a loop over the list would.
+std::vector<std::vector<at::Tensor>> distinct_rounds(at::TensorList tensors);
+
+}  // namespace ampfuse

@@ -1,0 +1,18 @@
+// The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever takes tensors is an
+// op.
+#include <ampfuse/build_info.h>
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", [] {
+    const ampfuse::BuildInfo info = ampfuse::build_info();
+    return py::dict(
+        py::arg("version") = info.version, py::arg("torch_version") = info.torch_version,
+        py::arg("cuda_version") = info.cuda_version, py::arg("cuda_archs") = info.cuda_archs,
+        py::arg("compiler") = info.compiler, py::arg("build_type") = info.build_type,
+        py::arg("cpu_capability") = info.cpu_capability);
+  });
+  m.def("has_cuda", &ampfuse::has_cuda);
+}

@@ -1,0 +1,41 @@
+"""Mixed-precision training with fewer bytes, fewer launches and no host waits."""
+
+from typing import Any
+
+from ampfuse import _library
+
+_library.load()
+
+from ampfuse import _C, ops  # noqa: E402  (both need the library)
+from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
+
+__all__ = [
+    "build_info",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "cmake_prefix_path",
+    "get_total_norm",
+    "has_cuda",
+    "ops",
+]
+
+__version__: str = _C.build_info()["version"]
+
+cmake_prefix_path: str = str(_library.PACKAGE)
+"""For a C++ project's `CMAKE_PREFIX_PATH`: `find_package(ampfuse)` looks here."""
+
+
+def build_info() -> dict[str, Any]:
+    """How the loaded library was built: versions, CUDA architectures, compiler, CPU kernels.
+
+    >>> import ampfuse
+    >>> sorted(ampfuse.build_info())  # doctest: +NORMALIZE_WHITESPACE
+    ['build_type', 'compiler', 'cpu_capability', 'cuda_archs', 'cuda_version', 'torch_version',
+     'version']
+    """
+    return _C.build_info()
+
+
+def has_cuda() -> bool:
+    """Whether the library has CUDA kernels; says nothing about a GPU being there."""
+    return _C.has_cuda()

@@ -1,0 +1,168 @@
+"""Gradient clipping with the signatures and results of `torch.nn.utils`, without its traffic.
+
+Gradients are read once for the norm, and read and written once more only when they have to be
+scaled: the factor is decided on the device, and at factor 1 nothing moves. torch scales always.
+"""
+
+import math
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import utils as torch_utils
+
+from ampfuse import ops
+
+T = TypeVar("T")
+TensorOrTensors = Tensor | Iterable[Tensor]
+
+
+def _as_list(tensors: TensorOrTensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    grads = [parameter.grad for parameter in parameters]
+    return [grad for grad in grads if grad is not None]
+
+
+def _for_each_device(tensors: list[Tensor], run: Callable[[list[Tensor]], T]) -> list[T]:
+    """Run on the whole list or, when that is refused for spanning devices, on one list for each.
+
+    Asking every tensor for its device first would cost more than the op itself on a CPU; the ops
+    ask too, and refuse before they write anything.
+    """
+    try:
+        return [run(tensors)]
+    except ValueError:
+        lists: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            lists.setdefault(tensor.device, []).append(tensor)
+        if len(lists) == 1:
+            raise
+        return [run(of_device) for of_device in lists.values()]
+
+
+def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
+    """Whether our kernels serve this call; the rest is left to torch, which has the same results.
+
+    That is tensor subclasses that bring their own arithmetic (DTensor reduces over its mesh) and
+    orders other than 1, 2 and inf.
+    """
+    return norm_type in (1.0, 2.0, math.inf) and set(map(type, tensors)) <= {
+        torch.Tensor,
+        torch.nn.Parameter,
+    }
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: TensorOrTensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Norm of the tensors as if they were one vector: `torch.nn.utils.get_total_norm`.
+
+    Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits. `foreach` is
+    there for torch's signature; these kernels always take the whole list at once.
+    `error_if_nonfinite` makes the host wait for the result.
+
+    >>> import torch, ampfuse
+    >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
+    """
+    tensors = _as_list(tensors)
+    norm_type = float(norm_type)
+    if not _is_ours(tensors, norm_type):
+        return torch_utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    if not tensors:
+        return torch.tensor(0.0)
+    norms = _for_each_device(
+        tensors, lambda of_device: ops.multi_tensor_norm(of_device, norm_type).total_norm
+    )
+    total_norm = norms[0]
+    if len(norms) > 1:
+        norms = [norm.to(total_norm.device) for norm in norms]
+        total_norm = ops.multi_tensor_norm(norms, norm_type).total_norm
+    if error_if_nonfinite and not torch.isfinite(total_norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped; with error_if_nonfinite=False they would be scaled by it "
+            "all the same"
+        )
+    return total_norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: TensorOrTensors,
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scale gradients by `min(1, max_norm / (total_norm + 1e-6))`, as in `torch.nn.utils`.
+
+    The factor is decided on the device. At factor 1 the gradients are not touched.
+    """
+    parameters = _as_list(parameters)
+    grads = _gradients(parameters)
+    _clip(parameters, grads, float(max_norm), total_norm, foreach)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: TensorOrTensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; return the norm they had.
+
+    `torch.nn.utils.clip_grad_norm_` without a host wait and without writing gradients that need
+    no scaling.
+
+    >>> import torch, ampfuse
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> p.grad = torch.tensor([3.0, 4.0])
+    >>> ampfuse.clip_grad_norm_([p], max_norm=1.0), p.grad
+    (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    if isinstance(parameters, types.GeneratorType):
+        parameters = list(parameters)
+        if not parameters:
+            warnings.warn(
+                "`parameters` is an empty generator, no gradient clipping will occur.",
+                stacklevel=2,
+            )
+    parameters = _as_list(parameters)
+    grads = _gradients(parameters)
+    total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    _clip(parameters, grads, float(max_norm), total_norm, foreach)
+    return total_norm
+
+
+def _clip(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None,
+) -> None:
+    if not _is_ours([*grads, total_norm], norm_type=2.0):
+        torch_utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        return
+    if not grads:
+        return
+    if total_norm.dtype not in (torch.float32, torch.float64):
+        total_norm = total_norm.float()  # torch's norm of 16-bit gradients
+    _for_each_device(
+        grads,
+        lambda of_device: ops.multi_tensor_clip(
+            of_device, total_norm.to(of_device[0].device), max_norm
+        ),
+    )

@@ -1,0 +1,111 @@
+"""The operators as typed functions, one per `torch.ops.ampfuse` entry.
+
+All results stay on the tensors' device and nothing waits for it. `tensors` is a list of strided
+tensors of any shapes, on one device, of dtypes float16, bfloat16, float32, float64, complex64 and
+complex128 in any mixture. All work inside `torch.compile(fullgraph=True)`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+
+class MultiTensorNorm(NamedTuple):
+    """What one read of a tensor list tells."""
+
+    total_norm: Tensor
+    """0-dim; float32, or float64 if any tensor is float64 or complex128."""
+    norms: Tensor
+    """One norm per tensor."""
+    found_inf: Tensor
+    """0-dim float32: 1 if any element is NaN or infinite, else 0."""
+    first_nonfinite: Tensor
+    """0-dim int64: index of the first tensor with such an element, or -1."""
+    nonfinite_count: Tensor
+    """0-dim int64: number of such tensors."""
+
+
+class UnscaledNorm(NamedTuple):
+    """The norms after unscaling; fields as in `MultiTensorNorm`."""
+
+    total_norm: Tensor
+    norms: Tensor
+    first_nonfinite: Tensor
+    nonfinite_count: Tensor
+
+
+def multi_tensor_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> MultiTensorNorm:
+    """Norm of a list as if it were one vector, of order 1, 2 or inf, from one read.
+
+    >>> import torch, ampfuse
+    >>> result = ampfuse.ops.multi_tensor_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    >>> result.total_norm, result.norms
+    (tensor(5.), tensor([3., 4.]))
+    """
+    try:
+        return MultiTensorNorm(*torch.ops.ampfuse.multi_tensor_norm(tensors, ord))
+    except RuntimeError as error:
+        _explain("multi_tensor_norm", tensors, error)
+
+
+def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply in place by `inv_scale`; set `found_inf` to 1 if a result is NaN or infinite.
+
+    `found_inf` is never cleared. With `inv_scale` equal to 1 nothing is written.
+
+    >>> import torch, ampfuse
+    >>> grads, found_inf = [torch.tensor([2.0, 8.0])], torch.zeros(())
+    >>> ampfuse.ops.multi_tensor_unscale(grads, found_inf, torch.tensor(0.5))
+    >>> grads, found_inf
+    ([tensor([1., 4.])], tensor(0.))
+    """
+    try:
+        torch.ops.ampfuse.multi_tensor_unscale(tensors, found_inf, inv_scale)
+    except RuntimeError as error:
+        _explain("multi_tensor_unscale", tensors, error)
+
+
+def multi_tensor_unscale_norm(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, ord: float = 2.0
+) -> UnscaledNorm:
+    """`multi_tensor_unscale`, and the norms of what it wrote from the same pass.
+
+    >>> import torch, ampfuse
+    >>> grads, found_inf = [torch.tensor([6.0, 8.0])], torch.zeros(())
+    >>> ampfuse.ops.multi_tensor_unscale_norm(grads, found_inf, torch.tensor(0.5)).total_norm
+    tensor(5.)
+    """
+    try:
+        return UnscaledNorm(
+            *torch.ops.ampfuse.multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord)
+        )
+    except RuntimeError as error:
+        _explain("multi_tensor_unscale_norm", tensors, error)
+
+
+def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
+    """Multiply in place by `min(1, max_norm / (total_norm + 1e-6))`, decided on the device.
+
+    At factor 1 the tensors are neither read nor written.
+
+    >>> import torch, ampfuse
+    >>> grads = [torch.tensor([3.0, 4.0])]
+    >>> ampfuse.ops.multi_tensor_clip(grads, torch.tensor(5.0), 1.0)
+    >>> grads
+    [tensor([0.6000, 0.8000])]
+    """
+    try:
+        torch.ops.ampfuse.multi_tensor_clip(tensors, total_norm, max_norm)
+    except RuntimeError as error:
+        _explain("multi_tensor_clip", tensors, error)
+
+
+def _explain(op: str, tensors: Sequence[Tensor], error: RuntimeError) -> NoReturn:
+    """Name the item that is not a tensor: torch's schema check prints the whole list instead."""
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{op}: tensors[{index}]: expected a Tensor, got {kind}") from None
+    raise error

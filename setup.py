@@ -1,0 +1,55 @@
+"""Builds and installs ampfuse by calling CMake once.
+
+torch is not a build requirement in pyproject.toml: an isolated build would fetch a second torch,
+and a library built against that one would not load into yours. Hence --no-build-isolation.
+
+Environment: AMPFUSE_WITH_CUDA (AUTO, ON, OFF), TORCH_CUDA_ARCH_LIST, CMAKE_ARGS, CMAKE_BUILD_TYPE
+(Release), AMPFUSE_BUILD_DIR (build/).
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+try:
+    import torch
+except ImportError:
+    sys.exit(
+        "ampfuse is built against the torch you use, and there is none here: "
+        "pip install torch, then pip install --no-build-isolation ."
+    )
+
+
+class CMakeBuild(build_ext):
+    def run(self) -> None:
+        if self.inplace or self.editable_mode:
+            prefix = ROOT / "python" / "ampfuse"
+        else:
+            prefix = Path(self.build_lib).resolve() / "ampfuse"
+        build = Path(os.environ.get("AMPFUSE_BUILD_DIR", ROOT / "build"))
+        in_place = self.inplace or self.editable_mode
+        configure = [
+            *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_INSTALL_PREFIX={prefix}",
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
+            f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
+            f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            "-DAMPFUSE_BUILD_PYTHON=ON",
+            # A wheel finds torch beside itself; a checkout only by this machine's paths.
+            f"-DCMAKE_INSTALL_RPATH_USE_LINK_PATH={'ON' if in_place else 'OFF'}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", "install"], check=True)
+
+
+# The one "extension" stands for everything CMake installs; setuptools never compiles it.
+setup(ext_modules=[Extension("ampfuse._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
