@@ -1,0 +1,61 @@
+# Every verb sets up what it needs: an environment in .venv, then a build in build/ that is installed
+# into python/ampfuse. The second time takes seconds.
+#
+#   AMPFUSE_WITH_CUDA=OFF       do without nvcc, which is otherwise fetched where it is missing
+#   TORCH_CUDA_ARCH_LIST="8.6"  compile for these GPUs; by default for the one here, else 8.0 and 9.0
+#   PYTHON=python3.12           the interpreter .venv is made from
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export AMPFUSE_WITH_CUDA ?= AUTO
+export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON
+export CTEST_PARALLEL_LEVEL ?= 2
+
+GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
+export TORCH_CUDA_ARCH_LIST ?= $(if $(GPUS),$(GPUS),8.0 9.0)
+
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
+	'*.h' '*.cpp' '*.cu' '*.cuh')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast bench lint format build clean
+
+help:  ## list the verbs
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: build  ## train on handwritten digits in fp32, with torch's AMP and with ampfuse
+	$(BIN)/python examples/digits.py
+
+test: build  ## run every test
+	$(BIN)/python -m pytest
+	$(BIN)/ctest --test-dir build --output-on-failure
+
+test-fast: build  ## leave out the slow tests and the sanitizer builds
+	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/ctest --test-dir build --output-on-failure -LE cuda_host
+
+bench: build  ## compare with torch; results go to benchmarks/results
+	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+
+lint: .venv/.ready  ## check formatting, types and the rules of the layout
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/python/test_layout.py
+
+format: .venv/.ready  ## format the sources
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+build: .venv/.ready  ## compile the library and install it into python/ampfuse
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist python/ampfuse/lib python/ampfuse/include python/ampfuse/share \
+		python/ampfuse/_C.*.so python/ampfuse/build_info.json
+
+.venv/.ready: tools/environment.py pyproject.toml
+	$(PYTHON) tools/environment.py
