@@ -1,0 +1,46 @@
+# Each mistaken kernel must be caught by the sanitizers named, in these words; its twin must pass
+# under both.
+
+ampfuse_add_cuda_host_executable(bad_kernels SOURCES bad_kernels.cpp)
+
+function(caught kernel sanitizers words)
+  foreach(sanitizer asan tsan)
+    ampfuse_register_cuda_host_run(good_${kernel}_${sanitizer} bad_kernels_${sanitizer}
+      ${kernel} good)
+  endforeach()
+  foreach(sanitizer ${sanitizers})
+    set(test bad_${kernel}_${sanitizer})
+    ampfuse_register_cuda_host_run(${test} bad_kernels_${sanitizer} ${kernel})
+    set_tests_properties(${test} PROPERTIES
+      PASS_REGULAR_EXPRESSION "${words}"
+      FAIL_REGULAR_EXPRESSION "finished without complaint")
+  endforeach()
+endfunction()
+
+caught(out_of_bounds_read asan
+       "heap-buffer-overflow.*READ of size 4.*in [^\n]*out_of_bounds_read<false>")
+caught(out_of_bounds_write asan
+       "heap-buffer-overflow.*WRITE of size 4.*in [^\n]*out_of_bounds_write<false>")
+# The second stack is the declaration's.
+caught(shared_overrun asan
+       "heap-buffer-overflow.*in [^\n]*store.*allocated by.*in [^\n]*shared_overrun<false>")
+caught(shared_index asan "index 64 out of bounds for type 'float \\[64\\]'")
+caught(dynamic_shared_overrun asan "heap-buffer-overflow.*in [^\n]*dynamic_shared_overrun<false>")
+caught(stack_overflow asan "stack-overflow.*in [^\n]*recurse")
+caught(misaligned_vector asan "misaligned address .* for type 'const struct float4'")
+caught(index_overflow asan "signed integer overflow: 70000 \\* 70000")
+caught(uninitialised_shared "asan;tsan" "wrong result: out\\[32\\] = -?nan")
+
+caught(missing_barrier tsan "data race .*in [^\n]*missing_barrier<false>")
+caught(missing_trailing_barrier tsan "data race .*in [^\n]*missing_trailing_barrier<false>")
+caught(inter_block_race tsan "data race .*in [^\n]*inter_block_race<false>")
+caught(missing_fence tsan "data race .*in [^\n]*missing_fence<false>")
+caught(shuffle_is_no_fence tsan "data race .*in [^\n]*shuffle_is_no_fence<false>")
+
+caught(divergent_trip_count "asan;tsan" "divergent barrier: 32 threads wait, 32 exited")
+caught(barrier_in_branches "asan;tsan" "divergent barrier: threads wait at different lines")
+caught(lane_exited "asan;tsan" "lanes that never arrive.*warp 1, lanes 0-4,6-31 .*for lanes 5\n")
+caught(lane_elsewhere "asan;tsan" "lanes that never arrive.*lanes 16-31 .*wait in __syncthreads")
+caught(mask_without_caller "asan;tsan" "lane 16 of warp 0 is not in its mask, 0x0000ffff")
+caught(disagreeing_masks "asan;tsan" "lanes that never arrive.*mask 0xffffffff.*for lanes 16-31")
+caught(source_outside_mask "asan;tsan" "reads lane 16, which is not in its mask, 0x0000ffff")

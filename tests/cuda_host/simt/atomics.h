@@ -1,0 +1,78 @@
+// Atomics and fences.
+//
+// An atomic orders nothing by itself, as in CUDA. Publishing needs a fence first: from its first
+// fence on, a thread's atomics carry what it did before them. The receiving side is lenient: any
+// atomic acquires, so that the "last block finishes" pattern passes without a second fence.
+// __threadfence_block counts as a device-wide fence here, which hides a too narrow one.
+#pragma once
+
+#include <atomic>
+#include <concepts>
+#include <type_traits>
+
+#include "simt/runtime.h"
+
+namespace simt {
+
+template <class T, class... Types>
+concept one_of = (std::same_as<T, Types> || ...);
+
+// *address = update(*address), returning the old value.
+template <class T, class Update>
+T atomic_update(T* address, Update update) {
+  runtime::before_atomic(address);
+  std::atomic_ref<T> cell(*address);
+  T old = cell.load(std::memory_order_relaxed);
+  while (!cell.compare_exchange_weak(old, update(old), std::memory_order_relaxed)) {
+  }
+  runtime::after_atomic(address);
+  return old;
+}
+
+}  // namespace simt
+
+// As in CUDA the pointer decides the type, and the operand converts to it.
+
+template <simt::one_of<int, unsigned, unsigned long long, float, double> T>
+T atomicAdd(T* address, std::type_identity_t<T> value) {
+  return simt::atomic_update(address, [=](T old) { return old + value; });
+}
+
+template <simt::one_of<int, unsigned, long long, unsigned long long> T>
+T atomicMax(T* address, std::type_identity_t<T> value) {
+  return simt::atomic_update(address, [=](T old) { return old < value ? value : old; });
+}
+
+template <simt::one_of<int, unsigned, long long, unsigned long long> T>
+T atomicMin(T* address, std::type_identity_t<T> value) {
+  return simt::atomic_update(address, [=](T old) { return value < old ? value : old; });
+}
+
+template <simt::one_of<int, unsigned, unsigned long long, float> T>
+T atomicExch(T* address, std::type_identity_t<T> value) {
+  return simt::atomic_update(address, [=](T) { return value; });
+}
+
+template <simt::one_of<int, unsigned, unsigned long long> T>
+T atomicOr(T* address, std::type_identity_t<T> value) {
+  return simt::atomic_update(address, [=](T old) { return old | value; });
+}
+
+template <simt::one_of<int, unsigned, unsigned long long> T>
+T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value) {
+  return simt::atomic_update(address, [=](T old) { return old == compare ? value : old; });
+}
+
+inline unsigned atomicInc(unsigned* address, unsigned limit) {
+  return simt::atomic_update(address, [=](unsigned old) { return old >= limit ? 0 : old + 1; });
+}
+
+inline void __threadfence() {
+  simt::runtime::fence();
+}
+inline void __threadfence_block() {
+  simt::runtime::fence();
+}
+inline void __threadfence_system() {
+  simt::runtime::fence();
+}

@@ -1,0 +1,41 @@
+// One CUDA thread of the block that is running, and what its waiting is for.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "simt/fiber.h"
+#include "simt/keywords.h"
+#include "simt/runtime.h"
+
+namespace simt::runtime {
+
+struct Thread {
+  enum class State { ready, at_barrier, in_warp, exited };
+
+  Fiber* fiber;
+  uint3 index;
+  State state = State::ready;
+  bool fenced = false;
+  unsigned barriers = 0;  // passed so far
+
+  // The call it is in, unless ready or exited, and for a warp operation its operands and result.
+  const char* call = nullptr;
+  Site where = {};
+  unsigned mask = 0;
+  int source = 0;
+  std::uint64_t value = 0;
+};
+
+bool same_line(const Site&, const Site&);
+
+std::string to_string(const Site&);      // file:line
+std::string to_string(uint3);            // (x,y,z)
+std::string hexadecimal(unsigned);       // 0x0000ffff
+std::string lane_ranges(unsigned mask);  // 0-7,9
+
+// Who waits where in the block, for a report: a line per group of lanes of a warp.
+std::string describe(std::span<const Thread>);
+
+}  // namespace simt::runtime

@@ -1,0 +1,61 @@
+// Lists of fake tensors for multi-tensor kernels: buffers that end exactly where their allocation
+// does, so that ASan sees one element too many, and start `offset` elements behind a 16-byte boundary.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+template <typename T>
+struct FakeTensor {
+  std::unique_ptr<T[]> buffer;
+  int64_t offset;
+  int64_t size;
+
+  FakeTensor(int64_t size, int64_t offset)
+      : buffer(new T[offset + size]), offset(offset), size(size) {}
+
+  T* data() const { return buffer.get() + offset; }
+};
+
+// A number as a kernel's element type.
+template <typename T>
+T as_element(double x) {
+  return static_cast<T>(static_cast<float>(x));
+}
+template <>
+inline double as_element<double>(double x) {
+  return x;
+}
+
+// Normally distributed with a heavy tail: one element in 64 is a thousand times as large.
+template <typename T>
+FakeTensor<T> random_tensor(int64_t size, int64_t offset, uint32_t seed) {
+  FakeTensor<T> tensor(size, offset);
+  std::mt19937 generator(seed);
+  std::normal_distribution<double> normal;
+  for (int64_t i = 0; i < size; ++i) {
+    tensor.data()[i] = as_element<T>(normal(generator) * (generator() % 64 == 0 ? 1000 : 1));
+  }
+  return tensor;
+}
+
+// Sizes on both sides of everything a kernel counts by: nothing, single elements before the first
+// 16-byte boundary (at most 7), a pack per lane, four packs per lane (256 to 1024 elements, by
+// dtype), a chunk, several chunks. Offsets walk through the misalignments.
+template <typename T>
+std::vector<FakeTensor<T>> boundary_tensors() {
+  const int64_t sizes[] = {0,   1,   7,    8,    31,   32,   33,   127,  128,
+                           255, 256, 1023, 1024, 1025, 8191, 8192, 8193, 20000};
+  std::vector<FakeTensor<T>> tensors;
+  uint32_t seed = 0;
+  for (const int64_t size : sizes) {
+    tensors.push_back(random_tensor<T>(size, seed % (16 / sizeof(T)), seed));
+    ++seed;
+  }
+  return tensors;
+}
