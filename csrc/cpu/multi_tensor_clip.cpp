@@ -16,8 +16,8 @@ void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm,
   const double factor = math::clip_factor(total_norm.item<double>(), max_norm);
   if (factor == 1) return;
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
-  for (const auto& round : distinct_rounds(tensors)) {
-    const DenseTensors dense(round);
+  for (auto& round : distinct_rounds(tensors)) {
+    const DenseTensors dense(std::move(round));
     const Chunks chunks(writable_runs(dense.get(), Complex::kAsReal));
     chunks.parallel_for(
         [&](const Chunk& chunk) { scale_chunk(chunk.dtype, chunk.data, chunk.size, factor); });

@@ -40,7 +40,7 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
 NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
-  const DenseTensors dense(tensors);
+  const DenseTensors dense(tensors.vec());
   const Chunks chunks(readable_runs(dense.get(), norm_cut(type)));
   std::vector<math::NormPartial> partials(chunks.count());
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);

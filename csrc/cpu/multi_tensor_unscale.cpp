@@ -19,8 +19,8 @@ void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_in
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   std::atomic<bool> finite = true;
-  for (const auto& round : distinct_rounds(tensors)) {
-    const DenseTensors dense(round);
+  for (auto& round : distinct_rounds(tensors)) {
+    const DenseTensors dense(std::move(round));
     const Chunks chunks(writable_runs(dense.get(), Complex::kAsReal));
     chunks.parallel_for([&](const Chunk& chunk) {
       if (!scale_chunk(chunk.dtype, chunk.data, chunk.size, factor)) {
@@ -42,7 +42,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
-  const DenseTensors dense(tensors);
+  const DenseTensors dense(tensors.vec());
   const Chunks chunks(writable_runs(dense.get(), norm_cut(type)));
   std::vector<math::NormPartial> partials(chunks.count());
   chunks.parallel_for([&](const Chunk& chunk) {

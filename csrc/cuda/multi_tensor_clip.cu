@@ -12,10 +12,10 @@ namespace {
 
 template <typename norm_t>
 void clip(at::TensorList tensors, const norm_t* total_norm, double max_norm) {
-  for (const auto& round : distinct_rounds(tensors)) {
+  for (auto& round : distinct_rounds(tensors)) {
     if (round.empty()) continue;
     const LaunchStream stream(round[0]);
-    const DenseTensors dense(round);
+    const DenseTensors dense(std::move(round));
     for (const DtypeGroup& group : dtype_groups(writable_runs(dense.get(), Complex::kAsReal))) {
       dispatch_real(group.dtype, [&]<typename scalar_t>() {
         auto builder = build_tables<UnscaleTable>([&](const UnscaleTable& table) {

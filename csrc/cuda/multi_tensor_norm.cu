@@ -12,7 +12,7 @@ NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
   const LaunchStream stream(tensors[0]);
-  const DenseTensors dense(tensors);
+  const DenseTensors dense(tensors.vec());
   const std::vector<TensorRun> runs = readable_runs(dense.get(), norm_cut(type));
   const NormScratch scratch(runs, tensors[0].device());
   const NormOutputs outputs = empty_norm_outputs(tensors);

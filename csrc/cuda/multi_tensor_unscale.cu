@@ -12,10 +12,10 @@ namespace {
 void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
   check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
-  for (const auto& round : distinct_rounds(tensors)) {
+  for (auto& round : distinct_rounds(tensors)) {
     if (round.empty()) continue;
     const LaunchStream stream(round[0]);
-    const DenseTensors dense(round);
+    const DenseTensors dense(std::move(round));
     for (const DtypeGroup& group : dtype_groups(writable_runs(dense.get(), Complex::kAsReal))) {
       dispatch_real(group.dtype, [&]<typename scalar_t>() {
         auto builder = build_tables<UnscaleTable>([&](const UnscaleTable& table) {
@@ -39,7 +39,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
   check_distinct(op, tensors);
   if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device()));
   const LaunchStream stream(found_inf);
-  const DenseTensors dense(tensors);
+  const DenseTensors dense(tensors.vec());
   const std::vector<TensorRun> runs = writable_runs(dense.get(), norm_cut(type));
   const NormScratch scratch(runs, found_inf.device());
   const NormOutputs outputs = empty_norm_outputs(tensors);

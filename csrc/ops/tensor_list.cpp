@@ -112,7 +112,7 @@ std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex) {
   return runs;
 }
 
-DenseTensors::DenseTensors(at::TensorList tensors) : dense_(tensors.begin(), tensors.end()) {
+DenseTensors::DenseTensors(std::vector<at::Tensor> tensors) : dense_(std::move(tensors)) {
   for (size_t i = 0; i < dense_.size(); ++i) {
     if (dense_[i].is_non_overlapping_and_dense()) continue;
     copied_.emplace_back(dense_[i], i);

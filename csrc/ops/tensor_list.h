@@ -43,7 +43,7 @@ std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex);
 /// of dimensions, are taken as they are: the ops do not care for the order of elements.
 class DenseTensors {
  public:
-  explicit DenseTensors(at::TensorList tensors);
+  explicit DenseTensors(std::vector<at::Tensor> tensors);
 
   at::TensorList get() const { return dense_; }
 
