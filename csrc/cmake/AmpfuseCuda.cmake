@@ -17,13 +17,18 @@ else()
   # The first nvcc of torch's CUDA version, else the first of its major version, with which minor
   # releases are compatible.
   string(REGEX MATCH "^[0-9]+" _ampfuse_major "${AMPFUSE_TORCH_CUDA}")
+  get_filename_component(_ampfuse_chosen "${CMAKE_CUDA_COMPILER}" DIRECTORY)
+  get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
   find_program(_ampfuse_on_path nvcc NO_CACHE)
+  get_filename_component(_ampfuse_on_path "${_ampfuse_on_path}" DIRECTORY)
   set(_ampfuse_seen "")
   foreach(_ampfuse_wanted "^${AMPFUSE_TORCH_CUDA}$" "^${_ampfuse_major}\\.")
-    foreach(_ampfuse_nvcc IN ITEMS "${CMAKE_CUDA_COMPILER}" "$ENV{CUDACXX}" "$ENV{CUDA_HOME}/bin/nvcc"
-                                   "${_ampfuse_on_path}" /usr/local/cuda/bin/nvcc
-                                   "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${_ampfuse_major}/bin/nvcc")
-      if(NOT EXISTS "${_ampfuse_nvcc}" OR AMPFUSE_CUDA_VERSION)
+    foreach(_ampfuse_folder IN ITEMS "${_ampfuse_chosen}" "${_ampfuse_cudacxx}" "$ENV{CUDA_HOME}/bin"
+                                     "${_ampfuse_on_path}" /usr/local/cuda/bin
+                                     "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${_ampfuse_major}/bin")
+      unset(_ampfuse_nvcc)
+      find_program(_ampfuse_nvcc nvcc PATHS "${_ampfuse_folder}" NO_DEFAULT_PATH NO_CACHE)
+      if(NOT _ampfuse_nvcc OR AMPFUSE_CUDA_VERSION)
         continue()
       endif()
       execute_process(COMMAND "${_ampfuse_nvcc}" --version OUTPUT_VARIABLE _ampfuse_text ERROR_QUIET)
@@ -31,7 +36,7 @@ else()
       set(_ampfuse_version "${CMAKE_MATCH_1}")
       list(APPEND _ampfuse_seen "${_ampfuse_nvcc} is of CUDA ${_ampfuse_version}")
       if(_ampfuse_version MATCHES "${_ampfuse_wanted}")
-        cmake_path(SET AMPFUSE_NVCC NORMALIZE "${_ampfuse_nvcc}")
+        set(AMPFUSE_NVCC "${_ampfuse_nvcc}")
         set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
       endif()
     endforeach()

@@ -24,17 +24,18 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
         math::OneWorker());
     if (tensors[t].nonfinite && count++ == 0) first = static_cast<int64_t>(t);
   }
-  AT_DISPATCH_FLOATING_TYPES(norms.scalar_type(), "multi_tensor_norm", [&] {
-    auto* out = norms.template mutable_data_ptr<scalar_t>();
-    for (const math::NormPartial& tensor : tensors) *out++ = static_cast<scalar_t>(tensor.norm);
-  });
   const math::NormPartial total = math::norm_exact<kNorm>(
       static_cast<int64_t>(tensors.size()), [&](int64_t i) { return tensors[i]; },
       math::OneWorker());
-  total_norm.fill_(total.norm);
-  found_inf.fill_(total.nonfinite);
-  first_nonfinite.fill_(first);
-  nonfinite_count.fill_(count);
+  // Cast here: fill_ would refuse a norm that is too large for float instead of making it infinite.
+  AT_DISPATCH_FLOATING_TYPES(norms.scalar_type(), "multi_tensor_norm", [&] {
+    auto* out = norms.template mutable_data_ptr<scalar_t>();
+    for (const math::NormPartial& tensor : tensors) *out++ = static_cast<scalar_t>(tensor.norm);
+    *total_norm.template mutable_data_ptr<scalar_t>() = static_cast<scalar_t>(total.norm);
+  });
+  *found_inf.template mutable_data_ptr<float>() = count > 0 ? 1.0f : 0.0f;
+  *first_nonfinite.template mutable_data_ptr<int64_t>() = first;
+  *nonfinite_count.template mutable_data_ptr<int64_t>() = count;
 }
 
 NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {

@@ -27,7 +27,7 @@ void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_in
         finite.store(false, std::memory_order_relaxed);
       }
     });
-    dense.write_back();
+    if (factor != 1) dense.write_back();
   }
   if (!finite) found_inf.fill_(1);
 }
@@ -52,7 +52,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
     scale_chunk(c10::toRealValueType(chunk.dtype), chunk.data, reals * chunk.size, factor);
     partials[chunk.number] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
   });
-  dense.write_back();
+  if (factor != 1) dense.write_back();
   const NormOutputs outputs = empty_norm_outputs(tensors);
   write_norms(type, chunks, partials, outputs);
   if (*std::get<2>(outputs).const_data_ptr<float>() != 0) found_inf.fill_(1);

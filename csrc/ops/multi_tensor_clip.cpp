@@ -20,9 +20,22 @@ void check_multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_nor
   check_scalar("multi_tensor_clip", "total_norm", total_norm, {at::kFloat, at::kDouble}, tensors);
 }
 
+namespace {
+
+void multi_tensor_clip_no_backend(at::TensorList tensors, const at::Tensor& total_norm, double) {
+  check_multi_tensor_clip(tensors, total_norm);
+  refuse_backend("multi_tensor_clip", tensors);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
   m.def("multi_tensor_clip(Tensor(a!)[] tensors, Tensor total_norm, float max_norm) -> ()",
         {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+  m.impl("multi_tensor_clip", multi_tensor_clip_no_backend);
 }
 
 }  // namespace ampfuse

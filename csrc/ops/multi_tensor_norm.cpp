@@ -55,11 +55,10 @@ NormOutputs zero_norm_outputs(c10::Device device) {
 namespace {
 
 // An empty list names no backend, so the dispatcher comes here: its norm is 0, on the CPU, as
-// torch's. Whoever else comes here brought tensors of a device without kernels.
+// torch's.
 NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
-  TORCH_CHECK_NOT_IMPLEMENTED(tensors.empty(), "multi_tensor_norm: no kernel for device ",
-                              tensors[0].device(), " in this build of ampfuse");
+  if (!tensors.empty()) refuse_backend("multi_tensor_norm", tensors);
   return zero_norm_outputs(at::kCPU);
 }
 

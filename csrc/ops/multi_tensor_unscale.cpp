@@ -34,6 +34,23 @@ void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at
   check_scalar(op, "inv_scale", inv_scale, {at::kFloat}, tensors);
 }
 
+namespace {
+
+void multi_tensor_unscale_no_backend(at::TensorList tensors, const at::Tensor& found_inf,
+                                     const at::Tensor& inv_scale) {
+  check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
+  refuse_backend("multi_tensor_unscale", tensors);
+}
+
+UnscaledNormOutputs multi_tensor_unscale_norm_no_backend(at::TensorList tensors,
+                                                         const at::Tensor& found_inf,
+                                                         const at::Tensor& inv_scale, double) {
+  check_multi_tensor_unscale("multi_tensor_unscale_norm", tensors, found_inf, inv_scale);
+  refuse_backend("multi_tensor_unscale_norm", tensors);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
   m.def("multi_tensor_unscale(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale) -> ()",
         {at::Tag::pt2_compliant_tag});
@@ -42,6 +59,11 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "float ord=2.0) -> (Tensor total_norm, Tensor norms, Tensor first_nonfinite, "
       "Tensor nonfinite_count)",
       {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+  m.impl("multi_tensor_unscale", multi_tensor_unscale_no_backend);
+  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_no_backend);
 }
 
 }  // namespace ampfuse

@@ -86,6 +86,12 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                     " as tensors[0], got ", scalar.device());
 }
 
+void refuse_backend(const char* op, at::TensorList tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": tensors: no kernel for device ",
+                              tensors.empty() ? c10::Device(at::kCPU) : tensors[0].device(),
+                              " in this build of ampfuse");
+}
+
 at::ScalarType norm_dtype(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (c10::toRealValueType(tensor.scalar_type()) == at::kDouble) return at::kDouble;

@@ -23,6 +23,11 @@ void check_distinct(const char* op, at::TensorList tensors);
 void check_scalar(const char* op, const char* argument, const at::Tensor& scalar,
                   std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors);
 
+/// Refuses arguments that reached an op without a kernel for them. Sparse tensors and devices that
+/// this build does not serve come to the ops' kernels for no backend in particular; those check as
+/// all kernels do, which names the sparse argument, and then call this.
+[[noreturn]] void refuse_backend(const char* op, at::TensorList tensors);
+
 /// float64 if any tensor is double or complex double, else float32.
 at::ScalarType norm_dtype(at::TensorList tensors);
 

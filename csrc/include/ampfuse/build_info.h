@@ -11,7 +11,7 @@ struct BuildInfo {
   std::string version;         ///< of ampfuse
   std::string torch_version;   ///< the torch it was built against
   std::string cuda_version;    ///< of the toolkit that compiled the kernels; empty without CUDA
-  std::string cuda_archs;      ///< e.g. "80-real;90-real"; empty without CUDA
+  std::string cuda_archs;      ///< e.g. "80-real 90-real"; empty without CUDA
   std::string compiler;        ///< of the host code
   std::string build_type;      ///< Release, Debug, ...
   std::string cpu_capability;  ///< the CPU kernels in use here: DEFAULT, AVX2 or AVX512
