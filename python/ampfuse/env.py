@@ -1,0 +1,63 @@
+"""What this installation is and what of ampfuse works here, for people and for bug reports."""
+
+import platform
+
+import torch
+
+import ampfuse
+
+
+def describe() -> list[tuple[str, str]]:
+    """Rows of a table: a name and what is true of it here."""
+    info = ampfuse.build_info()
+    rows = [
+        ("ampfuse", f"{info['version']} ({info['build_type']}, {info['compiler']})"),
+        ("built for torch", info["torch_version"]),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("CPU kernels", f"{info['cpu_capability']}, {torch.get_num_threads()} threads"),
+        ("CUDA kernels", _cuda_build(info)),
+    ]
+    rows += [(f"GPU {index}", text) for index, text in enumerate(_gpus())]
+    rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", _cuda_verdict())]
+    return rows
+
+
+def _cuda_build(info: dict[str, str]) -> str:
+    if not ampfuse.has_cuda():
+        return "none: this is a CPU build"
+    return f"CUDA {info['cuda_version']} for {info['cuda_archs']}"
+
+
+def _gpus() -> list[str]:
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            f"{properties.name}, sm_{properties.major}{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB"
+        )
+    return gpus
+
+
+def _verdict(device: str) -> str:
+    """Run each op once: what is said to work here has worked here."""
+    grads = [torch.tensor([3.0, 4.0], device=device)]
+    try:
+        flag, scale = torch.zeros((), device=device), torch.full((), 0.5, device=device)
+        norm = ampfuse.ops.multi_tensor_norm(grads).total_norm
+        ampfuse.ops.multi_tensor_unscale(grads, flag, scale)
+        halved = ampfuse.ops.multi_tensor_unscale_norm(grads, flag, scale).total_norm
+        ampfuse.ops.multi_tensor_clip(grads, halved, 1.0)
+    except RuntimeError as error:
+        return f"no: {str(error).splitlines()[0]}"
+    right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
+    return "norm, unscale, clip" if right else "no: the results are wrong"
+
+
+def _cuda_verdict() -> str:
+    if not torch.cuda.is_available():
+        return "no: torch sees no GPU"
+    if not ampfuse.has_cuda():
+        return "no: this is a CPU build of ampfuse"
+    return _verdict("cuda")
