@@ -1,0 +1,167 @@
+"""ampfuse as people install it: a wheel, pip, an editable checkout, and find_package from C++."""
+
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging_tools import ROOT, EmptyEnvironment, environment, run, second_checkout
+
+pytestmark = pytest.mark.slow
+
+CHECK = """
+import ampfuse, torch
+norm = ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+print(norm.item(), ampfuse.has_cuda(), ampfuse.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout() -> Path:
+    return second_checkout()
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> EmptyEnvironment:
+    return EmptyEnvironment(tmp_path / "env")
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", out)
+    run(sys.executable, *command, cwd=checkout, env=environment(AMPFUSE_WITH_CUDA="OFF"))
+    return next(out.glob("ampfuse-*.whl"))
+
+
+def build_and_run_consumer(folder: Path, prefix_path: str) -> str:
+    """Configure, build and run the ten-line C++ program of tests/cpp/consumer."""
+    source = ROOT / "tests" / "cpp" / "consumer"
+    run("cmake", "-S", source, "-B", folder, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix_path}")
+    run("cmake", "--build", folder)
+    return run(folder / "consumer", env=environment())
+
+
+def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
+    wheel: Path, empty: EmptyEnvironment, tmp_path: Path
+) -> None:
+    empty.pip_install(wheel, cwd=tmp_path)
+
+    norm, has_cuda, where = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment()).split()
+    assert (norm, has_cuda) == ("5.0", "False")
+    assert where.startswith(str(empty.site))
+    query = "import ampfuse; print(ampfuse.cmake_prefix_path)"
+    prefix = run(empty.python, "-c", query, cwd=tmp_path, env=environment()).strip()
+    assert "norm" in build_and_run_consumer(tmp_path / "consumer", prefix)
+
+
+def test_cpu_build_with_a_cuda_torch_passes_the_cpu_tests(
+    wheel: Path, empty: EmptyEnvironment, tmp_path: Path
+) -> None:
+    empty.pip_install(wheel, cwd=tmp_path)
+
+    files = sorted((ROOT / "tests" / "python").glob("test_multi_tensor_*.py"))
+    command = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-c", "/dev/null")
+    markers = ("-W", "ignore::pytest.PytestUnknownMarkWarning")
+    out = run(
+        *(empty.python, *command, *markers, "--rootdir", ROOT / "tests" / "python", *files),
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert " passed" in out
+
+
+def test_wheel_has_the_library_the_headers_and_the_cmake_package_once(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for part in ("lib/libampfuse.so", "include/ampfuse/ampfuse.h"):
+        assert names.count(f"ampfuse/{part}") == 1
+    assert names.count("ampfuse/share/cmake/ampfuse/ampfuseConfig.cmake") == 1
+    assert not [name for name in names if "test" in name]
+
+
+def test_pip_install_of_a_checkout(checkout: Path, empty: EmptyEnvironment, tmp_path: Path) -> None:
+    empty.pip_install(".", cwd=checkout)
+    out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
+    assert out.startswith("5.0 False " + str(empty.site))
+
+
+def test_editable_install_runs_from_the_checkout(
+    checkout: Path, empty: EmptyEnvironment, tmp_path: Path
+) -> None:
+    empty.pip_install("-e", ".", cwd=checkout)
+    out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
+    assert out.split()[2].startswith(str(checkout))
+
+
+def test_cpp_program_links_the_library_built_in_place(tmp_path: Path) -> None:
+    prefix = f"{ROOT / 'python' / 'ampfuse'};{Path(sys.prefix)}"
+    assert "norm" in build_and_run_consumer(tmp_path, prefix)
+
+
+def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    with pytest.raises(AssertionError, match="pip install torch, then") as refusal:
+        run(
+            sys.executable,
+            "setup.py",
+            "build_ext",
+            cwd=ROOT,
+            env=environment(PYTHONPATH=str(tmp_path)),
+        )
+    assert "Traceback" not in str(refusal.value)
+
+
+def copy_of_package(folder: Path) -> Path:
+    package = folder / "ampfuse"
+    shutil.copytree(ROOT / "python" / "ampfuse", package)
+    return package
+
+
+def test_library_of_another_torch_is_refused_on_import(tmp_path: Path) -> None:
+    recorded = copy_of_package(tmp_path) / "build_info.json"
+    recorded.write_text(json.dumps({"torch_version": "2.99.1"}))
+    with pytest.raises(AssertionError, match=r"built for torch 2\.99\.1, but torch 2\.\d+"):
+        run(
+            sys.executable,
+            "-c",
+            "import ampfuse",
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=str(tmp_path)),
+        )
+
+
+def test_another_patch_release_of_torch_will_do(tmp_path: Path) -> None:
+    recorded = copy_of_package(tmp_path) / "build_info.json"
+    version = json.loads(recorded.read_text())["torch_version"]
+    recorded.write_text(json.dumps({"torch_version": version.rsplit(".", 1)[0] + ".77"}))
+    run(
+        sys.executable,
+        "-c",
+        "import ampfuse",
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),
+    )
+
+
+def test_library_of_another_torch_is_refused_by_find_package(tmp_path: Path) -> None:
+    package = copy_of_package(tmp_path)
+    config = package / "share" / "cmake" / "ampfuse" / "ampfuseConfig.cmake"
+    text = config.read_text()
+    assert 'AMPFUSE_BUILT_FOR_TORCH "2.' in text
+    config.write_text(text.replace('AMPFUSE_BUILT_FOR_TORCH "2.', 'AMPFUSE_BUILT_FOR_TORCH "1.'))
+    with pytest.raises(AssertionError, match=r"built\s+for torch 1\.\d+\.\d+, but"):
+        build_and_run_consumer(tmp_path / "consumer", f"{package};{sys.prefix}")
+
+
+def test_unbuilt_checkout_says_how_to_build(tmp_path: Path) -> None:
+    (copy_of_package(tmp_path) / "build_info.json").unlink()
+    with pytest.raises(AssertionError, match="make build"):
+        run(
+            sys.executable,
+            "-c",
+            "import ampfuse",
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=str(tmp_path)),
+        )
