@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "../ops/multi_tensor_unscale.h"
+#include "elementwise_launch.h"
 #include "norm_launch.h"
 
 namespace ampfuse {
@@ -12,22 +13,11 @@ namespace {
 void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
   check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
-  for (auto& round : distinct_rounds(tensors)) {
-    if (round.empty()) continue;
-    const LaunchStream stream(round[0]);
-    const DenseTensors dense(std::move(round));
-    for (const DtypeGroup& group : dtype_groups(writable_runs(dense.get(), Complex::kAsReal))) {
-      dispatch_real(group.dtype, [&]<typename scalar_t>() {
-        auto builder = build_tables<UnscaleTable>([&](const UnscaleTable& table) {
-          stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
-                        inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
-        });
-        for (const TensorRun& run : group.runs) builder.add({run.data}, run.size);
-        builder.flush();
+  for_each_written_table<UnscaleTable>(
+      tensors, [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
+        stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
+                      inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
       });
-    }
-    dense.write_back();
-  }
 }
 
 UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
