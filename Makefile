@@ -11,6 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export AMPFUSE_WITH_CUDA ?= AUTO
 export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON
 export CTEST_PARALLEL_LEVEL ?= 2
+BENCH_FLAGS ?= --quick
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
 export TORCH_CUDA_ARCH_LIST ?= $(if $(GPUS),$(GPUS),8.0 9.0)
@@ -35,8 +36,8 @@ test-fast: build  ## leave out the slow tests and the sanitizer builds
 	$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/ctest --test-dir build --output-on-failure -LE cuda_host
 
-bench: build  ## compare with torch; results go to benchmarks/results
-	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+bench: build  ## compare with torch; results go to benchmarks/results (BENCH_FLAGS= for all cases)
+	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH_FLAGS) || exit 1; done
 
 lint: .venv/.ready  ## check formatting, types and the rules of the layout
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)

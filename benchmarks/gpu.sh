@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# Builds, tests, sanitizes and measures ampfuse on a machine with a GPU, offline, in ten minutes.
+#
+#   benchmarks/gpu.sh                                  # into benchmarks/results/<gpu-name>
+#   OUT=/tmp/run STAGES="build bench" BENCH_FLAGS="" benchmarks/gpu.sh
+#
+# OUT          where the results go
+# STAGES       some of: build pytest ctest sanitize bench; a later run may reuse an earlier build
+# BENCH_FLAGS  for every benchmark; --quick unless given, as all cases take longer than the rest
+# BUDGET       seconds for everything; a stage gets its limit or what is left, whichever is less
+# WHEELS       a folder of .whl files to use beside what is installed
+#
+# Needs nvcc, cmake, ninja, and in python3 torch, pybind11 and pytest. A failed stage does not stop
+# the next one; the exit status is 1 when any failed. The folder then holds at most eight files:
+# summary.txt, benchmarks.csv (every benchmark's rows), up to five plots and logs.tar.gz.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+stages=${STAGES:-build pytest ctest sanitize bench}
+budget=${BUDGET:-570} # ten minutes, less what packing the results may take
+wheels=${WHEELS:-wheels}
+read -ra bench_flags <<<"${BENCH_FLAGS---quick}"
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+gpu_slug=$(tr '[:upper:]' '[:lower:]' <<<"${gpu:-no-gpu}" | tr -cs 'a-z0-9\n' '-')
+out=${OUT:-benchmarks/results/$gpu_slug}
+scratch=$(mktemp -d)
+logs=$scratch/logs
+trap 'rm -rf "$scratch"' EXIT
+mkdir -p "$out" "$logs" "$scratch/bench"
+
+export PYTHONPATH=$PWD/python:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
+export FAIL_WITHOUT_CUDA=1 # a test that would skip for want of a GPU fails instead
+export AMPFUSE_WITH_CUDA=ON CMAKE_ARGS=-DAMPFUSE_BUILD_TESTS=ON
+export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(python3 -c \
+  'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' || echo 9.0)}
+
+failures=0
+summary=()
+
+left() { echo $((budget - SECONDS)); }
+
+wanted() { [[ " $stages " == *" $1 "* ]]; }
+
+# stage NAME LIMIT COMMAND...: runs the command with its output in a log, records the outcome.
+stage() {
+  local name=$1 limit=$2 started=$SECONDS status outcome
+  shift 2
+  ((limit > $(left))) && limit=$(left)
+  echo "=== $name (at most ${limit} s)"
+  if ((limit <= 0)); then
+    status=124
+  else
+    # INT lets Python finish its report; KILL follows for what does not listen.
+    timeout --signal=INT --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1
+    status=$?
+  fi
+  case $status in
+    0) outcome=pass ;;
+    124 | 137) outcome="FAIL (out of time)" ;;
+    *) outcome="FAIL (exit $status)" ;;
+  esac
+  if ((status)); then
+    failures=$((failures + 1))
+    [[ -f $logs/$name.log ]] && tail -n 25 "$logs/$name.log"
+  fi
+  summary+=("$(printf '%-26s %5d s  %s' "$name" $((SECONDS - started)) "$outcome")")
+}
+
+environment() {
+  date --iso-8601=seconds
+  nvidia-smi
+  nvcc --version
+  cmake --version
+  python3 -c 'import torch; print(torch.__config__.show()); print(torch.__version__)'
+}
+
+# Plots beyond five go into one archive, so that the folder stays at eight files.
+pack() {
+  local csv=("$scratch"/bench/*.csv) png=("$scratch"/bench/*.png)
+  # All benchmarks write the same columns: keep the first file's heading only.
+  [[ -f ${csv[0]} ]] && awk 'FNR > 1 || NR == 1' "${csv[@]}" >"$out/benchmarks.csv"
+  if ((${#png[@]} > 5)); then
+    tar -czf "$out/plots.tar.gz" -C "$scratch/bench" "${png[@]##*/}"
+  elif [[ -f ${png[0]} ]]; then
+    cp "${png[@]}" "$out"
+  fi
+  tar -czf "$out/logs.tar.gz" -C "$scratch" logs
+}
+
+environment >"$logs/environment.log" 2>&1
+
+if compgen -G "$wheels/*.whl" >/dev/null; then
+  stage wheels 30 python3 -m pip install --no-index --no-deps --target "$scratch/site" \
+    "$wheels"/*.whl
+fi
+
+if wanted build; then
+  stage build 270 python3 setup.py build_ext --inplace
+fi
+if wanted pytest; then
+  # Packaging has no GPU side, and wants the network's package index.
+  stage pytest 150 python3 -m pytest tests/python -q --durations=10 \
+    --ignore tests/python/test_packaging.py --ignore tests/python/test_configure.py
+fi
+if wanted ctest; then
+  stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error --parallel "$(nproc)"
+fi
+if wanted sanitize; then
+  # Without torch's caching allocator each tensor is an allocation with bounds of its own.
+  for tool in memcheck racecheck initcheck synccheck; do
+    stage "sanitize-$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      compute-sanitizer --tool "$tool" --error-exitcode 1 \
+      python3 -m pytest tests/python -q -m sanitizer
+  done
+fi
+if wanted bench; then
+  benches=(benchmarks/bench_*.py)
+  for index in "${!benches[@]}"; do # what is left is shared out among those still to come
+    name=$(basename "${benches[index]}" .py)
+    stage "$name" $(($(left) / (${#benches[@]} - index))) \
+      python3 "${benches[index]}" --device cuda --out "$scratch/bench" "${bench_flags[@]}"
+  done
+fi
+
+pack
+{
+  echo "${gpu:-no GPU}, $(date --iso-8601=minutes), ${SECONDS} s in all"
+  printf '%s\n' "${summary[@]}"
+  echo "$failures failed"
+} | tee "$out/summary.txt"
+((failures == 0))

@@ -1,0 +1,10 @@
+"""Times competing implementations of one operation on one machine, and reports what it saw.
+
+A benchmark lists its cases and calls `main`; everything else (command line, interleaved rounds,
+cold caches, CUDA graphs, ceilings, table, CSV, plot) is here and the same for all of them.
+"""
+
+from harness.case import OURS, Case, Provider, Settings, Traffic
+from harness.cli import main
+
+__all__ = ["OURS", "Case", "Provider", "Settings", "Traffic", "main"]

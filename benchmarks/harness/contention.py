@@ -1,0 +1,39 @@
+"""How much of the machine others used while a case was timed: what makes CPU numbers worthless.
+
+A parallel loop ends when its slowest thread does, so one busy neighbour can cost far more than its
+share, and not each implementation the same.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BUSY_CORES = 0.2  # more other work than this is reported under the table
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """Seconds so far: by the clock, of CPU time by every process, of CPU time by this one."""
+
+    wall: float
+    everyone: float
+    ours: float
+
+    @classmethod
+    def now(cls) -> "CpuUse":
+        """Where there is no /proc/stat, no other work is seen."""
+        times = os.times()
+        ours = times.user + times.system
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        except OSError:
+            return cls(time.perf_counter(), ours, ours)
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+        ticks = user + nice + system + irq + softirq + steal
+        return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), ours)
+
+    def other_cores_since(self, start: "CpuUse") -> float:
+        """Cores that other processes, or other machines on the same host, kept busy on average."""
+        others = (self.everyone - start.everyone) - (self.ours - start.ours)
+        return max(others, 0.0) / (self.wall - start.wall)

@@ -1,0 +1,114 @@
+"""What the numbers were taken on: device, clocks, versions, and the machine's own ceilings."""
+
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from harness.case import OURS, CeilingKind, Ceilings, Provider
+from harness.timing import cache_flusher, cpu_clock, cuda_clock, interleaved
+
+CEILING_ROUNDS = 9
+CEILING_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}  # many times any cache
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Repeated on every CSV row, so that a row still means something when it is copied out."""
+
+    device: str
+    clocks: str
+    threads: int
+    torch: str
+    cuda: str  # empty on a CPU run
+    ampfuse: str
+    date: str
+
+    @property
+    def name(self) -> str:
+        """The device as a title names it: threads decide a CPU's speed and not a GPU's."""
+        return self.device if self.cuda else f"{self.device}, {self.threads} threads"
+
+
+def cpu_field(name: str) -> str:
+    """The first value of a field of /proc/cpuinfo, or an empty string."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else ""
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def clocks(device: torch.device) -> str:
+    """The clocks right now: read while the device is warm. Empty where they can't be read."""
+    if device.type != "cuda":
+        megahertz = cpu_field("cpu MHz")
+        return f"{float(megahertz):.0f} MHz" if megahertz else ""
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", "--format=csv,noheader"]
+    query.append("--query-gpu=clocks.sm,clocks.mem")
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return "SM {}, memory {}".format(*answer.stdout.strip().split(", ", 1))
+
+
+def describe(device: torch.device) -> Machine:
+    """Raises ImportError when ampfuse is not built: there is nothing to compare then."""
+    return Machine(
+        device=device_name(device),
+        clocks=clocks(device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        cuda=(torch.version.cuda or "") if device.type == "cuda" else "",
+        ampfuse=import_module(OURS).build_info()["version"],
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+
+
+def slug(text: str) -> str:
+    """A folder name: lower case, words joined by single hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory a case may still allocate on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + reusable
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert match, "MemAvailable is there since Linux 3.14"
+    return int(match.group(1)) * 1024
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """GB/s of the three plainest kernels there are; bytes read and bytes written both count."""
+    size = CEILING_BYTES[device.type]
+    source = torch.rand(size // 4, device=device)
+    target = torch.rand(size // 4, device=device)
+    total = torch.empty((), device=device)
+    moved: dict[CeilingKind, int] = {"read": size, "copy": 2 * size, "update": 2 * size}
+    runs: list[Provider] = [
+        Provider("read", lambda: torch.sum(source, dim=0, out=total)),
+        Provider("copy", lambda: target.copy_(source)),
+        Provider("update", lambda: target.mul_(0.999)),
+    ]
+    clock = (cuda_clock if device.type == "cuda" else cpu_clock)(cache_flusher(device))
+    for run in runs:
+        clock(run)
+    timings = interleaved(runs, clock, CEILING_ROUNDS)
+    return {kind: moved[kind] / timings[kind].median / 1e9 for kind in moved}

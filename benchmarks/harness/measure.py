@@ -1,0 +1,117 @@
+"""Runs one case: warm-up, a check that the providers agree, the right clock, the rounds."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from harness.case import Provider
+from harness.contention import CpuUse
+from harness.timing import (
+    GRAPH_BELOW_SECONDS,
+    WARM_UPS,
+    Clock,
+    Measurement,
+    cache_flusher,
+    captured,
+    cpu_clock,
+    cuda_clock,
+    interleaved,
+)
+
+# Two providers may round a 16-bit result at different places: a bfloat16 rounding is 2^-9, and
+# norm, factor and product make a few of them.
+AGREEMENT = 2**-6
+HEAD = 1024  # elements compared at the front of the first and the last mutated tensor
+
+
+def outcome(provider: Provider) -> list[torch.Tensor]:
+    """Runs `provider` on fresh inputs and copies a sample of what it computed, in float64."""
+    provider.restore()
+    returned = provider.run()
+    ends = [provider.mutates[0], provider.mutates[-1]] if provider.mutates else []
+    results = ([returned] if isinstance(returned, torch.Tensor) else []) + ends
+    heads = [result.detach().flatten()[:HEAD] for result in results]
+    return [head.to("cpu", torch.float64, copy=True) for head in heads]
+
+
+def disagreement(result: list[torch.Tensor], reference: list[torch.Tensor]) -> str:
+    """Why `result` is not the reference's, or an empty string."""
+    if len(result) != len(reference):
+        return f"gave {len(result)} results where the reference gave {len(reference)}"
+    for index, (got, expected) in enumerate(zip(result, reference, strict=True)):
+        if not torch.allclose(got, expected, rtol=AGREEMENT, atol=0.0, equal_nan=True):
+            return f"result {index} differs from the reference's"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def warm_up(
+    providers: Sequence[Provider], failed: dict[str, str], tell: Callable[[str], None]
+) -> list[Provider]:
+    """The providers that run and agree with the first of them; the others go into `failed`."""
+    ready: list[Provider] = []
+    reference: list[torch.Tensor] | None = None
+    for provider in providers:
+        tell(f"{provider.name}: warm-up")
+        try:
+            for _ in range(WARM_UPS):
+                result = outcome(provider)
+        except Exception as error:  # one competitor's failure is a result, not the end of the run
+            failed[provider.name] = first_line(error)
+            continue
+        reference = result if reference is None else reference
+        if difference := disagreement(result, reference):
+            failed[provider.name] = difference
+        else:
+            ready.append(provider)
+    return ready
+
+
+def device_clock(
+    providers: list[Provider], device: torch.device
+) -> tuple[str, Clock, list[Provider]]:
+    """The method's name, the clock and the providers as that method runs them.
+
+    When one provider is short enough for launch gaps to show, all of them are replayed from CUDA
+    graphs, so that the ratios compare like with like. One that can't be captured keeps the whole
+    case on events, and the method says so.
+    """
+    flush = cache_flusher(device)
+    if device.type != "cuda":
+        return "wall", cpu_clock(flush), providers
+    clock = cuda_clock(flush)
+    trial = [median(clock(provider) for _ in range(WARM_UPS)) for provider in providers]
+    if not trial or min(trial) >= GRAPH_BELOW_SECONDS:
+        return "events", clock, providers
+    replayed: list[Provider] = []
+    for provider in providers:
+        try:
+            replayed.append(captured(provider))
+        except RuntimeError:
+            return f"events ({provider.name} can't be captured)", clock, providers
+    return "graph", clock, replayed
+
+
+def measure(
+    providers: Sequence[Provider],
+    device: torch.device,
+    rounds: int,
+    tick: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Times the providers of one case. `tick` is called once a round, `tell` at each stage."""
+    skipped = {provider.name: provider.skipped for provider in providers if provider.skipped}
+    failed: dict[str, str] = {}
+    runnable = [provider for provider in providers if not provider.skipped]
+    ready = warm_up(runnable, failed, tell)
+    method, clock, ready = device_clock(ready, device)
+    tell("timing")
+    start = CpuUse.now()
+    timings = interleaved(ready, clock, rounds, tick)
+    other_cores = CpuUse.now().other_cores_since(start)
+    return Measurement(method, other_cores, timings, skipped, failed)

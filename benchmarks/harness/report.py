@@ -1,0 +1,150 @@
+"""Rows: what is known of one provider in one case, as numbers, as CSV and as table cells."""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from harness.case import OURS, Case, Ceilings
+from harness.contention import BUSY_CORES
+from harness.machine import Machine
+from harness.timing import Measurement
+
+EVERY_PROVIDER = "(all)"  # the provider column of a case that could not be set up
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the CSV, before the machine's columns. Numbers are None where nothing ran."""
+
+    operation: str
+    shape: str
+    dtype: str
+    elements: int
+    provider: str
+    status: str  # "ok", "skipped: why" or "failed: why"
+    method: str = ""
+    rounds: int | None = None
+    median_ms: float | None = None
+    lower_ms: float | None = None
+    upper_ms: float | None = None
+    bytes_per_element: float | None = None  # of the floor, not of what this provider moves
+    gb_per_s: float | None = None
+    ceiling: str = ""
+    ceiling_gb_per_s: float | None = None
+    of_ceiling: float | None = None
+    time_over_ampfuse: float | None = None  # above 1: slower than ampfuse
+    other_cores: float | None = None  # kept busy by other processes while the case was timed
+
+
+COLUMNS = [field.name for field in fields(Row)] + [field.name for field in fields(Machine)]
+
+
+def unmeasured(case: Case, provider: str, status: str) -> Row:
+    return Row(case.operation, case.shape, case.dtype_name, case.elements, provider, status)
+
+
+def measured(
+    case: Case,
+    provider: str,
+    measurement: Measurement,
+    ceiling: float,
+) -> Row:
+    timing = measurement.timings[provider]
+    ours = measurement.timings.get(OURS)
+    rate = case.traffic.total / timing.median / 1e9
+    return Row(
+        operation=case.operation,
+        shape=case.shape,
+        dtype=case.dtype_name,
+        elements=case.elements,
+        provider=provider,
+        status="ok",
+        method=measurement.method,
+        rounds=timing.rounds,
+        median_ms=timing.median * 1e3,
+        lower_ms=timing.lower * 1e3,
+        upper_ms=timing.upper * 1e3,
+        bytes_per_element=case.traffic.total / case.elements,
+        gb_per_s=rate,
+        ceiling=case.traffic.against,
+        ceiling_gb_per_s=ceiling,
+        of_ceiling=rate / ceiling,
+        time_over_ampfuse=timing.median / ours.median if ours else None,
+        other_cores=measurement.other_cores,
+    )
+
+
+def rows_of(
+    case: Case,
+    providers: Sequence[str],
+    measurement: Measurement,
+    ceilings: Ceilings,
+) -> list[Row]:
+    """One row a provider, in the case's order, whatever became of it."""
+    ceiling = ceilings[case.traffic.against]
+    rows = []
+    for name in providers:
+        if name in measurement.timings:
+            rows.append(measured(case, name, measurement, ceiling))
+        elif name in measurement.skipped:
+            rows.append(unmeasured(case, name, f"skipped: {measurement.skipped[name]}"))
+        else:
+            rows.append(unmeasured(case, name, f"failed: {measurement.failed[name]}"))
+    return rows
+
+
+@contextmanager
+def csv_file(path: Path, machine: Machine) -> Iterator[Callable[[Sequence[Row]], None]]:
+    """A function that appends rows to a new file, at once: a run cut short keeps what it had."""
+    columns = asdict(machine)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+
+        def write(rows: Sequence[Row]) -> None:
+            for row in rows:
+                cells = {
+                    name: f"{value:.6g}" if isinstance(value, float) else value
+                    for name, value in asdict(row).items()
+                }
+                writer.writerow(cells | columns)
+            file.flush()
+
+        yield write
+
+
+TABLE_HEADINGS = ["operation", "case", "provider", "ms", "quartiles"]
+TABLE_HEADINGS += ["B/elem", "GB/s", "ceiling", "ampfuse"]
+
+
+def table_cells(row: Row) -> list[str]:
+    """The row as the terminal shows it: rounded, and one word where nothing was measured."""
+    start = [row.operation, f"{row.shape} {row.dtype}", row.provider]
+    if row.median_ms is None or row.lower_ms is None or row.upper_ms is None:
+        return [*start, row.status.partition(":")[0], "", "", "", "", ""]
+    ratio = "" if row.time_over_ampfuse is None else f"{row.time_over_ampfuse:.2f}x"
+    return [
+        *start,
+        f"{row.median_ms:.3f}",
+        f"{row.lower_ms:.3f} - {row.upper_ms:.3f}",
+        f"{row.bytes_per_element:.3g}",
+        f"{row.gb_per_s:.1f}",
+        f"{row.of_ceiling:.0%}",
+        ratio,
+    ]
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Why rows have no numbers or doubtful ones, a line a reason with the cases it holds for."""
+    cases: dict[str, dict[str, None]] = {}  # a dict as a set that keeps its order
+    for row in rows:
+        if row.status != "ok":
+            reason = f"{row.provider} {row.status}"
+        elif row.other_cores and row.other_cores > BUSY_CORES:
+            reason = f"doubtful: other processes kept over {BUSY_CORES} cores busy"
+        else:
+            continue
+        cases.setdefault(reason, {})[f"{row.operation}/{row.shape}/{row.dtype}"] = None
+    return [f"{reason} [{', '.join(where)}]" for reason, where in cases.items()]

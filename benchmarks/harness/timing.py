@@ -1,0 +1,129 @@
+"""Interleaved, cache-cold timing: medians and quartiles of rounds in rotated order."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+
+from harness.case import Provider
+
+WARM_UPS = 3  # compilation, workspace allocation, lazy module loading
+FLUSH_FACTOR = 4  # caches are not strictly least-recently-used, so read several times their size
+DEFAULT_CACHE_BYTES = 32 * 2**20
+GRAPH_BELOW_SECONDS = 100e-6  # shorter than this, event pairs time the gaps between launches
+
+Clock = Callable[[Provider], float]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median of the rounds and the quartiles around it."""
+
+    median: float
+    lower: float
+    upper: float
+    rounds: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Timing":
+        """Of at least two samples."""
+        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, lower, upper, len(samples))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The timings of one case by provider name, how they were taken, and what did not run."""
+
+    method: str
+    other_cores: float  # that other processes kept busy meanwhile
+    timings: dict[str, Timing]
+    skipped: dict[str, str]
+    failed: dict[str, str]
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the cache that stands between `device` and its memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    try:
+        with open("/sys/devices/system/cpu/cpu0/cache/index3/size") as file:
+            return int(file.read().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return DEFAULT_CACHE_BYTES
+
+
+def cache_flusher(device: torch.device) -> Callable[[], None]:
+    """A function that evicts every input from the cache by reading other memory.
+
+    Reading, not writing: a written buffer would leave dirty lines behind, and their write-back
+    would be charged to the operation that evicts them.
+    """
+    buffer = torch.rand(FLUSH_FACTOR * cache_bytes(device) // 4, device=device)
+    total = torch.empty((), device=device)
+
+    def flush() -> None:
+        torch.sum(buffer, dim=0, out=total)
+
+    return flush
+
+
+def cpu_clock(flush: Callable[[], None]) -> Clock:
+    def seconds(provider: Provider) -> float:
+        provider.restore()
+        flush()
+        start = perf_counter()
+        provider.run()
+        return perf_counter() - start
+
+    return seconds
+
+
+def cuda_clock(flush: Callable[[], None]) -> Clock:
+    """Device events around the run.
+
+    Everything is queued before the host waits, so the flush also hides the time the host needs to
+    queue the start event and a short run behind it.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def seconds(provider: Provider) -> float:
+        provider.restore()
+        flush()
+        start.record()
+        provider.run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+    return seconds
+
+
+def captured(provider: Provider) -> Provider:
+    """The same provider with its run replayed from a CUDA graph, free of launch gaps."""
+    graph = torch.cuda.CUDAGraph()
+    provider.restore()
+    with torch.cuda.graph(graph):
+        provider.run()
+    return replace(provider, run=graph.replay)
+
+
+def interleaved(
+    providers: Sequence[Provider],
+    clock: Clock,
+    rounds: int,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Times every provider once a round, each round starting with the next provider.
+
+    A drift of clocks or a busy neighbour then falls on all of them alike.
+    """
+    samples: dict[str, list[float]] = {provider.name: [] for provider in providers}
+    for index in range(rounds):
+        first = index % max(len(providers), 1)
+        for provider in (*providers[first:], *providers[:first]):
+            samples[provider.name].append(clock(provider))
+        tick()
+    return {name: Timing.of(values) for name, values in samples.items()}

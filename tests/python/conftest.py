@@ -1,0 +1,41 @@
+"""Where tests run: a test that takes `device` runs on the CPU, and on a GPU where there is one.
+
+FAIL_WITHOUT_CUDA=1 makes the GPU half fail instead of being skipped, so that a job that was meant
+to have a GPU can't pass without it.
+"""
+
+import os
+
+import ampfuse
+import pytest
+import torch
+
+
+def _why_no_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if not ampfuse.has_cuda():
+        return "this build of ampfuse has no CUDA kernels"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_cuda") is None:
+        return
+    reason = _why_no_cuda()
+    if reason is None:
+        return
+    if os.environ.get("FAIL_WITHOUT_CUDA", "0") not in ("", "0"):
+        pytest.fail(f"FAIL_WITHOUT_CUDA is set, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """`float32` in a test's name, where pytest would number the dtypes."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
+# Of the session, because hypothesis refuses fixtures that it would have to renew per example.
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)

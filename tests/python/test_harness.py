@@ -1,0 +1,350 @@
+"""The benchmark harness: its statistics, its byte counts, its files, and how it fails."""
+
+import csv
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+# The benchmarks are scripts in a folder of their own.
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_multi_tensor
+import harness.cli
+import harness.console
+import harness.plot
+import shapes
+from harness import OURS, Case, Provider, Traffic
+from harness.case import Ceilings
+from harness.contention import CpuUse
+from harness.machine import Machine
+from harness.measure import measure
+from harness.report import COLUMNS, Row, csv_file, remarks, rows_of
+from harness.timing import Measurement, Timing, cpu_clock, interleaved
+
+CPU = torch.device("cpu")
+Run = Callable[..., tuple[int, list[dict[str, str]]]]
+MACHINE = Machine("device", "2000 MHz", 2, "2.11.0", "", "0.1.0", "2026-01-01T00:00:00+00:00")
+
+
+def nothing() -> None: ...
+
+
+def make_case(
+    providers: Sequence[Provider] = (Provider("torch", nothing), Provider(OURS, nothing)),
+    shape: str = "4x1K",
+    memory: int = 0,
+    quick: bool = True,
+) -> Case:
+    traffic = Traffic(read=8_000_000, written=4_000_000, against="update")
+    return Case(
+        "clip", shape, torch.float32, 1_000_000, traffic, memory, lambda _: providers, quick
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs cases through the command line and returns the exit status and the CSV's rows."""
+    ceilings = {"read": 10.0, "copy": 10.0, "update": 20.0}
+    monkeypatch.setattr(harness.cli, "measure_ceilings", lambda _: ceilings)
+
+    def run_cases(cases: Sequence[Case], *flags: str) -> tuple[int, list[dict[str, str]]]:
+        flags = ("--device", "cpu", "--rounds", "3", "--out", str(tmp_path), *flags)
+        status = harness.cli.main("example", cases, flags)
+        path = tmp_path / "example.csv"
+        rows = list(csv.DictReader(path.open())) if path.exists() else []
+        return status, rows
+
+    return run_cases
+
+
+def test_timing_is_the_median_and_the_quartiles_of_all_rounds() -> None:
+    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+
+    assert timing == Timing(median=3.0, lower=2.0, upper=4.0, rounds=5)
+
+
+def test_each_round_starts_with_the_next_provider() -> None:
+    order: list[str] = []
+
+    def clock(provider: Provider) -> float:
+        order.append(provider.name)
+        return 1.0
+
+    interleaved([Provider(name, nothing) for name in "abc"], clock, rounds=4)
+
+    assert "".join(order) == "abcbcacababc"
+
+
+def test_restore_runs_before_every_run_and_is_not_timed() -> None:
+    calls: list[str] = []
+
+    def restore() -> None:
+        calls.append("restore")
+        time.sleep(0.05)
+
+    provider = Provider("slow to restore", lambda: calls.append("run"), restore)
+    timing = interleaved([provider], cpu_clock(nothing), rounds=3)["slow to restore"]
+
+    assert calls == ["restore", "run"] * 3
+    assert timing.upper < 0.05
+
+
+def test_a_provider_that_raises_is_reported_and_the_others_are_timed() -> None:
+    def broken() -> None:
+        raise ValueError("no such kernel\nand a second line")
+
+    result = measure([Provider("broken", broken), Provider("fine", nothing)], CPU, rounds=3)
+
+    assert result.failed == {"broken": "ValueError: no such kernel"}
+    assert list(result.timings) == ["fine"]
+
+
+@pytest.mark.parametrize("wrong", [1.05, float("nan"), float("inf")])
+def test_a_provider_that_computes_something_else_is_not_timed(wrong: float) -> None:
+    providers = [
+        Provider("reference", lambda: torch.tensor(1.0)),
+        Provider("rounds to 16 bits", lambda: torch.tensor(1.001, dtype=torch.bfloat16)),
+        Provider("wrong", lambda: torch.tensor(wrong)),
+    ]
+
+    result = measure(providers, CPU, rounds=3)
+
+    assert result.failed == {"wrong": "result 0 differs from the reference's"}
+    assert list(result.timings) == ["reference", "rounds to 16 bits"]
+
+
+def test_a_mutated_tensor_is_compared_too() -> None:
+    tensor = torch.ones(4)
+
+    def provider(name: str, value: float) -> Provider:
+        return Provider(name, lambda: tensor.fill_(value), lambda: tensor.fill_(1), [tensor])
+
+    result = measure([provider("reference", 2.0), provider("wrong", 3.0)], CPU, rounds=3)
+
+    assert list(result.failed) == ["wrong"]
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize(
+    ("elements", "method"),
+    [(2**10, "graph"), (2**28, "events")],  # 1 GiB takes over 100 us at any GPU's bandwidth
+)
+def test_short_kernels_are_replayed_from_a_graph_and_long_ones_timed_by_events(
+    elements: int, method: str
+) -> None:
+    tensor = torch.rand(elements, device="cuda")
+
+    result = measure([Provider("sum", lambda: tensor.sum())], torch.device("cuda"), rounds=5)
+
+    assert result.method == method
+    assert (result.timings["sum"].median < 100e-6) == (method == "graph")
+
+
+@pytest.mark.needs_cuda
+def test_a_short_run_that_waits_for_the_device_keeps_the_case_on_events() -> None:
+    tensor = torch.rand(1024, device="cuda")
+    providers = [Provider("sum", lambda: tensor.sum()), Provider("item", lambda: tensor[0].item())]
+
+    result = measure(providers, torch.device("cuda"), rounds=5)
+
+    assert result.method == "events (item can't be captured)"
+    assert list(result.timings) == ["sum", "item"]
+
+
+def test_other_work_is_everyones_cpu_time_less_our_own() -> None:
+    start = CpuUse(wall=10.0, everyone=100.0, ours=5.0)
+    end = CpuUse(wall=12.0, everyone=107.0, ours=8.0)
+
+    assert end.other_cores_since(start) == pytest.approx(2.0)
+
+
+def test_rates_are_the_floor_over_the_median_and_ratios_are_over_our_time() -> None:
+    timings = {"torch": Timing(4e-3, 3e-3, 5e-3, 7), OURS: Timing(1e-3, 1e-3, 1e-3, 7)}
+    measurement = Measurement("wall", 0.0, timings, skipped={}, failed={})
+    ceilings: Ceilings = {"read": 1.0, "copy": 2.0, "update": 24.0}
+
+    peer, ours = rows_of(make_case(), ["torch", OURS], measurement, ceilings)
+
+    # 8 MB read and 4 MB written over a million elements; 12 MB in 4 ms and in 1 ms.
+    assert peer.bytes_per_element == 12.0
+    assert peer.gb_per_s == pytest.approx(3.0)
+    assert peer.of_ceiling == pytest.approx(3.0 / 24.0)
+    assert peer.time_over_ampfuse == pytest.approx(4.0)
+    assert ours.gb_per_s == pytest.approx(12.0)
+    assert ours.time_over_ampfuse == 1.0
+
+
+PASSES = {"total_norm": 1, "clip": 3, "clip_below_limit": 1, "unscale": 2, "unscale_norm_clip": 3}
+
+
+@pytest.mark.parametrize(("operation", "passes"), PASSES.items())
+def test_multi_tensor_floors_match_a_hand_count(operation: str, passes: int) -> None:
+    [chosen] = [op for op in bench_multi_tensor.OPERATIONS if op.name == operation]
+
+    single = bench_multi_tensor.case(chosen, "64x1M", torch.float32)
+    half = bench_multi_tensor.case(chosen, "64x1M", torch.bfloat16)
+
+    assert single.traffic.total == passes * 64 * 1_048_576 * 4
+    assert half.traffic.total == passes * 64 * 1_048_576 * 2
+
+
+def test_models_have_their_published_size() -> None:
+    sizes = {name: shapes.element_count(make()) for name, make in shapes.MODELS.items()}
+
+    # The last has the shapes of Llama 3.2 1B.
+    assert sizes == {"gpt2-124m": 124_439_808, "resnet50": 25_557_032, "llama-1b": 1_235_814_400}
+
+
+@pytest.mark.slow
+def test_every_multi_tensor_operation_agrees_between_its_providers(
+    run: Run,
+) -> None:
+    cases = [
+        bench_multi_tensor.case(operation, "resnet50", torch.float32)
+        for operation in bench_multi_tensor.OPERATIONS
+    ]
+
+    status, rows = run(cases, "--quick")
+
+    assert status == 0
+    measured = [row["provider"] for row in rows if row["status"] == "ok"]
+    assert measured == ["torch foreach", OURS] * len(bench_multi_tensor.OPERATIONS)
+
+
+def test_csv_repeats_the_machine_on_every_row_and_leaves_unknown_numbers_empty(
+    tmp_path: Path,
+) -> None:
+    skipped = Row("clip", "4x1K", "float32", 4096, "torch.compile", "skipped: too many tensors")
+
+    with csv_file(tmp_path / "rows.csv", MACHINE) as write:
+        write([skipped])
+        written = (tmp_path / "rows.csv").read_text()  # already there: a run may be cut short
+
+    [row] = csv.DictReader(written.splitlines())
+    assert list(row) == COLUMNS
+    assert COLUMNS[:6] == ["operation", "shape", "dtype", "elements", "provider", "status"]
+    assert COLUMNS[-7:] == ["device", "clocks", "threads", "torch", "cuda", "ampfuse", "date"]
+    assert row["status"] == "skipped: too many tensors"
+    assert row["median_ms"] == ""
+    assert row["device"] == "device"
+
+
+def test_remarks_name_the_cases_behind_every_gap_and_doubt() -> None:
+    rows = [
+        Row("clip", "4x1K", "float32", 1, "peer", "skipped: too long"),
+        Row("norm", "4x1K", "float32", 1, "peer", "skipped: too long"),
+        Row("norm", "4x1K", "float32", 1, OURS, "ok", median_ms=1.0, other_cores=0.9),
+        Row("clip", "4x1K", "float32", 1, OURS, "ok", median_ms=1.0, other_cores=0.0),
+    ]
+
+    assert remarks(rows) == [
+        "peer skipped: too long [clip/4x1K/float32, norm/4x1K/float32]",
+        "doubtful: other processes kept over 0.2 cores busy [norm/4x1K/float32]",
+    ]
+
+
+def test_a_run_writes_table_csv_and_plot(
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, rows = run([make_case()])
+
+    assert status == 0
+    assert [row["provider"] for row in rows] == ["torch", OURS]
+    assert (tmp_path / "example.png").stat().st_size > 0
+    assert "clip 4x1K float32" in capsys.readouterr().out
+
+
+def test_a_failed_provider_fails_the_run_and_a_skipped_one_keeps_its_reason(run: Run) -> None:
+    def broken() -> None:
+        raise RuntimeError("out of order")
+
+    providers = [
+        Provider("torch", nothing),
+        Provider("peer", nothing, skipped="no such dtype"),
+        Provider(OURS, broken),
+    ]
+
+    status, rows = run([make_case(providers)])
+
+    assert status == 1
+    assert [row["status"] for row in rows] == [
+        "ok",
+        "skipped: no such dtype",
+        "failed: RuntimeError: out of order",
+    ]
+
+
+def test_a_case_larger_than_memory_is_a_row_that_says_so(
+    run: Run,
+) -> None:
+    status, rows = run([make_case(memory=2**60)])
+
+    assert status == 0
+    assert rows[0]["status"].startswith("skipped: needs 1073741824.0 GiB, ")
+
+
+def test_an_interrupted_run_keeps_its_rows_and_names_the_cases_it_lost(
+    run: Run,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    cases = [make_case(shape="first"), make_case([Provider(OURS, interrupted)], shape="second")]
+
+    status, rows = run([*cases, make_case(shape="third")])
+
+    assert status == 1
+    assert [row["shape"] for row in rows] == ["first", "first", "second", "third"]
+    assert [row["status"] for row in rows] == ["ok", "ok", *["skipped: interrupted"] * 2]
+
+
+def test_quick_says_what_it_left_out(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    _, rows = run([make_case(shape="small"), make_case(shape="large", quick=False)], "--quick")
+
+    assert {row["shape"] for row in rows} == {"small"}
+    assert "--quick left out 1 cases: large/float32" in capsys.readouterr().out
+
+
+def test_a_pattern_that_matches_nothing_lists_the_cases(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _ = run([make_case()], "--cases", "norm/*")
+
+    assert status == 2
+    assert "clip/4x1K/float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "2"], ["--threads", "0"], ["--device", "tpu"]])
+def test_a_bad_argument_is_refused_by_name(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        harness.cli.parse("example", flags)
+
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_without_rich_and_matplotlib_the_run_says_so_once_and_prints_plain_text(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(harness.console, "find_spec", lambda _: None)
+    monkeypatch.setattr(harness.plot, "find_spec", lambda _: None)
+
+    status, rows = run([make_case()])
+
+    output = capsys.readouterr().out
+    assert status == 0
+    assert len(rows) == 2
+    assert output.count("rich is not installed") == 1
+    assert output.count("matplotlib is not installed") == 1
+    assert "clip       4x1K float32" in output
+    assert not (tmp_path / "example.png").exists()
