@@ -42,21 +42,29 @@ void for_each_tensor(const c10::IValue& value, const Visit& visit) {
   }
 }
 
+std::string place(int64_t index) {
+  return index < 0 ? "" : c10::str("[", index, "]");
+}
+
 void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
-  if (c10::GradMode::is_enabled()) {
-    for (const Written& argument : written_arguments(op.schema(), *stack)) {
-      for_each_tensor(argument.value, [&](const at::Tensor& tensor, int64_t index) {
-        TORCH_CHECK(!tensor.requires_grad(), op.schema().name(), ": ", argument.name,
-                    index < 0 ? std::string() : c10::str("[", index, "]"),
-                    tensor.is_leaf()
-                        ? ": a leaf Variable that requires grad is being used in an in-place "
-                          "operation"
-                        : ": expected a tensor that does not require grad, since this in-place "
-                          "operation has no derivative",
-                    "; call it under torch.no_grad()");
-      });
-    }
+  const bool grad_mode = c10::GradMode::is_enabled();
+  for (const Written& argument : written_arguments(op.schema(), *stack)) {
+    for_each_tensor(argument.value, [&](const at::Tensor& tensor, int64_t index) {
+      const bool differentiable = grad_mode && tensor.requires_grad();
+      TORCH_CHECK(
+          !differentiable, op.schema().name(), ": ", argument.name, place(index),
+          tensor.is_leaf()
+              ? ": a leaf Variable that requires grad is being used in an in-place operation"
+              : ": expected a tensor that does not require grad, since this in-place "
+                "operation has no derivative",
+          "; call it under torch.no_grad()");
+      TORCH_CHECK(
+          !tensor._fw_grad(/*level=*/0).defined(), op.schema().name(), ": ", argument.name,
+          place(index),
+          ": expected a tensor without a forward-mode tangent, since this in-place operation "
+          "has no derivative");
+    });
   }
   const at::AutoDispatchBelowAutograd below;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);

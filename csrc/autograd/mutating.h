@@ -10,7 +10,8 @@
 
 namespace ampfuse {
 
-/// For the Autograd key: refuses to write tensors that require grad while grad mode is on.
+/// For the Autograd key: refuses to write tensors that require grad while grad mode is on, or that
+/// carry a forward-mode tangent, which would be left behind.
 torch::CppFunction mutating_autograd();
 
 /// For the ADInplaceOrView key: moves the version counter of everything written.

@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include "tensor_list.h"
+
 namespace ampfuse {
 
 namespace {
@@ -60,7 +62,9 @@ at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_i
 void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
                            const at::Tensor& total_norm) {
   const c10::NoGradGuard no_grad;
-  for (const DeviceList& list : by_device(gradients(parameters))) {
+  const std::vector<DeviceList> lists = by_device(gradients(parameters));
+  for (const DeviceList& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
+  for (const DeviceList& list : lists) {
     // A norm that torch computed from 16-bit gradients is itself 16-bit.
     const auto dtype = total_norm.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     multi_tensor_clip(list.tensors, total_norm.to(list.device, dtype), max_norm);

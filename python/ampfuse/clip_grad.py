@@ -7,8 +7,7 @@ scaled: the factor is decided on the device, and at factor 1 nothing moves. torc
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch.nn import utils as torch_utils
 
 from ampfuse import ops
 
-T = TypeVar("T")
 TensorOrTensors = Tensor | Iterable[Tensor]
 
 
@@ -29,21 +27,11 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def _for_each_device(tensors: list[Tensor], run: Callable[[list[Tensor]], T]) -> list[T]:
-    """Run on the whole list or, when that is refused for spanning devices, on one list for each.
-
-    Asking every tensor for its device first would cost more than the op itself on a CPU; the ops
-    ask too, and refuse before they write anything.
-    """
-    try:
-        return [run(tensors)]
-    except ValueError:
-        lists: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            lists.setdefault(tensor.device, []).append(tensor)
-        if len(lists) == 1:
-            raise
-        return [run(of_device) for of_device in lists.values()]
+def _by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
+    lists: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(tensor.device, []).append(tensor)
+    return list(lists.values())
 
 
 def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
@@ -81,12 +69,15 @@ def get_total_norm(
         return torch_utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if not tensors:
         return torch.tensor(0.0)
-    norms = _for_each_device(
-        tensors, lambda of_device: ops.multi_tensor_norm(of_device, norm_type).total_norm
-    )
-    total_norm = norms[0]
-    if len(norms) > 1:
-        norms = [norm.to(total_norm.device) for norm in norms]
+    try:
+        total_norm = ops.multi_tensor_norm(tensors, norm_type).total_norm
+    except ValueError:
+        # Several devices? Asking every tensor first would cost more than the op itself on a CPU.
+        lists = _by_device(tensors)
+        if len(lists) == 1:
+            raise
+        norms = [ops.multi_tensor_norm(of_device, norm_type).total_norm for of_device in lists]
+        norms = [norm.to(norms[0].device) for norm in norms]
         total_norm = ops.multi_tensor_norm(norms, norm_type).total_norm
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
@@ -137,7 +128,7 @@ def clip_grad_norm_(
         if not parameters:
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.",
-                stacklevel=2,
+                stacklevel=3,  # past torch.no_grad's wrapper
             )
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
@@ -160,9 +151,20 @@ def _clip(
         return
     if total_norm.dtype not in (torch.float32, torch.float64):
         total_norm = total_norm.float()  # torch's norm of 16-bit gradients
-    _for_each_device(
-        grads,
-        lambda of_device: ops.multi_tensor_clip(
-            of_device, total_norm.to(of_device[0].device), max_norm
-        ),
-    )
+    try:
+        ops.multi_tensor_clip(grads, total_norm.to(grads[0].device), max_norm)
+    except ValueError:  # raised before anything is written
+        if any(grad.layout != torch.strided for grad in grads):
+            torch_utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+            return
+        lists = _by_device(grads)
+        if len(lists) == 1:
+            raise
+        for (
+            of_device
+        ) in lists:  # at norm 0 the factor is 1: a check of each list that writes nothing
+            ops.multi_tensor_clip(
+                of_device, total_norm.new_zeros((), device=of_device[0].device), 1
+            )
+        for of_device in lists:
+            ops.multi_tensor_clip(of_device, total_norm.to(of_device[0].device), max_norm)

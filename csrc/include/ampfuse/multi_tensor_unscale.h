@@ -9,10 +9,12 @@ namespace ampfuse {
 /// infinite afterwards; never clears it. Unlike torch, which looks before multiplying, this also
 /// sees a finite value that overflows on the way, as happens with scales below 1.
 ///
-/// `tensors`: as for multi_tensor_norm; no tensor may overlap itself. One that is listed twice is
-/// multiplied twice. `found_inf`, `inv_scale`: float32, one element, on the tensors' device.
+/// `tensors`: as for multi_tensor_norm. One that is listed twice is multiplied twice; otherwise
+/// neither they nor the other arguments may overlap, nor a tensor itself. `found_inf`, `inv_scale`:
+/// float32, one element, on the tensors' device.
 ///
-/// With `inv_scale` equal to 1 nothing is written. No host wait.
+/// With `inv_scale` equal to 1 nothing is written, though version counters move: that is decided on
+/// the device, and the host does not wait for it.
 AMPFUSE_API void multi_tensor_unscale(at::TensorList tensors, const at::Tensor& found_inf,
                                       const at::Tensor& inv_scale);
 
