@@ -1,0 +1,159 @@
+"""What the multi-tensor tests feed in, and in float64 and without ampfuse what must come out."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies
+from torch import Tensor
+
+NARROW = [torch.float16, torch.bfloat16]
+REAL = [*NARROW, torch.float32, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [*REAL, *COMPLEX]
+ORDERS = [1.0, 2.0, math.inf]
+
+SIZES = [
+    *(0, 1),
+    *(31, 32, 33),  # the CPU adds up in 32 lanes, a warp has as many
+    *(255, 256, 257),  # a warp's 16-byte loads of 16-bit elements
+    *(8191, 8192, 8193),  # a chunk, the unit of work
+    *(65535, 65536, 65537),  # several chunks, and where a 16-bit index would end
+]
+
+# A shape and a view of it for each way in which a tensor can lie in memory. Sizes are odd, so that
+# rows start at all alignments.
+VIEWS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "contiguous": ((37, 41), lambda x: x),
+    "scalar": ((3,), lambda x: x[1]),
+    "empty": ((0, 5), lambda x: x),
+    "transposed": ((37, 41), lambda x: x.t()),
+    "permuted": ((5, 7, 11), lambda x: x.permute(2, 0, 1)),
+    "channels_last": ((2, 5, 3, 7), lambda x: x.to(memory_format=torch.channels_last)),
+    "offset by one element": ((8194,), lambda x: x[1:]),
+    "every second column": ((37, 41), lambda x: x[:, ::2]),
+    "every second row": ((401, 41), lambda x: x[::2]),
+}
+
+
+def heavy_tailed(
+    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Tensor:
+    """Signed numbers whose magnitudes are spread evenly over 1e-4 … 1e4, normal in every dtype."""
+    random = np.random.default_rng(seed)  # and not torch's, which an instruction set could change
+
+    def numbers() -> np.ndarray:
+        return random.choice([-1.0, 1.0], shape) * 10 ** random.uniform(-4, 4, shape)
+
+    values = numbers() + 1j * numbers() if dtype.is_complex else numbers()
+    return torch.from_numpy(np.asarray(values)).to(device=device, dtype=dtype)
+
+
+def random_bits(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of all kinds: NaNs with payloads, infinities, subnormals, and -0.0 at both ends."""
+    noise = bytearray(np.random.default_rng(0).bytes(size * dtype.itemsize))
+    numbers = torch.frombuffer(noise, dtype=dtype).to(device)
+    numbers[0] = numbers[-1] = -0.0
+    return numbers
+
+
+def view(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Heavy-tailed numbers that lie in memory as VIEWS says."""
+    shape, take = VIEWS[name]
+    return take(heavy_tailed(shape, dtype, device, seed))
+
+
+def parameters_with_gradients(
+    device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32,) * 4, seed: int = 0
+) -> list[torch.nn.Parameter]:
+    """Four parameters, one 0-dim and one longer than a chunk, with heavy-tailed gradients."""
+    parameters = []
+    for i, (shape, dtype) in enumerate(zip([(33, 5), (), (8193,), (2, 3)], dtypes, strict=True)):
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        parameter.grad = heavy_tailed(shape, dtype, device, seed + i)
+        parameters.append(parameter)
+    return parameters
+
+
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of parameters that all have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+# Recipes of lists that mix dtypes and views, for hypothesis.
+mixtures = strategies.lists(
+    strategies.tuples(
+        strategies.sampled_from(list(VIEWS)),
+        strategies.sampled_from(DTYPES),
+        strategies.integers(0, 2**16),
+    ),
+    max_size=6,
+)
+
+
+def mixture(recipe: list[tuple[str, torch.dtype, int]], device: torch.device) -> list[Tensor]:
+    """The list that a recipe describes."""
+    return [view(name, dtype, device, seed) for name, dtype, seed in recipe]
+
+
+def real_parts(x: Tensor) -> Tensor:
+    """The numbers of which `x` consists: a complex one is two."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def exact_norm(tensors: Sequence[Tensor], ord: float) -> float:
+    """The norm of the list as one vector, to the last bit or so of a double, for finite data."""
+    if ord == 2:
+        parts = [real_parts(x).flatten().double().tolist() for x in tensors]
+        return math.hypot(*(number for part in parts for number in part))
+    magnitudes = [abs(number) for x in tensors for number in x.flatten().tolist()]
+    return math.fsum(magnitudes) if ord == 1 else max(magnitudes, default=0.0)
+
+
+def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that the norm of a list has."""
+    double = any(x.dtype in (torch.float64, torch.complex128) for x in tensors)
+    return torch.float64 if double else torch.float32
+
+
+def norm_tolerance(norm: Tensor) -> float:
+    """How far, relative to its size, a norm may be from the exact one.
+
+    float32 on the CPU: sums are kept in double, so what is left is one rounding, 2⁻²⁴. On a GPU a
+    lane adds the 256 elements that are its share of a chunk in float32, then lanes are joined: less
+    than 300 roundings. float64: less than that by lanes, but a chunk whose squares leave the range
+    is read again, its 8192 elements one after the other: 2¹³·2⁻⁵³.
+    """
+    if norm.dtype == torch.float64:
+        return 2.0**-40
+    return 2.0**-24 + 2.0**-44 if norm.device.type == "cpu" else 300 * 2.0**-24
+
+
+def assert_norm(norm: Tensor, tensors: Sequence[Tensor], ord: float) -> None:
+    """Compare a 0-dim norm with the exact one of the list."""
+    expected = exact_norm(tensors, ord)
+    subnormal_step = torch.finfo(norm.dtype).smallest_normal * torch.finfo(norm.dtype).eps
+    assert norm.item() == pytest.approx(expected, rel=norm_tolerance(norm), abs=subnormal_step)
+
+
+def exact_product(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor as the contract has it: in float32, in float64 for double, and rounded once more
+    to 16 bits. A double holds the product of two floats exactly, so `.float()` rounds it once."""
+    numbers = real_parts(x)
+    product = numbers.double() * factor.double()
+    if numbers.dtype != torch.float64:
+        product = product.float().to(numbers.dtype)
+    return torch.view_as_complex(product) if x.is_complex() else product
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of the numbers of `x`, so that NaN payloads and the sign of zero count."""
+    numbers = real_parts(x)
+    return numbers.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit."""
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))

@@ -1,0 +1,101 @@
+"""clip_grad_norm_ and its parts where they leave torch's path, or the arguments are refused."""
+
+import ampfuse
+import pytest
+import torch
+from reference import heavy_tailed
+
+
+def parameter_with(grad):
+    parameter = torch.nn.Parameter(torch.zeros_like(grad, memory_format=torch.contiguous_format))
+    parameter.grad = grad
+    return parameter
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass without arithmetic of its own."""
+
+
+def test_tensor_subclasses_are_left_to_torch(device):
+    def clipped(clip):
+        grad = heavy_tailed(33, torch.float32, device).as_subclass(Tagged)
+        parameter = torch.zeros(33, device=device).as_subclass(Tagged)
+        parameter.grad = grad
+        return clip([parameter], 1.0), grad
+
+    norm, grad = clipped(ampfuse.clip_grad_norm_)
+
+    expected, expected_grad = clipped(torch.nn.utils.clip_grad_norm_)
+    assert type(norm) is type(expected) is Tagged
+    assert torch.equal(norm, expected)
+    assert torch.equal(grad, expected_grad)
+
+
+def test_expanded_gradient_is_refused_before_anything_is_written(device):
+    good = parameter_with(torch.full((3,), 4.0, device=device))
+    expanded = parameter_with(torch.ones(1, device=device).expand(3))
+
+    with pytest.raises(ValueError, match=r"tensors\[1\]: more than one element"):
+        ampfuse.clip_grad_norm_([good, expanded], 1.0)
+
+    assert good.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_total_norm_of_numbers_without_a_norm_is_refused(device, dtype):
+    with pytest.raises(TypeError, match=r"tensors\[1\]: expected a floating-point or complex"):
+        ampfuse.get_total_norm(
+            [torch.ones(3, device=device), torch.ones(3, device=device).to(dtype)]
+        )
+
+
+def sparse_gradient(device):
+    embedding = torch.nn.Embedding(4, 2, sparse=True, device=device)
+    embedding(torch.tensor([1, 3], device=device)).sum().backward()
+    return embedding.weight
+
+
+def test_sparse_gradient_has_no_norm_here_as_in_torch(device):
+    with pytest.raises(NotImplementedError):
+        torch.nn.utils.get_total_norm([sparse_gradient(device).grad])
+
+    with pytest.raises(ValueError, match=r"tensors\[0\]: expected a strided tensor"):
+        ampfuse.clip_grad_norm_([sparse_gradient(device)], 1.0)
+
+
+def test_sparse_gradient_is_clipped_with_a_given_norm_as_in_torch(device):
+    ours, theirs = sparse_gradient(device), sparse_gradient(device)
+    total_norm = torch.tensor(4.0, device=device)
+    torch.nn.utils.clip_grads_with_norm_([theirs], 1.0, total_norm)
+
+    ampfuse.clip_grads_with_norm_([ours], 1.0, total_norm)
+
+    torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense(), rtol=1e-6, atol=0)
+
+
+def test_gradients_on_several_devices_are_refused_before_anything_is_written():
+    good = parameter_with(torch.full((3,), 4.0))
+    expanded = parameter_with(torch.ones(1, device="meta").expand(3))
+
+    with pytest.raises(ValueError, match="more than one element"):
+        ampfuse.clip_grads_with_norm_([good, expanded], 1.0, torch.tensor(8.0))
+
+    assert good.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_gradients_on_two_devices_are_clipped_as_in_torch(norm_type):
+    def clipped(clip):
+        parameters = [
+            parameter_with(heavy_tailed(33, torch.float32, torch.device(device), seed))
+            for seed, device in enumerate(["cuda", "cpu", "cuda"])
+        ]
+        return clip(parameters, 1.0, norm_type), parameters
+
+    norm, parameters = clipped(ampfuse.clip_grad_norm_)
+
+    expected, others = clipped(torch.nn.utils.clip_grad_norm_)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for parameter, other in zip(parameters, others, strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=2e-6, atol=0)

@@ -1,0 +1,145 @@
+"""Every op under torch.ops.ampfuse: its kernels, its tag, and torch's own checks of both.
+
+A new op needs an entry in OPCHECK_SAMPLES; the tests say so when it is missing.
+"""
+
+import ampfuse
+import pytest
+import torch
+from reference import heavy_tailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "strided": lambda x: x[:, ::2],
+    "empty": lambda x: x[:0],
+}
+
+
+def tensors(dtype, device, layout):
+    return [LAYOUTS[layout](heavy_tailed((5, 7), dtype, device, seed=seed)) for seed in (0, 1)]
+
+
+def scalar(value, device):
+    return torch.tensor(value, device=device)
+
+
+# For each op, what torch.library.opcheck calls it with.
+OPCHECK_SAMPLES = {
+    "multi_tensor_norm": lambda tensors, device: (tensors, 2.0),
+    "multi_tensor_unscale": lambda tensors, device: (
+        tensors,
+        scalar(0.0, device),
+        scalar(0.5, device),
+    ),
+    "multi_tensor_unscale_norm": lambda tensors, device: (
+        tensors,
+        scalar(0.0, device),
+        scalar(0.5, device),
+        1.0,
+    ),
+    "multi_tensor_clip": lambda tensors, device: (tensors, scalar(5.0, device), 1.0),
+}
+
+
+def registered_ops():
+    prefix = "ampfuse::"
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def overload(op):
+    return getattr(torch.ops.ampfuse, op).default
+
+
+EVERY_OP = pytest.mark.parametrize("op", registered_ops())
+EVERY_CHECKED_OP = pytest.mark.parametrize("op", OPCHECK_SAMPLES)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("key", ["CPU", "Meta", "Autograd"])
+def test_every_op_has_kernels(op, key):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ampfuse::{op}", key)
+
+
+@EVERY_OP
+def test_every_op_has_a_cuda_kernel_exactly_if_the_build_has_cuda(op):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"ampfuse::{op}", "CUDA")
+
+    assert has_kernel == ampfuse.has_cuda()
+
+
+@EVERY_OP
+def test_ops_that_opcheck_covers_are_the_ones_tagged_compliant(op):
+    assert (torch.Tag.pt2_compliant_tag in overload(op).tags) == (op in OPCHECK_SAMPLES)
+
+
+@EVERY_OP
+def test_mutating_ops_count_versions(op):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"ampfuse::{op}", "ADInplaceOrView")
+
+    assert has_kernel == overload(op)._schema.is_mutable
+
+
+@EVERY_OP
+def test_no_op_returns_what_it_was_given(op):
+    assert all(result.alias_info is None for result in overload(op)._schema.returns)
+
+
+@EVERY_CHECKED_OP
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck(device, op, dtype, layout):
+    sample = OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device)
+
+    torch.library.opcheck(overload(op), sample)
+
+
+def test_opcheck_of_the_norm_of_what_requires_grad(device):
+    parameters = [
+        tensor.requires_grad_() for tensor in tensors(torch.float32, device, "contiguous")
+    ]
+
+    # The fourth utility, which is left out, runs a backward pass, and this op has none.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(overload("multi_tensor_norm"), (parameters,), test_utils=utilities)
+
+
+@EVERY_CHECKED_OP
+def test_opcheck_of_an_empty_list(op):
+    if op == "multi_tensor_norm":
+        # Called without any tensor, it gives torch's fake mode no device to go by; the others have
+        # their scalars. ampfuse.get_total_norm answers for an empty list itself.
+        utilities = ("test_schema", "test_autograd_registration")
+    else:
+        utilities = ("test_schema", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    sample = OPCHECK_SAMPLES[op]([], torch.device("cpu"))
+
+    torch.library.opcheck(overload(op), sample, test_utils=utilities)
+
+
+@EVERY_CHECKED_OP
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_results_look_like_real_ones(device, op, dtype, layout):
+    real = overload(op)(*OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device))
+
+    with FakeTensorMode():
+        fakes = [torch.empty_like(tensor) for tensor in tensors(dtype, device, layout)]
+        fake = overload(op)(*OPCHECK_SAMPLES[op](fakes, device))
+
+    assert looks(fake) == looks(real)
+
+
+def looks(results):
+    """What tells an op's results apart but for their values."""
+    return [(tuple(x.shape), x.dtype, x.device, x.stride()) for x in results or ()]
+
+
+@EVERY_CHECKED_OP
+def test_meta_tensors_stay_on_the_meta_device(op):
+    meta = torch.device("meta")
+
+    results = overload(op)(*OPCHECK_SAMPLES[op]([torch.empty(3, device=meta)], meta))
+
+    assert all(result.device == meta for result in results or ())

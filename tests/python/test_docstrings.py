@@ -1,0 +1,30 @@
+"""The examples in the docstrings of the package do what they show."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import ampfuse
+import pytest
+
+MODULES = ["ampfuse"] + [
+    f"ampfuse.{module.name}"
+    for module in pkgutil.iter_modules(ampfuse.__path__)
+    if not module.name.startswith("_")
+]
+OPS = [
+    name
+    for name, function in inspect.getmembers(ampfuse.ops, inspect.isfunction)
+    if function.__module__ == "ampfuse.ops" and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_do_what_they_show(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_has_an_example(name):
+    assert doctest.DocTestParser().get_examples(getattr(ampfuse.ops, name).__doc__)

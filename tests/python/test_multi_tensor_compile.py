@@ -1,0 +1,150 @@
+"""The multi-tensor ops in torch.compile(fullgraph=True): as eager, without copies or recompiles."""
+
+import ampfuse
+import pytest
+import torch
+from ampfuse import ops
+from reference import heavy_tailed, parameters_with_gradients, same_bits
+from torch._dynamo.utils import ReinplaceCounters
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+
+pytestmark = [  # torch's own, of no concern here
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+
+
+def norm(tensors, found_inf, inv_scale):
+    return ops.multi_tensor_norm(tensors, 2.0)
+
+
+def unscale(tensors, found_inf, inv_scale):
+    ops.multi_tensor_unscale(tensors, found_inf, inv_scale)
+
+
+def unscale_norm(tensors, found_inf, inv_scale):
+    return ops.multi_tensor_unscale_norm(tensors, found_inf, inv_scale, float("inf"))
+
+
+def clip(tensors, found_inf, inv_scale):
+    ops.multi_tensor_clip(tensors, inv_scale, 0.1)
+
+
+def unscale_then_norm_then_clip(tensors, found_inf, inv_scale):
+    ops.multi_tensor_unscale(tensors, found_inf, inv_scale)
+    total_norm = ops.multi_tensor_norm(tensors).total_norm
+    ops.multi_tensor_clip(tensors, total_norm, 1.0)
+    return (total_norm,)
+
+
+def unscale_norm_then_clip(tensors, found_inf, inv_scale):
+    total_norm = ops.multi_tensor_unscale_norm(tensors, found_inf, inv_scale).total_norm
+    ops.multi_tensor_clip(tensors, total_norm, 1.0)
+    return (total_norm,)
+
+
+STEPS = [
+    norm,
+    unscale,
+    unscale_norm,
+    clip,
+    unscale_then_norm_then_clip,
+    unscale_norm_then_clip,
+]
+EVERY_STEP = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """A compiler that compiles: what it finds in a cache it doesn't look at for missed copies."""
+    torch._dynamo.reset()
+    ReinplaceCounters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+def arguments(device, seed, sizes=(33, 257)):
+    """Gradients of three dtypes, one of them strided, a clear flag and a scale."""
+    tensors = [heavy_tailed((size, 2), dtype, device, seed) for size in sizes for dtype in DTYPES]
+    tensors.append(heavy_tailed((9, 8), torch.float32, device, seed)[:, ::2])
+    return tensors, torch.zeros((), device=device), torch.tensor(0.25 + seed, device=device)
+
+
+def assert_same(compiled, eager, step_arguments, other_arguments):
+    """Run both and compare, bit by bit, what they return and what they write."""
+    returned = compiled(*step_arguments) or ()
+    expected = eager(*other_arguments) or ()
+    assert all(map(same_bits, returned, expected))
+    assert len(returned) == len(expected)
+    assert all(map(same_bits, step_arguments[0], other_arguments[0]))
+    assert step_arguments[1].item() == other_arguments[1].item()
+
+
+@EVERY_STEP
+def test_compiled_step_gives_the_bits_of_the_eager_one(device, step):
+    compiled = torch.compile(step, fullgraph=True)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (0, 1):  # new values, same graph
+            assert_same(compiled, step, arguments(device, seed), arguments(device, seed))
+
+
+@EVERY_STEP
+def test_nothing_is_copied_to_be_written(device, step):
+    torch.compile(step, fullgraph=True)(*arguments(device, seed=0))
+
+    assert ReinplaceCounters.get_total_missed() == 0
+    assert ReinplaceCounters.get_total_missed_bytes() == 0
+
+
+@EVERY_STEP
+def test_dynamic_shapes_share_a_graph(device, step):
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for sizes in ((33, 257), (34, 100)):
+            assert_same(compiled, step, arguments(device, 0, sizes), arguments(device, 0, sizes))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clip_grad_norm_compiles_over_parameters(device, norm_type):
+    def step(parameters):
+        return ampfuse.clip_grad_norm_(parameters, 1.0, norm_type)
+
+    compiled = torch.compile(step, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (0, 1):
+            parameters = parameters_with_gradients(device, DTYPES, seed)
+            others = parameters_with_gradients(device, DTYPES, seed)
+
+            assert same_bits(compiled(parameters), step(others))
+
+            for parameter, other in zip(parameters, others, strict=True):
+                assert same_bits(parameter.grad, other.grad)
+    assert ReinplaceCounters.get_total_missed_bytes() == 0
+
+
+def test_norm_of_parameters_compiles_under_no_grad(device):
+    @torch.no_grad()
+    def weight_norm(parameters):
+        return ops.multi_tensor_norm(parameters).total_norm
+
+    parameters = [heavy_tailed(33, torch.float32, device).requires_grad_()]
+    compiled = torch.compile(weight_norm, fullgraph=True)
+
+    assert same_bits(compiled(parameters), weight_norm(parameters))
+
+
+@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(device, compile_it, autocast_dtype):
+    def under_autocast(*args):
+        with torch.autocast(device.type, dtype=autocast_dtype):
+            return unscale_then_norm_then_clip(*args)
+
+    step = torch.compile(under_autocast, fullgraph=True) if compile_it else under_autocast
+
+    assert_same(
+        step, unscale_then_norm_then_clip, arguments(device, seed=0), arguments(device, seed=0)
+    )

@@ -1,0 +1,192 @@
+"""multi_tensor_norm: values, dtypes, memory layouts and sizes."""
+
+import math
+
+import pytest
+import torch
+from ampfuse.ops import multi_tensor_norm
+from hypothesis import HealthCheck, given, settings
+from reference import (
+    COMPLEX,
+    DTYPES,
+    NARROW,
+    ORDERS,
+    REAL,
+    SIZES,
+    VIEWS,
+    assert_norm,
+    heavy_tailed,
+    mixture,
+    mixtures,
+    norm_dtype,
+    view,
+)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_every_size_and_of_all_together(device, dtype, ord):
+    tensors = [heavy_tailed(size, dtype, device, seed=size) for size in SIZES]
+
+    result = multi_tensor_norm(tensors, ord)
+
+    for tensor, norm in zip(tensors, result.norms, strict=True):
+        assert_norm(norm, [tensor], ord)
+    assert_norm(result.total_norm, tensors, ord)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_a_single_tensor_is_its_own_and_the_total(device, dtype, size):
+    tensor = heavy_tailed(size, dtype, device)
+
+    result = multi_tensor_norm([tensor])
+
+    assert_norm(result.total_norm, [tensor], 2.0)
+    assert result.norms.tolist() == [result.total_norm.item()]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ord", ORDERS)
+def test_norm_of_every_way_to_lie_in_memory(device, dtype, name, ord):
+    tensor = view(name, dtype, device)
+
+    assert_norm(multi_tensor_norm([tensor], ord).total_norm, [tensor], ord)
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+def test_elements_that_share_memory_count_once_each(device, ord):
+    expanded = heavy_tailed((7, 1), torch.float32, device).expand(7, 3)
+    windows = heavy_tailed(9, torch.float32, device).as_strided((4, 3), (2, 1))
+
+    result = multi_tensor_norm([expanded, windows], ord)
+
+    assert_norm(result.norms[0], [expanded.clone()], ord)
+    assert_norm(result.norms[1], [windows.clone()], ord)
+
+
+@pytest.mark.parametrize("dtype", COMPLEX)
+def test_conjugate_and_negative_views_have_the_norm_of_their_values(device, dtype):
+    numbers = heavy_tailed(33, dtype, device)
+
+    result = multi_tensor_norm([numbers.conj(), numbers.conj().imag])
+
+    assert_norm(result.norms[0], [numbers], 2.0)
+    assert_norm(result.norms[1], [numbers.imag], 2.0)
+
+
+@settings(
+    max_examples=40,  # some 10 ms each
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(recipe=mixtures)
+@pytest.mark.parametrize("ord", ORDERS)
+def test_norm_of_lists_that_mix_dtypes_and_layouts(device, ord, recipe):
+    tensors = mixture(recipe, device)
+
+    result = multi_tensor_norm(tensors, ord)
+
+    assert_norm(result.total_norm, tensors, ord)
+    assert result.total_norm.dtype == result.norms.dtype == norm_dtype(tensors)
+    for tensor, norm in zip(tensors, result.norms, strict=True):
+        assert_norm(norm, [tensor], ord)
+    assert result.found_inf.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        *(([dtype], torch.float32) for dtype in [*NARROW, torch.float32, torch.complex64]),
+        *(([dtype], torch.float64) for dtype in [torch.float64, torch.complex128]),
+        (NARROW, torch.float32),
+        ([torch.float16, torch.float64], torch.float64),
+        ([torch.complex128, torch.bfloat16], torch.float64),
+        (DTYPES, torch.float64),
+        ([], torch.float32),
+    ],
+)
+def test_norm_is_float32_unless_something_is_double(dtypes, expected):
+    result = multi_tensor_norm([torch.ones(3, dtype=dtype) for dtype in dtypes])
+
+    assert result.total_norm.dtype == expected
+    assert result.norms.dtype == expected
+
+
+def test_double_next_to_16_bit_tensors_keeps_its_precision(device):
+    double = torch.tensor([1 + 2.0**-40], dtype=torch.float64, device=device)
+    narrow = torch.zeros(3, dtype=torch.bfloat16, device=device)
+
+    result = multi_tensor_norm([narrow, double])
+
+    assert result.total_norm.item() == 1 + 2.0**-40
+    assert result.norms.tolist() == [0.0, 1 + 2.0**-40]
+
+
+def test_16_bit_norm_is_not_rounded_to_16_bits(device):
+    ones = torch.ones(3, dtype=torch.bfloat16, device=device)
+
+    assert multi_tensor_norm([ones]).total_norm.item() == pytest.approx(math.sqrt(3), rel=1e-7)
+
+
+def test_results_have_the_shapes_dtypes_and_device_that_are_promised(device):
+    result = multi_tensor_norm([torch.ones(4, device=device), torch.ones(2, 2, device=device)])
+
+    assert {name: (tuple(x.shape), x.dtype) for name, x in result._asdict().items()} == {
+        "total_norm": ((), torch.float32),
+        "norms": ((2,), torch.float32),
+        "found_inf": ((), torch.float32),
+        "first_nonfinite": ((), torch.int64),
+        "nonfinite_count": ((), torch.int64),
+    }
+    assert {x.device.type for x in result} == {device.type}
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+def test_empty_list_has_norm_zero_on_the_cpu(ord):
+    result = multi_tensor_norm([], ord)
+
+    assert result.total_norm.item() == 0
+    assert result.norms.shape == (0,)
+    assert result.found_inf.item() == 0
+    assert result.first_nonfinite.item() == -1
+    assert result.nonfinite_count.item() == 0
+    assert {x.device.type for x in result} == {"cpu"}
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("dtype", REAL)
+def test_empty_tensors_anywhere_have_norm_zero_and_change_nothing(device, dtype, places):
+    tensors = [heavy_tailed(33, dtype, device, seed=place) for place in range(5)]
+    for place in places:
+        tensors[place] = torch.empty(0, 3, dtype=dtype, device=device)
+
+    result = multi_tensor_norm(tensors)
+
+    assert [result.norms[place].item() for place in places] == [0.0] * len(places)
+    assert_norm(result.total_norm, tensors, 2.0)
+
+
+# A launch carries some 600 tensors in its arguments, so 1500 take three.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_of_more_tensors_than_one_launch_carries(device, dtype):
+    tensors = [heavy_tailed(3, dtype, device, seed=place) for place in range(1500)]
+
+    result = multi_tensor_norm(tensors)
+
+    assert_norm(result.total_norm, tensors, 2.0)
+    assert_norm(result.norms[1499], tensors[1499:], 2.0)
+
+
+@pytest.mark.parametrize("ord", [1, 2, float("inf")])
+def test_inputs_are_only_read(device, ord):
+    tensor = heavy_tailed((8193, 2), torch.float32, device)[:, 1]
+    before = tensor.clone()
+
+    multi_tensor_norm([tensor], ord)
+
+    assert torch.equal(tensor, before)
+    assert tensor._version == 0

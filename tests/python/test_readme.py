@@ -1,0 +1,41 @@
+"""The README's quick starts are run as they are printed."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging_tools import ROOT, environment, run
+
+
+def code_block(language: str) -> str:
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+def test_python_quick_start_runs(tmp_path: Path) -> None:
+    script = tmp_path / "quick_start.py"
+    script.write_text(code_block("python"))
+    package = environment(PYTHONPATH=str(ROOT / "python"))
+    assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == 3
+
+
+@pytest.mark.slow
+def test_cpp_quick_start_builds_and_runs(tmp_path: Path) -> None:
+    (tmp_path / "main.cpp").write_text(code_block("cpp"))
+    cmake = (ROOT / "tests" / "cpp" / "consumer" / "CMakeLists.txt").read_text()
+    (tmp_path / "CMakeLists.txt").write_text(cmake)
+    prefix = f"-DCMAKE_PREFIX_PATH={ROOT / 'python' / 'ampfuse'};{sys.prefix}"
+    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", prefix)
+    run("cmake", "--build", tmp_path / "build")
+    assert "CPUFloatType" in run(tmp_path / "build" / "consumer", env=environment())
+
+
+def test_every_verb_in_the_readme_is_in_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verbs = set(
+        re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    )
+    assert verbs >= {"demo", "test", "help"}
+    assert [verb for verb in verbs if f"\n{verb}: " not in makefile] == []
