@@ -75,12 +75,21 @@ if(NOT _ampfuse_refusal)
 
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
-  set(CUDAToolkit_ROOT "${_ampfuse_toolkit}" CACHE PATH "")
+  set(_ampfuse_libraries "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${_ampfuse_major}/lib"
+                         "${_ampfuse_toolkit}/lib64" "${_ampfuse_toolkit}/lib")
+  if(NOT EXISTS "${_ampfuse_toolkit}/lib64")
+    # pip's packages: nvcc looks in lib64 for what CMake's trial program links, and it is in lib.
+    string(APPEND CMAKE_CUDA_FLAGS " -L${_ampfuse_toolkit}/lib")
+  endif()
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-  set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
   enable_language(CUDA)
-  find_package(CUDAToolkit REQUIRED)
+
+  # The runtime library is linked by its path, and torch's own where there is one: pip's package has
+  # libcudart.so.13 without the libcudart.so that -lcudart means.
+  set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+  find_library(AMPFUSE_CUDART NAMES libcudart.so.${_ampfuse_major} cudart
+               PATHS ${_ampfuse_libraries} NO_DEFAULT_PATH REQUIRED)
   set(AMPFUSE_CUDA ON)
   message(STATUS "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
                  "(torch ${AMPFUSE_TORCH_VERSION}, CUDA ${AMPFUSE_TORCH_CUDA})")
