@@ -29,12 +29,10 @@ except ImportError:
 
 class CMakeBuild(build_ext):
     def run(self) -> None:
-        if self.inplace or self.editable_mode:
-            prefix = ROOT / "python" / "ampfuse"
-        else:
-            prefix = Path(self.build_lib).resolve() / "ampfuse"
-        build = Path(os.environ.get("AMPFUSE_BUILD_DIR", ROOT / "build"))
         in_place = self.inplace or self.editable_mode
+        packages = ROOT / "python" if in_place else Path(self.build_lib).resolve()
+        prefix = packages / "ampfuse"
+        build = Path(os.environ.get("AMPFUSE_BUILD_DIR", ROOT / "build"))
         configure = [
             *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
@@ -43,8 +41,7 @@ class CMakeBuild(build_ext):
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DAMPFUSE_BUILD_PYTHON=ON",
-            # A wheel finds torch beside itself; a checkout only by this machine's paths.
-            f"-DCMAKE_INSTALL_RPATH_USE_LINK_PATH={'ON' if in_place else 'OFF'}",
+            f"-DAMPFUSE_BESIDE_TORCH={'OFF' if in_place else 'ON'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.run(configure, check=True)

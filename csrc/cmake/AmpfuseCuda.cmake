@@ -16,16 +16,16 @@ elseif(NOT AMPFUSE_TORCH_CUDA)
 else()
   # The first nvcc of torch's CUDA version, else the first of its major version, with which minor
   # releases are compatible.
-  string(REGEX MATCH "^[0-9]+" _ampfuse_major "${AMPFUSE_TORCH_CUDA}")
+  string(REGEX MATCH "^[0-9]+" AMPFUSE_CUDA_MAJOR "${AMPFUSE_TORCH_CUDA}")
   get_filename_component(_ampfuse_chosen "${CMAKE_CUDA_COMPILER}" DIRECTORY)
   get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
   find_program(_ampfuse_on_path nvcc NO_CACHE)
   get_filename_component(_ampfuse_on_path "${_ampfuse_on_path}" DIRECTORY)
   set(_ampfuse_seen "")
-  foreach(_ampfuse_wanted "^${AMPFUSE_TORCH_CUDA}$" "^${_ampfuse_major}\\.")
+  foreach(_ampfuse_wanted "^${AMPFUSE_TORCH_CUDA}$" "^${AMPFUSE_CUDA_MAJOR}\\.")
     foreach(_ampfuse_folder IN ITEMS "${_ampfuse_chosen}" "${_ampfuse_cudacxx}" "$ENV{CUDA_HOME}/bin"
                                      "${_ampfuse_on_path}" /usr/local/cuda/bin
-                                     "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${_ampfuse_major}/bin")
+                                     "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${AMPFUSE_CUDA_MAJOR}/bin")
       unset(_ampfuse_nvcc)
       find_program(_ampfuse_nvcc nvcc PATHS "${_ampfuse_folder}" NO_DEFAULT_PATH NO_CACHE)
       if(NOT _ampfuse_nvcc OR AMPFUSE_CUDA_VERSION)
@@ -75,7 +75,7 @@ if(NOT _ampfuse_refusal)
 
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
-  set(_ampfuse_libraries "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${_ampfuse_major}/lib"
+  set(_ampfuse_libraries "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${AMPFUSE_CUDA_MAJOR}/lib"
                          "${_ampfuse_toolkit}/lib64" "${_ampfuse_toolkit}/lib")
   if(NOT EXISTS "${_ampfuse_toolkit}/lib64")
     # pip's packages: nvcc looks in lib64 for what CMake's trial program links, and it is in lib.
@@ -88,7 +88,7 @@ if(NOT _ampfuse_refusal)
   # The runtime library is linked by its path, and torch's own where there is one: pip's package has
   # libcudart.so.13 without the libcudart.so that -lcudart means.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
-  find_library(AMPFUSE_CUDART NAMES libcudart.so.${_ampfuse_major} cudart
+  find_library(AMPFUSE_CUDART NAMES libcudart.so.${AMPFUSE_CUDA_MAJOR} cudart
                PATHS ${_ampfuse_libraries} NO_DEFAULT_PATH REQUIRED)
   set(AMPFUSE_CUDA ON)
   message(STATUS "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
