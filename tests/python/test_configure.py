@@ -9,6 +9,7 @@ import torch
 from packaging_tools import ROOT, environment
 from test_machine_code import NVCC
 
+pytestmark = pytest.mark.slow
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 TORCH = Path(torch.__file__).parent
 
