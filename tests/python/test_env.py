@@ -1,0 +1,57 @@
+"""`python -m ampfuse env`, and the build information behind it."""
+
+import subprocess
+import sys
+
+import ampfuse
+import pytest
+import torch
+from ampfuse import env
+
+
+def command(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ampfuse", *arguments], text=True, capture_output=True, **options
+    )
+
+
+def test_env_shows_versions_kernels_and_what_works():
+    done = command("env")
+
+    assert done.returncode == 0, done.stderr
+    for fact in (ampfuse.__version__, torch.__version__, ampfuse.build_info()["cpu_capability"]):
+        assert fact in done.stdout
+    assert "works on CPU" in done.stdout
+    assert "norm, unscale, clip" in done.stdout
+
+
+def test_env_shows_the_same_rows_without_rich(monkeypatch, capsys):
+    from ampfuse.__main__ import print_table
+
+    monkeypatch.setitem(sys.modules, "rich", None)
+    print_table([("torch", "2.11.0"), ("works on CPU", "norm")])
+
+    assert capsys.readouterr().out == "torch         2.11.0\nworks on CPU  norm\n"
+
+
+def test_an_op_that_fails_is_not_said_to_work(monkeypatch):
+    def broken(tensors):
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(ampfuse.ops, "multi_tensor_norm", broken)
+
+    assert dict(env.describe())["works on CPU"] == "no: no kernel image"
+
+
+@pytest.mark.parametrize("arguments", [(), ("bogus",), ("env", "--bogus")])
+def test_a_wrong_command_line_is_one_usage_message(arguments):
+    done = command(*arguments)
+
+    assert done.returncode == 2
+    assert "usage: python -m ampfuse" in done.stderr
+
+
+def test_has_cuda_agrees_with_the_build_information():
+    info = ampfuse.build_info()
+
+    assert ampfuse.has_cuda() == bool(info["cuda_version"]) == bool(info["cuda_archs"])
