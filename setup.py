@@ -7,8 +7,10 @@ Environment: AMPFUSE_WITH_CUDA (AUTO, ON, OFF), TORCH_CUDA_ARCH_LIST, CMAKE_ARGS
 (Release), AMPFUSE_BUILD_DIR (build/).
 """
 
+import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +29,26 @@ except ImportError:
     )
 
 
+# The interpreter's own cmake and ninja go before the system's, also where its environment is not
+# active and bin/pip was called by its path.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def check_build_requirements() -> None:
+    """Without build isolation nobody installs these for us."""
+    missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    if importlib.util.find_spec("pybind11") is None:
+        missing.append("pybind11")
+    if missing:
+        sys.exit(
+            f"building ampfuse needs {', '.join(missing)}: "
+            'pip install "setuptools>=77,<82" "cmake>=3.27" ninja "pybind11>=3"'
+        )
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
+        check_build_requirements()
         in_place = self.inplace or self.editable_mode
         packages = ROOT / "python" if in_place else Path(self.build_lib).resolve()
         prefix = packages / "ampfuse"
@@ -41,6 +61,7 @@ class CMakeBuild(build_ext):
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DAMPFUSE_BUILD_PYTHON=ON",
+            "-DAMPFUSE_BUILD_TESTS=OFF",
             f"-DAMPFUSE_BESIDE_TORCH={'OFF' if in_place else 'ON'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]

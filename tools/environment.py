@@ -59,7 +59,8 @@ def make_venv() -> Path:
             sys.exit("Python's venv module does not work: install python3-venv (Debian, Ubuntu)")
     site = Path(ask(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
     (site / "ampfuse_checkout.pth").write_text(f"{ROOT / 'python'}\n")
-    if torch_version(sys.executable) >= (2, 11):
+    # Run again from inside .venv, as make does, there is no other environment to see.
+    if Path(sys.prefix).resolve() != VENV.resolve() and torch_version(sys.executable) >= (2, 11):
         active = sysconfig.get_path("purelib")
         say(f"using the torch in {active}")
         # A path entry and not --system-site-packages, which from inside a virtual environment

@@ -1,12 +1,11 @@
 // Norms of a list of tensors in one read, in two launches whatever the list.
 //
-//   multi_tensor_norm_kernel        a warp per chunk: one NormPartial each
-//   (math/multi_tensor_norm.h) multi_tensor_norm_finish_kernel a block per tensor: its norm from
-//   its partials; the last block
-//                                   to finish makes the total
+// First multi_tensor_norm_kernel, a warp per chunk, leaves one NormPartial each
+// (math/multi_tensor_norm.h). Then multi_tensor_norm_finish_kernel, a block per tensor, makes its
+// norm from its partials, and the last block to finish makes the total.
 //
 // Sums are taken in fp32 where elements have 32 bits or less; a chunk whose sum leaves the range in
-// which that is exact enough is read again in double, which costs nothing until it happens.
+// which that is exact enough is read again in double: overflows, underflows, and zeros.
 #pragma once
 
 #include "../math/multi_tensor_norm.h"

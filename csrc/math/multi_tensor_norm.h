@@ -4,8 +4,9 @@
 //   2. the partials of a tensor become the tensor's norm;
 //   3. the tensors' norms become the total.
 //
-// A chunk never crosses tensors and the order of additions inside a step depends on nothing but
-// the counts, so the bits do not depend on threads, launches or neighbours in the list.
+// A chunk never crosses tensors, and the order of additions inside a step depends on the counts
+// and, where a kernel reads 16 bytes at a time, on the alignment of the first element. So the bits
+// do not depend on threads, launches or neighbours in the list.
 #pragma once
 
 #include <cmath>
@@ -123,6 +124,8 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
   }
   largest = workers.template join<NormType::kInf>(largest);
   nonfinite = workers.template join<NormType::kInf>(nonfinite);
+
+  if (largest == 0 && nonfinite == 0) return {0, 0};
 
   const double scale = norm_scale<kNorm>(largest);
   double sum = 0;

@@ -160,11 +160,9 @@ def _clip(
         lists = _by_device(grads)
         if len(lists) == 1:
             raise
-        for (
-            of_device
-        ) in lists:  # at norm 0 the factor is 1: a check of each list that writes nothing
-            ops.multi_tensor_clip(
-                of_device, total_norm.new_zeros((), device=of_device[0].device), 1
-            )
+        # At norm 0 the factor is 1: this checks every list before the first is scaled.
+        for of_device in lists:
+            nothing = total_norm.new_zeros((), device=of_device[0].device)
+            ops.multi_tensor_clip(of_device, nothing, max_norm=1.0)
         for of_device in lists:
             ops.multi_tensor_clip(of_device, total_norm.to(of_device[0].device), max_norm)

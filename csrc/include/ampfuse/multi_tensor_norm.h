@@ -22,7 +22,8 @@ struct MultiTensorNorm {
 ///
 /// 16-bit lists give a float32 norm. Squares that overflow or underflow float32 are handled, so a
 /// norm is infinite only when it is too large for its dtype or an element is infinite; NaN wins
-/// over infinity. The bits depend on values, shapes and dtypes, not on threads or launches.
+/// over infinity. The bits depend on a tensor's values in memory order, its dtype and, on CUDA, its
+/// alignment to 16 bytes; not on threads, launches or the rest of the list.
 /// An empty list has norm 0, on the CPU.
 ///
 /// Throws c10::TypeError for a dtype and c10::ValueError for a device, layout or ord not listed.

@@ -14,7 +14,8 @@ namespace ampfuse {
 /// float32, one element, on the tensors' device.
 ///
 /// With `inv_scale` equal to 1 nothing is written, though version counters move: that is decided on
-/// the device, and the host does not wait for it.
+/// the device, and the host does not wait for it. (On CUDA strided tensors are copied out and back
+/// all the same.)
 AMPFUSE_API void multi_tensor_unscale(at::TensorList tensors, const at::Tensor& found_inf,
                                       const at::Tensor& inv_scale);
 
