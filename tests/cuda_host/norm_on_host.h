@@ -1,4 +1,5 @@
-// Runs the two kernels of multi_tensor_norm on fake tensors, as cuda/norm_launch.h does on real ones.
+// Runs the two kernels of multi_tensor_norm on fake tensors, as cuda/norm_launch.h does on real
+// ones.
 #pragma once
 
 #include "cuda/multi_tensor_norm.cuh"
@@ -38,8 +39,8 @@ HostNorm run_norm_kernels(const std::vector<FakeTensor<T>>& tensors, int finish_
   const ampfuse::NormWorkspace workspace = {partials.data(), ranges.data(), norms.data(),
                                             &finished};
   const ampfuse::NormResults<float> results = {
-      &result.total_norm,           result.norms.data(),     &result.found_inf,
-      /*clear_found_inf=*/true,     &result.first_nonfinite, &result.nonfinite_count};
+      &result.total_norm,       result.norms.data(),     &result.found_inf,
+      /*clear_found_inf=*/true, &result.first_nonfinite, &result.nonfinite_count};
   simt::launch(ampfuse::multi_tensor_norm_finish_kernel<kNorm, float>, finish_grid,
                ampfuse::kThreads, 0, static_cast<int64_t>(tensors.size()), workspace, results);
   return result;
@@ -47,13 +48,13 @@ HostNorm run_norm_kernels(const std::vector<FakeTensor<T>>& tensors, int finish_
 
 template <ampfuse::math::NormType kNorm, typename T>
 HostNorm norm_on_host(const std::vector<FakeTensor<T>>& tensors, int grid, int finish_grid) {
-  return run_norm_kernels<kNorm>(
-      tensors, finish_grid,
-      [grid](const ampfuse::NormTable& table, int64_t slots_before,
-             ampfuse::math::NormPartial* partials, unsigned* finished) {
-        simt::launch(ampfuse::multi_tensor_norm_kernel<kNorm, T>, grid, ampfuse::kThreads, 0, table,
-                     slots_before, partials, finished);
-      });
+  return run_norm_kernels<kNorm>(tensors, finish_grid,
+                                 [grid](const ampfuse::NormTable& table, int64_t slots_before,
+                                        ampfuse::math::NormPartial* partials, unsigned* finished) {
+                                   simt::launch(ampfuse::multi_tensor_norm_kernel<kNorm, T>, grid,
+                                                ampfuse::kThreads, 0, table, slots_before, partials,
+                                                finished);
+                                 });
 }
 
 // The same norm in long double, element after element.
@@ -62,7 +63,8 @@ double reference_norm(const std::vector<FakeTensor<T>>& tensors) {
   long double sum = 0;
   for (const auto& tensor : tensors) {
     for (int64_t i = 0; i < tensor.size; ++i) {
-      const long double x = std::fabs(static_cast<long double>(static_cast<double>(tensor.data()[i])));
+      const long double x =
+          std::fabs(static_cast<long double>(static_cast<double>(tensor.data()[i])));
       if (kNorm == ampfuse::math::NormType::kL1) sum += x;
       if (kNorm == ampfuse::math::NormType::kL2) sum += x * x;
       if (kNorm == ampfuse::math::NormType::kInf) sum = sum > x ? sum : x;

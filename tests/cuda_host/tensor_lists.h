@@ -1,5 +1,6 @@
 // Lists of fake tensors for multi-tensor kernels: buffers that end exactly where their allocation
-// does, so that ASan sees one element too many, and start `offset` elements behind a 16-byte boundary.
+// does, so that ASan sees one element too many, and start `offset` elements behind a 16-byte
+// boundary.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

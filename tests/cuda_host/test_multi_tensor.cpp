@@ -3,7 +3,6 @@
 #include "cuda/multi_tensor.cuh"
 #include "cuda/vectorized.cuh"
 
-
 #include "catch.h"
 #include "tensor_lists.h"
 
@@ -14,7 +13,6 @@ using ampfuse::TableChunk;
 
 // Six columns and small chunks, as an optimizer will have.
 using Table = ampfuse::TensorTable<6, 16>;
-
 
 // All chunks of a list, through tables: how many elements each tensor had.
 std::vector<int64_t> elements_found(const std::vector<int64_t>& sizes, int& tables) {

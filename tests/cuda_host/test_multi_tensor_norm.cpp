@@ -62,9 +62,9 @@ TEST_CASE("the bits do not depend on the grid, the schedule or the rest of the l
 
 TEST_CASE("tensors that are not finite are counted and the first is named") {
   auto tensors = boundary_tensors<float>();
-  tensors[3].data()[7] = kInfinity;               // in the tail of a warp
-  tensors[15].data()[8000] = std::nanf("");       // in the last chunk
-  tensors[17].data()[19999] = -kInfinity;         // the last element of the list
+  tensors[3].data()[7] = kInfinity;          // in the tail of a warp
+  tensors[15].data()[8000] = std::nanf("");  // in the last chunk
+  tensors[17].data()[19999] = -kInfinity;    // the last element of the list
   simt::for_each_schedule([&] {
     const HostNorm result = norm_on_host<NormType::kL2>(tensors, 2, 3);
     CHECK(result.found_inf == 1.0f);

@@ -1,7 +1,7 @@
 // The norm of a chunk: elements become doubles, whose squares cannot overflow and round nothing for
 // types of 32 bits and less, and are added up in 32 lanes whatever the width of a register, so that
-// all instruction sets give the same bits. Memory is the limit, not the arithmetic: a core reads some
-// 10 GB/s and adds ten times as many doubles as that brings.
+// all instruction sets give the same bits. Memory is the limit, not the arithmetic: a core reads
+// some 10 GB/s and adds ten times as many doubles as that brings.
 #include "multi_tensor_norm.h"
 
 #include <ATen/cpu/vec/functional.h>
