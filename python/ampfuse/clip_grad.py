@@ -5,9 +5,11 @@ scaled: the factor is decided on the device, and at factor 1 nothing moves. torc
 """
 
 import math
+import re
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch.nn import utils as torch_utils
 from ampfuse import ops
 
 TensorOrTensors = Tensor | Iterable[Tensor]
+T = TypeVar("T")
 
 
 def _as_list(tensors: TensorOrTensors) -> list[Tensor]:
@@ -27,11 +30,22 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def _by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
-    lists: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        lists.setdefault(tensor.device, []).append(tensor)
-    return list(lists.values())
+def _with_places(message: str, places: list[int]) -> str:
+    return re.sub(r"tensors\[(\d+)\]", lambda match: f"tensors[{places[int(match[1])]}]", message)
+
+
+def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
+    """What `call` makes of each device's tensors; errors name places in the whole list."""
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    results = []
+    for of_device in places.values():
+        try:
+            results.append(call([tensors[place] for place in of_device]))
+        except (ValueError, TypeError) as error:
+            raise type(error)(_with_places(str(error), of_device)) from None
+    return results
 
 
 def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
@@ -69,16 +83,23 @@ def get_total_norm(
         return torch_utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if not tensors:
         return torch.tensor(0.0)
-    try:
-        total_norm = ops.multi_tensor_norm(tensors, norm_type).total_norm
-    except ValueError:
-        # Several devices? Asking every tensor first would cost more than the op itself on a CPU.
-        lists = _by_device(tensors)
-        if len(lists) == 1:
-            raise
-        norms = [ops.multi_tensor_norm(of_device, norm_type).total_norm for of_device in lists]
-        norms = [norm.to(norms[0].device) for norm in norms]
-        total_norm = ops.multi_tensor_norm(norms, norm_type).total_norm
+
+    def norm_of(tensors: list[Tensor]) -> Tensor:
+        return ops.multi_tensor_norm(tensors, norm_type).total_norm
+
+    def norm_over_devices() -> Tensor:
+        norms = _each_device(tensors, norm_of)
+        return (
+            norms[0] if len(norms) == 1 else norm_of([norm.to(norms[0].device) for norm in norms])
+        )
+
+    if torch.compiler.is_compiling():
+        total_norm = norm_over_devices()
+    else:
+        try:
+            total_norm = norm_of(tensors)
+        except ValueError:  # several devices, most likely: asking each tensor first would take long
+            total_norm = norm_over_devices()
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -151,18 +172,22 @@ def _clip(
         return
     if total_norm.dtype not in (torch.float32, torch.float64):
         total_norm = total_norm.float()  # torch's norm of 16-bit gradients
-    try:
+
+    def clip(grads: list[Tensor]) -> None:
         ops.multi_tensor_clip(grads, total_norm.to(grads[0].device), max_norm)
+
+    def check(grads: list[Tensor]) -> None:
+        # At norm 0 the factor is 1: this refuses what clip would, and writes nothing.
+        ops.multi_tensor_clip(grads, total_norm.new_zeros((), device=grads[0].device), max_norm=1.0)
+
+    if torch.compiler.is_compiling():
+        _each_device(grads, clip)  # an error ends the tracing: before anything is written, too
+        return
+    try:
+        clip(grads)
     except ValueError:  # raised before anything is written
         if any(grad.layout != torch.strided for grad in grads):
             torch_utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
             return
-        lists = _by_device(grads)
-        if len(lists) == 1:
-            raise
-        # At norm 0 the factor is 1: this checks every list before the first is scaled.
-        for of_device in lists:
-            nothing = total_norm.new_zeros((), device=of_device[0].device)
-            ops.multi_tensor_clip(of_device, nothing, max_norm=1.0)
-        for of_device in lists:
-            ops.multi_tensor_clip(of_device, total_norm.to(of_device[0].device), max_norm)
+        _each_device(grads, check)
+        _each_device(grads, clip)

@@ -2,8 +2,9 @@
 
 All results stay on the tensors' device and nothing waits for it. `tensors` is a list of strided
 tensors of any shapes, on one device, of dtypes float16, bfloat16, float32, float64, complex64 and
-complex128 in any mixture. All work inside `torch.compile(fullgraph=True)`. None has a derivative:
-tensors that require grad belong under `torch.no_grad()`.
+complex128 in any mixture. All work inside `torch.compile(fullgraph=True)`, except the norm of an
+empty list, which names no device. None has a derivative: tensors that require grad belong under
+`torch.no_grad()`.
 """
 
 from collections.abc import Sequence

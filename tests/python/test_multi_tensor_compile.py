@@ -148,3 +148,19 @@ def test_autocast_changes_nothing(device, compile_it, autocast_dtype):
     assert_same(
         step, unscale_then_norm_then_clip, arguments(device, seed=0), arguments(device, seed=0)
     )
+
+
+@pytest.mark.needs_cuda
+def test_clip_grad_norm_compiles_over_two_devices():
+    def parameters():
+        made = [torch.nn.Parameter(torch.zeros(33, device=device)) for device in ("cpu", "cuda")]
+        for seed, parameter in enumerate(made):
+            parameter.grad = heavy_tailed(33, torch.float32, parameter.device, seed)
+        return made
+
+    ours, theirs = parameters(), parameters()
+    torch.compile(ampfuse.clip_grad_norm_, fullgraph=True)(ours, 1.0)
+
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=2e-6, atol=0)
