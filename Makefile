@@ -14,25 +14,35 @@ export CTEST_PARALLEL_LEVEL ?= 2
 BENCH_FLAGS ?= --quick
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
+# CUDA 13 compiles for 7.5 and newer.
+OLD_GPUS := $(filter 3.% 5.% 6.% 7.0 7.2,$(GPUS))
+ifneq ($(OLD_GPUS),)
+$(info GPUs of compute capability $(OLD_GPUS) are left out: CUDA 13 starts at 7.5)
+endif
+GPUS := $(filter-out $(OLD_GPUS),$(GPUS))
 export TORCH_CUDA_ARCH_LIST ?= $(if $(GPUS),$(GPUS),8.0 9.0)
 
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast bench lint format build clean
+.NOTPARALLEL:
+.PHONY: help demo test test-fast bench lint format build catch2 clean
 
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# What only runs needs no tests compiled.
+demo bench: export CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
+
 demo: build  ## train on handwritten digits in fp32, with torch's AMP and with ampfuse
 	$(BIN)/python examples/digits.py
 
-test: build  ## run every test
+test: catch2 build  ## run every test
 	$(BIN)/python -m pytest
 	$(BIN)/ctest --test-dir build --output-on-failure
 
-test-fast: build  ## leave out the slow tests and the sanitizer builds
+test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
 	$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/ctest --test-dir build --output-on-failure -LE cuda_host
 
@@ -50,6 +60,9 @@ format: .venv/.ready  ## format the sources
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+catch2:
+	@$(PYTHON) tools/environment.py catch2
 
 build: .venv/.ready  ## compile the library and install it into python/ampfuse
 	$(BIN)/python setup.py --quiet build_ext --inplace

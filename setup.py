@@ -15,11 +15,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"building ampfuse needs setuptools 77 or newer, this is {setuptools.__version__}: "
+        'pip install "setuptools>=77,<82"'
+    )
 try:
     import torch
 except ImportError:
@@ -46,6 +52,12 @@ def check_build_requirements() -> None:
         )
 
 
+def nvidia_packages() -> str:
+    """Where pip put CUDA: a folder of this environment, or of another one that is on its path."""
+    spec = importlib.util.find_spec("nvidia")
+    return ";".join(spec.submodule_search_locations or []) if spec else ""
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
         check_build_requirements()
@@ -58,16 +70,25 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
             f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
+            f"-DAMPFUSE_TORCH_ARCHS={torch._C._cuda_getArchFlags() or ''}",
+            f"-DAMPFUSE_NVIDIA_PACKAGES={nvidia_packages()}",
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DAMPFUSE_BUILD_PYTHON=ON",
             "-DAMPFUSE_BUILD_TESTS=OFF",
             f"-DAMPFUSE_BESIDE_TORCH={'OFF' if in_place else 'ON'}",
+            f"-DCMAKE_COMPILE_WARNING_AS_ERROR={'ON' if in_place else 'OFF'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build), "--target", "install"], check=True)
 
 
-# The one "extension" stands for everything CMake installs; setuptools never compiles it.
-setup(ext_modules=[Extension("ampfuse._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+torch_minor = ".".join(torch.__version__.split(".")[:2])
+setup(
+    # A library built for one minor release of torch does not load into another.
+    install_requires=[f"torch=={torch_minor}.*"],
+    # The one "extension" stands for everything CMake installs; setuptools never compiles it.
+    ext_modules=[Extension("ampfuse._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -5,6 +5,7 @@ pinned torch is installed. nvcc comes from a system toolkit of torch's CUDA vers
 packages beside torch's own CUDA libraries. Says what is missing in a sentence when it cannot go on.
 """
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -20,6 +21,9 @@ BUILD = ["setuptools>=77,<82", "wheel", "build", "cmake>=3.27,<5", "ninja", "pyb
 EXTRAS = ["test", "demo", "bench", "lint"]
 # Enough of a toolkit to compile kernels, where torch's own packages bring only the libraries.
 NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
+# What torch's packages bring, fetched again where torch is in another environment: nvcc looks for
+# these headers beside itself.
+RUNTIME = ["nvidia-cuda-runtime"]
 
 
 def say(text: str) -> None:
@@ -61,11 +65,14 @@ def make_venv() -> Path:
     (site / "ampfuse_checkout.pth").write_text(f"{ROOT / 'python'}\n")
     # Run again from inside .venv, as make does, there is no other environment to see.
     if Path(sys.prefix).resolve() != VENV.resolve() and torch_version(sys.executable) >= (2, 11):
-        active = sysconfig.get_path("purelib")
-        say(f"using the torch in {active}")
-        # A path entry and not --system-site-packages, which from inside a virtual environment
-        # would show the interpreter's packages instead of that environment's.
-        (site / "ampfuse_active.pth").write_text(f"{active}\n{sysconfig.get_path('platlib')}\n")
+        folder = importlib.metadata.distribution("torch").locate_file("")
+        say(f"using the torch in {folder}")
+        # Path entries and not --system-site-packages, which from inside a virtual environment would
+        # show the interpreter's packages instead of that environment's. torch's own folder comes
+        # first: it may be a user's, or one that a .pth file added.
+        folders = [folder, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        lines = dict.fromkeys(str(Path(folder).resolve()) for folder in folders)
+        (site / "ampfuse_active.pth").write_text("".join(f"{line}\n" for line in lines))
     return python
 
 
@@ -113,8 +120,17 @@ def install_nvcc(python: Path) -> None:
     if int(cuda.split(".")[0]) < 13:
         say(f"no nvcc of CUDA {cuda} found, and none can be fetched: no CUDA kernels")
         return
-    say(f"installing nvcc {cuda} beside torch's CUDA libraries")
-    run(python, "-m", "pip", "install", *(f"{package}=={cuda}.*" for package in NVCC))
+    say(f"installing nvcc {cuda}")
+    packages = NVCC if torch_is_inside(python) else [*NVCC, *RUNTIME]
+    options = ["--disable-pip-version-check", "--no-deps", "--ignore-installed"]
+    versions = (f"{package}=={cuda}.*" for package in packages)
+    run(python, "-m", "pip", "install", *options, *versions)
+
+
+def torch_is_inside(python: Path) -> bool:
+    """Whether torch is in .venv itself and not in the environment that was active."""
+    code = "import importlib.metadata as m; print(m.distribution('torch').locate_file(''))"
+    return VENV.resolve() in Path(ask(python, "-c", code)).resolve().parents
 
 
 def install_catch2() -> None:
@@ -124,14 +140,18 @@ def install_catch2() -> None:
         return
     if shutil.which("apt-get") and os.geteuid() == 0:
         say("installing Catch2")
-        run("apt-get", "update", "-qq")
-        run("apt-get", "install", "-y", "-qq", "catch2")
+        for command in (["update", "-qq"], ["install", "-y", "-qq", "catch2"]):
+            if subprocess.run(["apt-get", *command]).returncode != 0:
+                say(f"apt-get {command[0]} failed")
     else:
         say("Catch2 is missing, so C++ tests are left out (Debian, Ubuntu: apt install catch2)")
 
 
 def main() -> None:
-    """Set everything up."""
+    """Set everything up; with the argument `catch2`, what only the tests need."""
+    if sys.argv[1:] == ["catch2"]:
+        install_catch2()
+        return
     if sys.version_info < (3, 10):  # noqa: UP036 (what may start this is not ours to choose)
         sys.exit(f"ampfuse needs Python 3.10 or newer, this is {sys.version.split()[0]}")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -141,7 +161,6 @@ def main() -> None:
     python = make_venv()
     install_packages(python)
     install_nvcc(python)
-    install_catch2()
     (VENV / ".ready").touch()
     say("ready")
 

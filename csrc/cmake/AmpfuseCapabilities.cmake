@@ -3,9 +3,11 @@
 
 function(ampfuse_add_vec_sources target)
   set(capabilities DEFAULT)
+  set(x86 "")
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     list(APPEND capabilities AVX2 AVX512)
-    target_compile_definitions(${target} PRIVATE AMPFUSE_X86)
+    set(x86 AMPFUSE_X86)
+    target_compile_definitions(${target} PRIVATE ${x86})
   endif()
   set(flags_DEFAULT "")
   set(flags_AVX2 -DCPU_CAPABILITY_AVX2 -mavx2 -mfma -mf16c)
@@ -13,7 +15,7 @@ function(ampfuse_add_vec_sources target)
   foreach(capability IN LISTS capabilities)
     set(object ${target}_vec_${capability})
     add_library(${object} OBJECT ${ARGN})
-    target_compile_definitions(${object} PRIVATE CPU_CAPABILITY=${capability} AMPFUSE_X86)
+    target_compile_definitions(${object} PRIVATE CPU_CAPABILITY=${capability} ${x86})
     # Without contraction into fused multiply-adds the instruction sets agree to the bit; where a
     # formula wants one, it says so.
     target_compile_options(${object} PRIVATE ${flags_${capability}} -fno-math-errno
@@ -23,9 +25,12 @@ function(ampfuse_add_vec_sources target)
                                                CXX_VISIBILITY_PRESET hidden
                                                VISIBILITY_INLINES_HIDDEN ON)
     ampfuse_own_sources(${object})
-    # gcc 12 takes the deliberately undefined operands inside its own AVX-512 headers for bugs, and
-    # tells of every vector passed by value that gcc 4.6 passed otherwise.
-    target_compile_options(${object} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized -Wno-psabi)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      # gcc 12 takes the deliberately undefined operands inside its own AVX-512 headers for bugs, and
+      # tells of every vector passed by value that gcc 4.6 passed otherwise.
+      target_compile_options(${object} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized
+                                               -Wno-psabi)
+    endif()
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
   endforeach()
 endfunction()

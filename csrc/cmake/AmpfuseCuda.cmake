@@ -1,8 +1,10 @@
 # Decides whether the CUDA kernels are built (AMPFUSE_CUDA) and for which architectures.
 #
 # nvcc is looked for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and among the
-# CUDA packages that pip installs beside torch.
+# CUDA packages that pip installs: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
 
+set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders called nvidia, in which pip's CUDA packages are")
+set(AMPFUSE_TORCH_ARCHS "" CACHE STRING "What torch was built for, as torch._C._cuda_getArchFlags()")
 set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
 set(_ampfuse_refusal "")
@@ -21,11 +23,14 @@ else()
   get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
   find_program(_ampfuse_on_path nvcc NO_CACHE)
   get_filename_component(_ampfuse_on_path "${_ampfuse_on_path}" DIRECTORY)
+  set(_ampfuse_packages "${AMPFUSE_TORCH_ROOT}/../nvidia" ${AMPFUSE_NVIDIA_PACKAGES})
+  list(TRANSFORM _ampfuse_packages APPEND "/cu${AMPFUSE_CUDA_MAJOR}/bin"
+       OUTPUT_VARIABLE _ampfuse_package_folders)
   set(_ampfuse_seen "")
   foreach(_ampfuse_wanted "^${AMPFUSE_TORCH_CUDA}$" "^${AMPFUSE_CUDA_MAJOR}\\.")
     foreach(_ampfuse_folder IN ITEMS "${_ampfuse_chosen}" "${_ampfuse_cudacxx}" "$ENV{CUDA_HOME}/bin"
                                      "${_ampfuse_on_path}" /usr/local/cuda/bin
-                                     "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${AMPFUSE_CUDA_MAJOR}/bin")
+                                     ${_ampfuse_package_folders})
       unset(_ampfuse_nvcc)
       find_program(_ampfuse_nvcc nvcc PATHS "${_ampfuse_folder}" NO_DEFAULT_PATH NO_CACHE)
       if(NOT _ampfuse_nvcc OR AMPFUSE_CUDA_VERSION)
@@ -54,31 +59,14 @@ else()
 endif()
 
 if(NOT _ampfuse_refusal)
-  # TORCH_CUDA_ARCH_LIST wins ("8.0 9.0+PTX"), then CMAKE_CUDA_ARCHITECTURES, then what torch itself
-  # was built for. CMake wants 80-real for machine code alone and 90 for machine code and PTX.
-  if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
-    string(REGEX MATCHALL "[^ ;,]+" _ampfuse_archs "$ENV{TORCH_CUDA_ARCH_LIST}")
-    list(TRANSFORM _ampfuse_archs REPLACE "^([0-9]+)\\.([0-9]+a?)(.*)$" "\\1\\2\\3")
-    list(TRANSFORM _ampfuse_archs REPLACE "^([0-9]+a?)$" "\\1-real")
-    list(TRANSFORM _ampfuse_archs REPLACE "\\+PTX$" "")
-    foreach(_ampfuse_arch IN LISTS _ampfuse_archs)
-      if(NOT _ampfuse_arch MATCHES "^[0-9]+a?(-real)?$")
-        message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: expected entries like 9.0 or 9.0+PTX, got "
-                            "\"$ENV{TORCH_CUDA_ARCH_LIST}\"")
-      endif()
-    endforeach()
-    set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_archs}" CACHE STRING "" FORCE)
-  elseif(NOT CMAKE_CUDA_ARCHITECTURES)
-    # As in torch's wheels for CUDA 13; the last one brings PTX for what comes after it.
-    set(CMAKE_CUDA_ARCHITECTURES "75-real;80-real;86-real;90-real;100-real;120" CACHE STRING "")
-  endif()
-
+  include(AmpfuseCudaArchitectures)
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
-  set(_ampfuse_libraries "${AMPFUSE_TORCH_ROOT}/../nvidia/cu${AMPFUSE_CUDA_MAJOR}/lib"
-                         "${_ampfuse_toolkit}/lib64" "${_ampfuse_toolkit}/lib")
-  if(NOT EXISTS "${_ampfuse_toolkit}/lib64")
+  if(NOT EXISTS "${_ampfuse_toolkit}/lib64" AND EXISTS "${_ampfuse_toolkit}/lib")
     # pip's packages: nvcc looks in lib64 for what CMake's trial program links, and it is in lib.
+    if(NOT DEFINED CMAKE_CUDA_FLAGS)
+      set(CMAKE_CUDA_FLAGS "$ENV{CUDAFLAGS}")
+    endif()
     string(APPEND CMAKE_CUDA_FLAGS " -L${_ampfuse_toolkit}/lib")
   endif()
   set(CMAKE_CUDA_STANDARD 20)
@@ -88,8 +76,22 @@ if(NOT _ampfuse_refusal)
   # The runtime library is linked by its path, and torch's own where there is one: pip's package has
   # libcudart.so.13 without the libcudart.so that -lcudart means.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
-  find_library(AMPFUSE_CUDART NAMES libcudart.so.${AMPFUSE_CUDA_MAJOR} cudart
-               PATHS ${_ampfuse_libraries} NO_DEFAULT_PATH REQUIRED)
+  if(AMPFUSE_CUDA_MAJOR LESS 13)
+    set(AMPFUSE_CUDART_PACKAGE "cuda_runtime/lib")
+  else()
+    set(AMPFUSE_CUDART_PACKAGE "cu${AMPFUSE_CUDA_MAJOR}/lib")
+  endif()
+  list(TRANSFORM _ampfuse_packages APPEND "/${AMPFUSE_CUDART_PACKAGE}")
+  unset(AMPFUSE_CUDART)
+  find_library(AMPFUSE_CUDART NAMES libcudart.so.${AMPFUSE_CUDA_MAJOR} cudart NO_CACHE NO_DEFAULT_PATH
+               PATHS ${_ampfuse_packages} "${_ampfuse_toolkit}/lib64" "${_ampfuse_toolkit}/lib"
+                     ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES})
+  if(NOT AMPFUSE_CUDART)
+    set(_ampfuse_refusal "libcudart.so.${AMPFUSE_CUDA_MAJOR} is neither beside torch nor in ${_ampfuse_toolkit}")
+  endif()
+endif()
+
+if(NOT _ampfuse_refusal)
   set(AMPFUSE_CUDA ON)
   message(STATUS "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
                  "(torch ${AMPFUSE_TORCH_VERSION}, CUDA ${AMPFUSE_TORCH_CUDA})")

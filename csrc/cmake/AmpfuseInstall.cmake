@@ -8,6 +8,11 @@ install(DIRECTORY csrc/include/ampfuse DESTINATION include FILES_MATCHING PATTER
 install(FILES ${PROJECT_BINARY_DIR}/include/ampfuse/version.h DESTINATION include/ampfuse)
 install(EXPORT ampfuseTargets NAMESPACE ampfuse:: DESTINATION ${_ampfuse_cmake_dir})
 
+# A wheel is beside its torch wherever it goes; other builds know the torch they were built for.
+set(AMPFUSE_TORCH_HINT "")
+if(NOT AMPFUSE_BESIDE_TORCH)
+  set(AMPFUSE_TORCH_HINT "${AMPFUSE_TORCH_ROOT}")
+endif()
 configure_package_config_file(csrc/cmake/ampfuseConfig.cmake.in ampfuseConfig.cmake
                               INSTALL_DESTINATION ${_ampfuse_cmake_dir})
 write_basic_package_version_file(ampfuseConfigVersion.cmake COMPATIBILITY SameMinorVersion)

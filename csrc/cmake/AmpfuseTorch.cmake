@@ -5,13 +5,15 @@
 # is no CUDA toolkit, which neither a CPU build nor a program that only links ampfuse needs.
 #
 # Looked for in AMPFUSE_TORCH_ROOT, CMAKE_PREFIX_PATH and Torch_DIR (as for find_package(Torch)),
-# beside an ampfuse installed in Python's packages, then by asking python3.
+# beside an ampfuse installed in Python's packages, in AMPFUSE_TORCH_HINT, then by asking python3.
 # Sets AMPFUSE_TORCH_ROOT, AMPFUSE_TORCH_VERSION, AMPFUSE_TORCH_CUDA (empty in a CPU build of torch)
-# and AMPFUSE_TORCH_INCLUDE_DIRS.
+# and AMPFUSE_TORCH_INCLUDE_DIRS, or AMPFUSE_TORCH_PROBLEM when there is no torch.
+
+set(AMPFUSE_TORCH_PROBLEM "")
 
 if(NOT AMPFUSE_TORCH_ROOT)
   find_path(Torch_DIR TorchConfig.cmake PATH_SUFFIXES Torch share/cmake/Torch
-            HINTS "${CMAKE_CURRENT_LIST_DIR}/../../../../torch" NO_CACHE)
+            HINTS "${CMAKE_CURRENT_LIST_DIR}/../../../../torch" "${AMPFUSE_TORCH_HINT}" NO_CACHE)
   if(Torch_DIR)
     cmake_path(SET _ampfuse_root NORMALIZE "${Torch_DIR}/../../..")
   else()
@@ -28,8 +30,9 @@ if(NOT AMPFUSE_TORCH_ROOT)
   endif()
 endif()
 if(NOT EXISTS "${AMPFUSE_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h")
-  message(FATAL_ERROR "ampfuse needs torch. Install it (pip install torch), or point "
-                      "CMAKE_PREFIX_PATH at a LibTorch.")
+  set(AMPFUSE_TORCH_PROBLEM
+      "ampfuse needs torch: install it (pip install torch), or point CMAKE_PREFIX_PATH at a LibTorch")
+  return()
 endif()
 
 # Python's torch says what it is in version.py, a LibTorch archive in build-version ("2.11.0+cu130").

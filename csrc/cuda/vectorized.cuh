@@ -1,5 +1,5 @@
-// A warp walks over consecutive elements with 16-byte accesses, the widest there are, and single
-// elements before the first and after the last 16-byte boundary.
+// A warp walks over consecutive elements with 16-byte accesses, the widest before Blackwell, and
+// single elements before the first and after the last 16-byte boundary.
 #pragma once
 
 #include <cstdint>

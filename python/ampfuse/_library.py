@@ -29,7 +29,7 @@ def load() -> None:
     if _minor(built_for) != _minor(torch.__version__):
         raise ImportError(
             f"this ampfuse was built for torch {built_for}, but torch {torch.__version__} is "
-            "installed: rebuild it with `pip install --no-build-isolation --force-reinstall "
-            "--no-deps ampfuse`, or install the torch it was built for"
+            "installed: rebuild it, in its checkout, with `pip install --no-build-isolation "
+            "--force-reinstall --no-deps .`, or install the torch it was built for"
         )
     torch.ops.load_library(PACKAGE / "lib" / "libampfuse.so")  # type: ignore[no-untyped-call]

@@ -12,8 +12,22 @@ from pathlib import Path
 
 import torch
 
+# This interpreter's cmake and ninja, also where its environment is not active.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
 ROOT = Path(__file__).parents[2]
 SITE = Path(torch.__file__).parents[1]
+
+
+def find_tool(name: str) -> str | None:
+    """nvcc from the toolkit or torch's packages; cuobjdump from the toolkit or triton."""
+    folders = [Path("/usr/local/cuda/bin"), *SITE.glob("nvidia/cu*/bin")]
+    folders += [SITE / "triton" / "backends" / "nvidia" / "bin"]
+    found = [folder / name for folder in folders if (folder / name).exists()]
+    return shutil.which(name) or (str(found[0]) if found else None)
+
+
+NVCC = find_tool("nvcc")
 
 
 def run(*command: str | Path, **options: object) -> str:

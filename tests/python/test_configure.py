@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging_tools import ROOT, environment
-from test_machine_code import NVCC
+from packaging_tools import NVCC, ROOT, environment
 
 pytestmark = pytest.mark.slow
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
@@ -79,7 +78,12 @@ def test_another_value_is_refused(tmp_path: Path) -> None:
 @needs_nvcc
 @pytest.mark.parametrize(
     ("asked", "got"),
-    [("8.0", "80-real"), ("8.0 9.0+PTX", "80-real;90"), ("8.6;9.0a", "86-real;90a-real")],
+    [
+        ("8.0", "80-real"),
+        ("8.0 9.0+PTX", "80-real;90"),
+        ("8.6;9.0a", "86-real;90a-real"),
+        ("10.0f,12.0f+PTX", "100f-real;120f"),
+    ],
 )
 def test_torch_cuda_arch_list_chooses_the_architectures(
     tmp_path: Path, asked: str, got: str
@@ -90,7 +94,48 @@ def test_torch_cuda_arch_list_chooses_the_architectures(
 
 
 @needs_nvcc
-def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST="Hopper")
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [("Hopper", "expected entries like 9.0"), ("9.0 5.2", "5.2 is not among what CUDA")],
+)
+def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str) -> None:
+    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST=asked)
     assert done.returncode != 0
-    assert "expected entries like 9.0" in " ".join(done.stderr.split())
+    assert answer in " ".join(done.stderr.split())
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("torch_archs", "got"),
+    [
+        ("sm_50 sm_80 sm_120 sm_90", "80-real;90-real;120"),  # one too old, and out of order
+        ("", "75-real;80-real;86-real;90-real;100-real;120"),
+    ],
+)
+def test_architectures_are_those_of_torch_by_default(
+    tmp_path: Path, torch_archs: str, got: str
+) -> None:
+    options = [f"-DAMPFUSE_TORCH_ROOT={TORCH}", f"-DAMPFUSE_TORCH_ARCHS={torch_archs}"]
+    done = configure(tmp_path, *options, TORCH_CUDA_ARCH_LIST="")
+    assert done.returncode == 0, done.stderr
+    assert f"kernels for {got} (" in done.stdout
+
+
+@needs_nvcc
+def test_nvcc_is_found_among_packages_of_another_environment(tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages" / "nvidia"
+    (packages / "cu13").mkdir(parents=True)
+    toolkit = Path(str(NVCC)).resolve().parents[1]
+    for name in toolkit.iterdir():
+        (packages / "cu13" / name.name).symlink_to(name)
+    options = [f"-DAMPFUSE_NVIDIA_PACKAGES={packages}", pretend_torch(tmp_path, "'13.0'")]
+    done = configure(tmp_path, *options, without_nvcc(), CUDA_HOME="")
+    assert done.returncode == 0, done.stderr
+    assert "ampfuse: CUDA 13.0 kernels" in done.stdout
+
+
+@needs_nvcc
+def test_flags_of_the_user_reach_the_compiler(tmp_path: Path) -> None:
+    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", CUDAFLAGS="-DFROM_THE_USER")
+    assert done.returncode == 0, done.stderr
+    assert "-DFROM_THE_USER" in (tmp_path / "build" / "build.ninja").read_text()

@@ -72,12 +72,16 @@ def test_no_folder_includes_from_above() -> None:
 
 
 def test_public_headers_include_public_headers_alone() -> None:
+    # The standard library (<cstdint>), torch, and each other: ampfuse/ is all that is installed.
+    allowed = re.compile(r"[a-z_]+$|ATen/|c10/(core|util)/|torch/")
+    public = {f"ampfuse/{file.name}" for file in (CSRC / "include" / "ampfuse").iterdir()}
+    public.add("ampfuse/version.h")  # made by CMake
     offenders = [
         f"{file.relative_to(ROOT)}: {name}"
         for file in SOURCES
         if "include/ampfuse" in str(file)
         for name in includes(file)
-        if "/" not in name and not (name.islower() and "." not in name)
+        if name not in public and not allowed.match(name)
     ]
     assert offenders == []
 
@@ -108,7 +112,7 @@ def test_an_op_is_found_by_its_stem(stem: str) -> None:
 
 
 def test_every_op_is_listed_here() -> None:
-    assert {file.stem for file in (CSRC / "autograd").glob("multi_tensor*.cpp")} == set(STEMS)
+    assert {file.stem for file in (CSRC / "meta").glob("*.cpp")} == set(STEMS)
 
 
 def test_files_stay_small() -> None:

@@ -7,7 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging_tools import ROOT, EmptyEnvironment, environment, run, second_checkout
+import torch
+from packaging_tools import ROOT, SITE, EmptyEnvironment, environment, run, second_checkout
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,27 @@ def test_wheel_has_the_library_the_headers_and_the_cmake_package_once(wheel: Pat
     assert not [name for name in names if "test" in name]
 
 
+def test_wheel_asks_for_the_torch_it_was_built_for(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        metadata = archive.read(name).decode()
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"Requires-Dist: torch=={minor}.*\n" in metadata
+
+
+def test_source_distribution_has_all_sources_and_configures(checkout: Path, tmp_path: Path) -> None:
+    command = ("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path)
+    run(sys.executable, *command, cwd=checkout, env=environment())
+    archive = next(tmp_path.glob("ampfuse-*.tar.gz"))
+    run("tar", "-xf", archive, "-C", tmp_path)
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+
+    listed = run("git", "ls-files", "csrc", "python", "*.toml", "setup.py", "LICENSE", cwd=ROOT)
+    assert [name for name in listed.splitlines() if not (unpacked / name).is_file()] == []
+    torch_root = f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}"
+    run("cmake", "-S", unpacked, "-B", tmp_path / "build", "-G", "Ninja", torch_root)
+
+
 def test_pip_install_of_a_checkout(checkout: Path, empty: EmptyEnvironment, tmp_path: Path) -> None:
     empty.pip_install(".", cwd=checkout)
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
@@ -93,11 +115,6 @@ def test_editable_install_runs_from_the_checkout(
     empty.pip_install("-e", ".", cwd=checkout)
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
     assert out.split()[2].startswith(str(checkout))
-
-
-def test_cpp_program_links_the_library_built_in_place(tmp_path: Path) -> None:
-    prefix = f"{ROOT / 'python' / 'ampfuse'};{Path(sys.prefix)}"
-    assert "norm" in build_and_run_consumer(tmp_path, prefix)
 
 
 def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path) -> None:
@@ -153,6 +170,34 @@ def test_library_of_another_torch_is_refused_by_find_package(tmp_path: Path) -> 
     config.write_text(text.replace('AMPFUSE_BUILT_FOR_TORCH "2.', 'AMPFUSE_BUILT_FOR_TORCH "1.'))
     with pytest.raises(AssertionError, match=r"built\s+for torch 1\.\d+\.\d+, but"):
         build_and_run_consumer(tmp_path / "consumer", f"{package};{sys.prefix}")
+
+
+CONFIGURE_QUIETLY = """
+cmake_minimum_required(VERSION 3.21)
+project(quiet CXX)
+find_package(ampfuse QUIET)
+message(STATUS "found: ${ampfuse_FOUND}")
+message(STATUS "because: ${ampfuse_NOT_FOUND_MESSAGE}")
+"""
+
+
+def test_find_package_without_torch_is_a_matter_for_its_caller(tmp_path: Path) -> None:
+    package = copy_of_package(tmp_path)
+    config = package / "share" / "cmake" / "ampfuse" / "ampfuseConfig.cmake"
+    config.write_text(config.read_text().replace(str(SITE), "/nowhere"))
+    (tmp_path / "CMakeLists.txt").write_text(CONFIGURE_QUIETLY)
+    # An interpreter without torch stands before the others.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    options = [f"-DCMAKE_PREFIX_PATH={package}", f"-DPython_EXECUTABLE={tmp_path}/bin/python3"]
+    out = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *options, env=environment())
+    assert "found: 0" in out or "found: FALSE" in out
+    assert "because: ampfuse needs torch" in out
+
+
+def test_cpp_program_links_the_library_built_in_place_without_naming_torch(tmp_path: Path) -> None:
+    package = ROOT / "python" / "ampfuse"
+    assert "norm" in build_and_run_consumer(tmp_path, str(package))
 
 
 def test_unbuilt_checkout_says_how_to_build(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+# Sets CMAKE_CUDA_ARCHITECTURES: from TORCH_CUDA_ARCH_LIST ("8.0 9.0+PTX"), else as it was given, else
+# from what torch was built for. CMake wants 80-real for machine code alone and 90 for machine code
+# and PTX.
+
+execute_process(COMMAND "${AMPFUSE_NVCC}" --list-gpu-arch OUTPUT_VARIABLE _ampfuse_text)
+string(REGEX MATCHALL "[0-9]+" _ampfuse_compilable "${_ampfuse_text}")
+
+if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
+  string(REGEX MATCHALL "[^ ;,]+" _ampfuse_archs "$ENV{TORCH_CUDA_ARCH_LIST}")
+  set(_ampfuse_wanted "")
+  foreach(_ampfuse_arch IN LISTS _ampfuse_archs)
+    if(NOT _ampfuse_arch MATCHES "^([0-9]+)\\.([0-9])([af]?)(\\+PTX)?$")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: expected entries like 9.0 or 9.0+PTX, got "
+                          "\"$ENV{TORCH_CUDA_ARCH_LIST}\"")
+    endif()
+    set(_ampfuse_number "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
+    set(_ampfuse_kind "${CMAKE_MATCH_3}")
+    if(NOT CMAKE_MATCH_4)
+      string(APPEND _ampfuse_kind "-real")
+    endif()
+    if(NOT _ampfuse_number IN_LIST _ampfuse_compilable)
+      list(JOIN _ampfuse_compilable ", " _ampfuse_compilable)
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: ${_ampfuse_arch} is not among what CUDA "
+                          "${AMPFUSE_CUDA_VERSION} compiles for: ${_ampfuse_compilable}")
+    endif()
+    list(APPEND _ampfuse_wanted "${_ampfuse_number}${_ampfuse_kind}")
+  endforeach()
+  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}" CACHE STRING "" FORCE)
+elseif(NOT CMAKE_CUDA_ARCHITECTURES)
+  string(REGEX MATCHALL "[0-9]+" _ampfuse_archs "${AMPFUSE_TORCH_ARCHS}")
+  if(NOT _ampfuse_archs)
+    set(_ampfuse_archs 75 80 86 90 100 120)  # as in torch's wheels for CUDA 13
+  endif()
+  set(_ampfuse_wanted "")
+  foreach(_ampfuse_arch IN LISTS _ampfuse_archs)
+    if(_ampfuse_arch IN_LIST _ampfuse_compilable AND _ampfuse_arch GREATER_EQUAL 70)
+      list(APPEND _ampfuse_wanted "${_ampfuse_arch}-real")
+    endif()
+  endforeach()
+  # The last one brings PTX for what comes after it.
+  list(SORT _ampfuse_wanted COMPARE NATURAL)
+  list(REMOVE_DUPLICATES _ampfuse_wanted)
+  list(POP_BACK _ampfuse_wanted _ampfuse_last)
+  string(REPLACE "-real" "" _ampfuse_last "${_ampfuse_last}")
+  list(APPEND _ampfuse_wanted "${_ampfuse_last}")
+  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}" CACHE STRING "")
+endif()
