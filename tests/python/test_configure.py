@@ -69,6 +69,13 @@ def test_off_asks_for_no_toolkit(tmp_path: Path) -> None:
     assert "ampfuse: no CUDA kernels: it was switched off" in done.stdout
 
 
+@pytest.mark.parametrize("preset", ["dev", "release", "asan"])
+def test_presets_configure(tmp_path: Path, preset: str) -> None:
+    command = ["cmake", "--preset", preset, "-B", tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
+    done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
 def test_another_value_is_refused(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=MAYBE", f"-DAMPFUSE_TORCH_ROOT={TORCH}")
     assert done.returncode != 0
