@@ -58,6 +58,11 @@ def nvidia_packages() -> str:
     return ";".join(spec.submodule_search_locations or []) if spec else ""
 
 
+def torch_archs() -> str:
+    """The GPUs that torch was built for; a CPU build has no such function."""
+    return getattr(torch._C, "_cuda_getArchFlags", str)() or ""
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
         check_build_requirements()
@@ -70,7 +75,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
             f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
-            f"-DAMPFUSE_TORCH_ARCHS={torch._C._cuda_getArchFlags() or ''}",
+            f"-DAMPFUSE_TORCH_ARCHS={torch_archs()}",
             f"-DAMPFUSE_NVIDIA_PACKAGES={nvidia_packages()}",
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
             f"-DPython_EXECUTABLE={sys.executable}",

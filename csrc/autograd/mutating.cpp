@@ -8,22 +8,19 @@ namespace ampfuse {
 
 namespace {
 
-struct Written {
-  const std::string& name;
-  c10::IValue value;  // a tensor or a list of tensors; one reference keeps all of a list alive
-};
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
 
-// The arguments that the schema says are written.
-std::vector<Written> written_arguments(const c10::FunctionSchema& schema,
-                                       const torch::jit::Stack& stack) {
-  std::vector<Written> written;
+// The arguments that the schema says are written: tensors, or lists of them, all of which one
+// reference keeps alive.
+std::vector<c10::IValue> written_arguments(const c10::FunctionSchema& schema,
+                                           const torch::jit::Stack& stack) {
+  std::vector<c10::IValue> written;
   const auto& arguments = schema.arguments();
   const size_t first = stack.size() - arguments.size();
   for (size_t a = 0; a < arguments.size(); ++a) {
-    const c10::AliasInfo* alias = arguments[a].alias_info();
-    if (alias != nullptr && alias->isWrite()) {
-      written.push_back({arguments[a].name(), stack[first + a]});
-    }
+    if (is_written(arguments[a])) written.push_back(stack[first + a]);
   }
   return written;
 }
@@ -49,18 +46,20 @@ std::string place(int64_t index) {
 void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
   const bool grad_mode = c10::GradMode::is_enabled();
-  for (const Written& argument : written_arguments(op.schema(), *stack)) {
-    for_each_tensor(argument.value, [&](const at::Tensor& tensor, int64_t index) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  for (size_t a = 0; a < arguments.size(); ++a) {
+    for_each_tensor((*stack)[first + a], [&](const at::Tensor& tensor, int64_t index) {
       const bool differentiable = grad_mode && tensor.requires_grad();
       TORCH_CHECK(
-          !differentiable, op.schema().name(), ": ", argument.name, place(index),
-          tensor.is_leaf()
+          !differentiable, op.schema().name(), ": ", arguments[a].name(), place(index),
+          is_written(arguments[a]) && tensor.is_leaf()
               ? ": a leaf Variable that requires grad is being used in an in-place operation"
               : ": expected a tensor that does not require grad, since this in-place "
                 "operation has no derivative",
           "; call it under torch.no_grad()");
       TORCH_CHECK(
-          !tensor._fw_grad(/*level=*/0).defined(), op.schema().name(), ": ", argument.name,
+          !tensor._fw_grad(/*level=*/0).defined(), op.schema().name(), ": ", arguments[a].name(),
           place(index),
           ": expected a tensor without a forward-mode tangent, since this in-place operation "
           "has no derivative");
@@ -74,13 +73,13 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
   // The call takes its arguments off the stack, so they are held here; versions move after it, and
   // not at all when it throws.
-  const std::vector<Written> written = written_arguments(op.schema(), *stack);
+  const std::vector<c10::IValue> written = written_arguments(op.schema(), *stack);
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
-  for (const Written& argument : written) {
-    for_each_tensor(argument.value, [](const at::Tensor& tensor, int64_t) {
+  for (const c10::IValue& argument : written) {
+    for_each_tensor(argument, [](const at::Tensor& tensor, int64_t) {
       if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
     });
   }

@@ -10,11 +10,12 @@
 
 namespace ampfuse {
 
-/// For the Autograd key: refuses to write tensors that require grad while grad mode is on, or that
-/// carry a forward-mode tangent, which would be left behind.
+/// For the Autograd key: refuses tensors, written or only read, that require grad while grad mode is
+/// on, or that carry a forward-mode tangent, either of which would be left behind.
 torch::CppFunction mutating_autograd();
 
-/// For the ADInplaceOrView key: moves the version counter of everything written.
+/// For the ADInplaceOrView key: moves the version counter of everything written. Inference tensors
+/// have none, and are written also outside of inference mode, where torch's own ops refuse.
 torch::CppFunction mutating_version_bump();
 
 }  // namespace ampfuse

@@ -1,6 +1,6 @@
 # Sets CMAKE_CUDA_ARCHITECTURES: from TORCH_CUDA_ARCH_LIST ("8.0 9.0+PTX"), else as it was given, else
 # from what torch was built for. CMake wants 80-real for machine code alone and 90 for machine code
-# and PTX.
+# and PTX. Not cached: the next configuration decides anew.
 
 execute_process(COMMAND "${AMPFUSE_NVCC}" --list-gpu-arch OUTPUT_VARIABLE _ampfuse_text)
 string(REGEX MATCHALL "[0-9]+" _ampfuse_compilable "${_ampfuse_text}")
@@ -25,7 +25,7 @@ if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQU
     endif()
     list(APPEND _ampfuse_wanted "${_ampfuse_number}${_ampfuse_kind}")
   endforeach()
-  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}" CACHE STRING "" FORCE)
+  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}")
 elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   string(REGEX MATCHALL "[0-9]+" _ampfuse_archs "${AMPFUSE_TORCH_ARCHS}")
   if(NOT _ampfuse_archs)
@@ -43,5 +43,5 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   list(POP_BACK _ampfuse_wanted _ampfuse_last)
   string(REPLACE "-real" "" _ampfuse_last "${_ampfuse_last}")
   list(APPEND _ampfuse_wanted "${_ampfuse_last}")
-  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}" CACHE STRING "")
+  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}")
 endif()

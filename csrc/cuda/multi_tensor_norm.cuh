@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for (int64_t t = blockIdx.x; t < tensors; t += gridDim.x) {
     const NormRange range = workspace.ranges[t];
     const math::NormPartial* partials = workspace.partials + range.first;
-    const math::NormPartial norm =
-        math::norm_exact<kNorm>(range.count, [partials](int64_t i) { return partials[i]; }, block);
+    const math::NormPartial norm = math::norm_of_parts<kNorm>(
+        range.count, [partials](int64_t i) { return partials[i]; }, block);
     if (threadIdx.x == 0) {
       workspace.tensors[t] = norm;
       results.norms[t] = static_cast<out_t>(norm.norm);
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   __threadfence();
 
   const volatile math::NormPartial* norms = workspace.tensors;  // not from a stale cache line
-  const math::NormPartial total = math::norm_exact<kNorm>(
+  const math::NormPartial total = math::norm_of_parts<kNorm>(
       tensors, [norms](int64_t i) { return math::NormPartial{norms[i].norm, norms[i].nonfinite}; },
       block);
   // Indices and counts are exact in a double. The first offender is the furthest from the end.

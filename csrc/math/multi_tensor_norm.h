@@ -63,14 +63,15 @@ AMPFUSE_HOST_DEVICE bool norm_in_range(double sum) {
   return true;
 }
 
-// The power of two that brings `largest` into [1, 2): multiplying by it rounds nothing, and the
-// squares of what is scaled neither overflow nor underflow where it would matter.
+// The power of two that brings `largest` into [1, 2) or close: multiplying by it rounds nothing,
+// and the squares of what is scaled neither overflow nor underflow where it would matter.
 template <NormType kNorm>
 AMPFUSE_HOST_DEVICE double norm_scale(double largest) {
   if constexpr (kNorm == NormType::kL2) {
     if (largest > 0 && is_finite(largest)) {
       const int exponent = std::ilogb(largest);
-      return std::ldexp(1.0, exponent < -1022 ? 1022 : -exponent);
+      // Within the normal numbers, for threads that flush the others to zero.
+      return std::ldexp(1.0, exponent < -1022 ? 1022 : exponent > 1022 ? -1022 : -exponent);
     }
   }
   return 1;
@@ -110,7 +111,7 @@ struct OneWorker {
 };
 
 // The norm of `count` parts, right for every magnitude a double can hold. Reads twice, so it is
-// for what is small (partials, tensors' norms) or rare (a chunk that left norm_in_range).
+// for what is rare: sums that left norm_in_range.
 template <NormType kNorm, typename Part, typename Workers>
 AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
                                            const Workers& workers) {
@@ -134,6 +135,30 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
   }
   sum = workers.template join<kNorm>(sum);
   return {norm_finish<kNorm>(sum) / scale, nonfinite != 0 ? 1 : 0};
+}
+
+// The norm of `count` parts from one read, where the sum stays in range, and else by norm_exact.
+template <NormType kNorm, typename Part, typename Workers>
+AMPFUSE_HOST_DEVICE NormPartial norm_of_parts(int64_t count, const Part& part,
+                                              const Workers& workers) {
+  if (count == 1) return part(0);
+  double sum = 0;
+  double nonfinite = 0;
+  // Several parts on their way before the first is needed.
+#if defined(__CUDA_ARCH__)
+#pragma unroll 8
+#endif
+  for (int64_t i = workers.index(); i < count; i += workers.count()) {
+    const NormPartial p = part(i);
+    sum = norm_accumulate<kNorm>(sum, p.norm);
+    if (p.nonfinite) nonfinite = 1;
+  }
+  sum = workers.template join<kNorm>(sum);
+  nonfinite = workers.template join<NormType::kInf>(nonfinite);
+  if (norm_in_range<kNorm, double, double>(sum)) {
+    return {norm_finish<kNorm>(sum), nonfinite != 0 ? 1 : 0};
+  }
+  return norm_exact<kNorm>(count, part, workers);
 }
 
 }  // namespace ampfuse::math

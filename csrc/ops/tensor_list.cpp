@@ -1,7 +1,6 @@
 #include "tensor_list.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/util/flat_hash_map.h>
 
 namespace ampfuse {
@@ -28,6 +27,11 @@ TensorRun as_run(const at::Tensor& dense, void* data, Complex complex) {
     return {data, 2 * dense.numel(), c10::toRealValueType(dtype)};
   }
   return {data, dense.numel(), dtype};
+}
+
+// Complex numbers that came through DLPack or from_blob may lie at multiples of half their size.
+bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0;
 }
 
 }  // namespace
@@ -63,7 +67,8 @@ void check_distinct(const char* op, at::TensorList tensors) {
   seen.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].numel() == 0) continue;
-    const auto [first, fresh] = seen.emplace(tensors[i].const_data_ptr(), i);
+    // The address it will be written at: a lazy clone shares its original's until then.
+    const auto [first, fresh] = seen.emplace(tensors[i].mutable_data_ptr(), i);
     TORCH_CHECK_VALUE(fresh, op, ": tensors[", i, "]: expected distinct tensors, got tensors[",
                       first->second, "] again");
   }
@@ -120,9 +125,9 @@ std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex) {
 
 DenseTensors::DenseTensors(std::vector<at::Tensor> tensors) : dense_(std::move(tensors)) {
   for (size_t i = 0; i < dense_.size(); ++i) {
-    if (dense_[i].is_non_overlapping_and_dense()) continue;
+    if (dense_[i].is_non_overlapping_and_dense() && is_aligned(dense_[i])) continue;
     copied_.emplace_back(dense_[i], i);
-    dense_[i] = dense_[i].contiguous();
+    dense_[i] = dense_[i].clone(at::MemoryFormat::Contiguous);
   }
 }
 

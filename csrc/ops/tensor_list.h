@@ -44,7 +44,7 @@ enum class Complex { kWhole, kAsReal };
 std::vector<TensorRun> readable_runs(at::TensorList dense, Complex complex);
 std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex);
 
-/// A list in which strided tensors are replaced by contiguous copies. Dense ones, in whatever order
+/// A list in which strided and misaligned tensors are replaced by contiguous copies. Dense ones, in whatever order
 /// of dimensions, are taken as they are: the ops do not care for the order of elements.
 class DenseTensors {
  public:

@@ -1,7 +1,8 @@
 """Gradient clipping with the signatures and results of `torch.nn.utils`, without its traffic.
 
 Gradients are read once for the norm, and read and written once more only when they have to be
-scaled: the factor is decided on the device, and at factor 1 nothing moves. torch scales always.
+scaled: the factor is decided on the device, and at factor 1 nothing moves (but strided gradients on
+a GPU, which are copied out and back all the same). torch scales always.
 """
 
 import math
@@ -30,8 +31,16 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def _with_places(message: str, places: list[int]) -> str:
-    return re.sub(r"tensors\[(\d+)\]", lambda match: f"tensors[{places[int(match[1])]}]", message)
+def _renamed(error: Exception, names: list[str]) -> Exception:
+    """The same error, about `names[i]` where it is about `tensors[i]`."""
+    named = re.sub(r"tensors\[(\d+)\]", lambda match: names[int(match[1])], str(error))
+    return type(error)(named)
+
+
+def _about_parameters(error: Exception, parameters: list[Tensor]) -> Exception:
+    """An error about a list of gradients as one about the parameters that have them."""
+    with_gradients = (i for i, parameter in enumerate(parameters) if parameter.grad is not None)
+    return _renamed(error, [f"parameters[{i}].grad" for i in with_gradients])
 
 
 def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
@@ -44,7 +53,7 @@ def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> li
         try:
             results.append(call([tensors[place] for place in of_device]))
         except (ValueError, TypeError) as error:
-            raise type(error)(_with_places(str(error), of_device)) from None
+            raise _renamed(error, [f"tensors[{place}]" for place in of_device]) from None
     return results
 
 
@@ -118,11 +127,14 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale gradients by `min(1, max_norm / (total_norm + 1e-6))`, as in `torch.nn.utils`.
 
-    The factor is decided on the device. At factor 1 the gradients are not touched.
+    The factor is decided on the device. At factor 1 no gradient changes a bit.
     """
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
-    _clip(parameters, grads, float(max_norm), total_norm, foreach)
+    try:
+        _clip(parameters, grads, float(max_norm), total_norm, foreach)
+    except (ValueError, TypeError) as error:
+        raise _about_parameters(error, parameters) from None
 
 
 @torch.no_grad()
@@ -153,8 +165,11 @@ def clip_grad_norm_(
             )
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
-    total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
-    _clip(parameters, grads, float(max_norm), total_norm, foreach)
+    try:
+        total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+        _clip(parameters, grads, float(max_norm), total_norm, foreach)
+    except (ValueError, TypeError) as error:
+        raise _about_parameters(error, parameters) from None
     return total_norm
 
 
@@ -170,7 +185,7 @@ def _clip(
         return
     if not grads:
         return
-    if total_norm.dtype not in (torch.float32, torch.float64):
+    if total_norm.dtype not in (torch.float32, torch.float64) and not total_norm.is_complex():
         total_norm = total_norm.float()  # torch's norm of 16-bit gradients
 
     def clip(grads: list[Tensor]) -> None:
@@ -181,6 +196,10 @@ def _clip(
         ops.multi_tensor_clip(grads, total_norm.new_zeros((), device=grads[0].device), max_norm=1.0)
 
     if torch.compiler.is_compiling():
+        # To the op `max_norm` is a number that its graph is compiled for, each value anew. The
+        # division makes it a number the graph computes with, and the factor stays the same.
+        total_norm = (total_norm.double() + 1e-6) / max_norm - 1e-6
+        max_norm = 1.0
         _each_device(grads, clip)  # an error ends the tracing: before anything is written, too
         return
     try:

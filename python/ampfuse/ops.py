@@ -5,6 +5,9 @@ tensors of any shapes, on one device, of dtypes float16, bfloat16, float32, floa
 complex128 in any mixture. All work inside `torch.compile(fullgraph=True)`, except the norm of an
 empty list, which names no device. None has a derivative: tensors that require grad belong under
 `torch.no_grad()`.
+
+Where it says below that nothing is written, that is decided on the device without the host waiting
+for it; on a GPU strided tensors have then been copied out and are copied back.
 """
 
 from collections.abc import Sequence

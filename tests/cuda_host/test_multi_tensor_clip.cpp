@@ -55,6 +55,32 @@ TEST_CASE("gradients below the norm are not touched") {
   CHECK(all_equal(tensors, boundary_tensors<float>(), 1.0f));
 }
 
+TEST_CASE("lists longer than a launch carries are scaled to their end") {
+  std::vector<FakeTensor<float>> tensors;
+  for (int t = 0; t < UnscaleTable::kCapacity + 5; ++t) {
+    tensors.push_back(random_tensor<float>(1 + t % 3, 0, t));
+  }
+  int launches = 0;
+  const float norm = 2.0f;
+  auto builder = ampfuse::build_tables<UnscaleTable>([&](const UnscaleTable& table) {
+    simt::launch(ampfuse::multi_tensor_clip_kernel<float, float>, 2, ampfuse::kThreads, 0, table,
+                 &norm, 1.0);
+    ++launches;
+  });
+  for (const auto& tensor : tensors) builder.add({tensor.data()}, tensor.size);
+  builder.flush();
+  CHECK(launches == 2);
+  const auto factor = static_cast<float>(1.0 / (2.0 + 1e-6));
+  bool equal = true;
+  for (int t = 0; t < UnscaleTable::kCapacity + 5; ++t) {
+    const auto before = random_tensor<float>(1 + t % 3, 0, t);
+    for (int i = 0; i < before.size; ++i) {
+      equal = equal && tensors[t].data()[i] == before.data()[i] * factor;
+    }
+  }
+  CHECK(equal);
+}
+
 TEST_CASE("a norm that is NaN makes every element NaN") {
   const auto tensors = boundary_tensors<float>();
   clip_on_host(tensors, std::nanf(""), 2.0);

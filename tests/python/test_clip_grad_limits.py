@@ -35,8 +35,8 @@ def test_expanded_gradient_is_refused_before_anything_is_written(device):
     good = parameter_with(torch.full((3,), 4.0, device=device))
     expanded = parameter_with(torch.ones(1, device=device).expand(3))
 
-    with pytest.raises(ValueError, match=r"tensors\[1\]: more than one element"):
-        ampfuse.clip_grad_norm_([good, expanded], 1.0)
+    with pytest.raises(ValueError, match=r"parameters\[2\].grad: more than one element"):
+        ampfuse.clip_grad_norm_([good, torch.nn.Parameter(torch.zeros(1)), expanded], 1.0)
 
     assert good.grad.tolist() == [4.0] * 3
 
@@ -59,7 +59,7 @@ def test_sparse_gradient_has_no_norm_here_as_in_torch(device):
     with pytest.raises(NotImplementedError):
         torch.nn.utils.get_total_norm([sparse_gradient(device).grad])
 
-    with pytest.raises(ValueError, match=r"tensors\[0\]: expected a strided tensor"):
+    with pytest.raises(ValueError, match=r"parameters\[0\].grad: expected a strided tensor"):
         ampfuse.clip_grad_norm_([sparse_gradient(device)], 1.0)
 
 
@@ -77,7 +77,7 @@ def test_gradients_on_several_devices_are_refused_before_anything_is_written():
     good = parameter_with(torch.full((3,), 4.0))
     expanded = parameter_with(torch.ones(1, device="meta").expand(3))
 
-    with pytest.raises(ValueError, match=r"tensors\[1\]: more than one element"):
+    with pytest.raises(ValueError, match=r"parameters\[1\].grad: more than one element"):
         ampfuse.clip_grads_with_norm_([good, expanded], 1.0, torch.tensor(8.0))
 
     assert good.grad.tolist() == [4.0] * 3
@@ -99,3 +99,10 @@ def test_gradients_on_two_devices_are_clipped_as_in_torch(norm_type):
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     for parameter, other in zip(parameters, others, strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=2e-6, atol=0)
+
+
+def test_complex_total_norm_is_refused(device):
+    with pytest.raises(TypeError, match="total_norm: expected dtype"):
+        ampfuse.clip_grads_with_norm_(
+            [parameter_with(torch.ones(3, device=device))], 1.0, torch.ones((), device=device) * 1j
+        )

@@ -129,6 +129,16 @@ def test_architectures_are_those_of_torch_by_default(
 
 
 @needs_nvcc
+def test_architectures_are_chosen_anew_each_time(tmp_path: Path) -> None:
+    torch_root = f"-DAMPFUSE_TORCH_ROOT={TORCH}"
+    configure(tmp_path, torch_root, TORCH_CUDA_ARCH_LIST="8.6")
+    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_80 sm_90", TORCH_CUDA_ARCH_LIST="")
+    assert "kernels for 80-real;90 (" in done.stdout
+    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_90 sm_100", TORCH_CUDA_ARCH_LIST="")
+    assert "kernels for 90-real;100 (" in done.stdout
+
+
+@needs_nvcc
 def test_nvcc_is_found_among_packages_of_another_environment(tmp_path: Path) -> None:
     packages = tmp_path / "site-packages" / "nvidia"
     (packages / "cu13").mkdir(parents=True)

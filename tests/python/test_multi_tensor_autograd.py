@@ -70,6 +70,37 @@ def test_forward_mode_tangent_is_refused_rather_than_left_behind(device, op):
             MUTATING[op]([dual], halving(device))
 
 
+READ = [
+    ("multi_tensor_unscale", "inv_scale"),
+    ("multi_tensor_unscale_norm", "inv_scale"),
+    ("multi_tensor_clip", "total_norm"),
+]
+
+
+@pytest.mark.parametrize(("op", "name"), READ)
+def test_differentiable_scalar_is_refused_rather_than_cut_off(device, op, name):
+    tensors, scalars = [torch.full((3,), 4.0, device=device)], halving(device)
+    scalars[name].requires_grad_()
+
+    with pytest.raises(RuntimeError, match=f"{op}: {name}: expected a tensor that does not requ"):
+        MUTATING[op](tensors, scalars)
+
+    assert tensors[0].tolist() == [4.0] * 3
+    with torch.no_grad():
+        MUTATING[op](tensors, scalars)
+    torch.testing.assert_close(tensors[0], torch.full((3,), 2.0, device=device))
+
+
+@pytest.mark.parametrize(("op", "name"), READ)
+def test_forward_mode_tangent_of_a_scalar_is_refused(device, op, name):
+    with forward_ad.dual_level():
+        scalars = halving(device)
+        scalars[name] = forward_ad.make_dual(scalars[name], torch.ones((), device=device))
+
+        with pytest.raises(RuntimeError, match=f"{op}: {name}: expected a tensor without a forw"):
+            MUTATING[op]([torch.ones(3, device=device)], scalars)
+
+
 @EVERY_MUTATING_OP
 def test_leaf_that_requires_grad_is_refused(device, op):
     plain = torch.full((3,), 4.0, device=device)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from ampfuse import ops
 from reference import heavy_tailed, parameters_with_gradients, same_bits
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import ReinplaceCounters
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
@@ -148,6 +149,30 @@ def test_autocast_changes_nothing(device, compile_it, autocast_dtype):
     assert_same(
         step, unscale_then_norm_then_clip, arguments(device, seed=0), arguments(device, seed=0)
     )
+
+
+def test_new_limits_do_not_recompile_gradient_clipping(device):
+    def frames(clip):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(clip, backend=counter, fullgraph=True)
+        for max_norm in (1.0, 0.5, 2.5, 1e9, 0.0):
+            compiled(parameters_with_gradients(device), max_norm)
+        return counter.frame_count
+
+    assert frames(ampfuse.clip_grad_norm_) <= frames(torch.nn.utils.clip_grad_norm_)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.3, 0.0, -1.0, 1e30, float("inf"), float("nan")])
+def test_compiled_gradient_clipping_scales_as_the_eager_one(device, max_norm):
+    ours, theirs = parameters_with_gradients(device), parameters_with_gradients(device)
+    torch.compile(ampfuse.clip_grad_norm_, backend="aot_eager", fullgraph=True)(ours, max_norm)
+
+    ampfuse.clip_grad_norm_(theirs, max_norm)
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            parameter.grad, other.grad, rtol=2.0**-23, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.needs_cuda

@@ -19,7 +19,7 @@ def waits_are_errors():
 
 
 def gradients():
-    """More tensors than one launch carries, of all dtypes, some strided."""
+    """Many tensors of all dtypes, some strided."""
     cuda = torch.device("cuda")
     tensors = [heavy_tailed(3, DTYPES[i % 5], cuda, seed=i) for i in range(700)]
     return [*tensors, *(heavy_tailed((33, 2), dtype, cuda)[:, 1] for dtype in DTYPES)]

@@ -197,3 +197,15 @@ def test_norm_of_zeros_is_exactly_positive_zero(device, dtype, ord, zero):
         assert norm.item() == 0
         assert not norm.signbit()
     assert result.found_inf.item() == 0
+
+
+@pytest.mark.parametrize("largest", [1e308, torch.finfo(torch.float64).max])
+def test_norm_of_the_largest_doubles_survives_flushing_of_subnormals(largest):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        norm = multi_tensor_norm([torch.tensor([largest, 1.0], dtype=torch.float64)]).total_norm
+    finally:
+        torch.set_flush_denormal(False)
+
+    assert norm.item() == pytest.approx(largest, rel=1e-15)

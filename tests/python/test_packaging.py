@@ -6,6 +6,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import ampfuse
 import pytest
 import torch
 from packaging_tools import ROOT, SITE, EmptyEnvironment, environment, run, second_checkout
@@ -33,7 +34,7 @@ def empty(tmp_path: Path) -> EmptyEnvironment:
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", out)
-    run(sys.executable, *command, cwd=checkout, env=environment(AMPFUSE_WITH_CUDA="OFF"))
+    run(sys.executable, *command, cwd=checkout, env=environment(TORCH_CUDA_ARCH_LIST="9.0"))
     return next(out.glob("ampfuse-*.whl"))
 
 
@@ -51,7 +52,7 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
     empty.pip_install(wheel, cwd=tmp_path)
 
     norm, has_cuda, where = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment()).split()
-    assert (norm, has_cuda) == ("5.0", "False")
+    assert (norm, has_cuda) == ("5.0", str(ampfuse.has_cuda()))
     assert where.startswith(str(empty.site))
     query = "import ampfuse; print(ampfuse.cmake_prefix_path)"
     prefix = run(empty.python, "-c", query, cwd=tmp_path, env=environment()).strip()
@@ -59,9 +60,11 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
 
 
 def test_cpu_build_with_a_cuda_torch_passes_the_cpu_tests(
-    wheel: Path, empty: EmptyEnvironment, tmp_path: Path
+    checkout: Path, empty: EmptyEnvironment, tmp_path: Path
 ) -> None:
-    empty.pip_install(wheel, cwd=tmp_path)
+    empty.pip_install(".", cwd=checkout)
+    out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
+    assert out.startswith("5.0 False " + str(empty.site))
 
     files = sorted((ROOT / "tests" / "python").glob("test_multi_tensor_*.py"))
     command = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-c", "/dev/null")
@@ -90,6 +93,30 @@ def test_wheel_asks_for_the_torch_it_was_built_for(wheel: Path) -> None:
     assert f"Requires-Dist: torch=={minor}.*\n" in metadata
 
 
+@pytest.mark.skipif(not ampfuse.has_cuda(), reason="there is no nvcc")
+def test_wheel_finds_cuda_beside_torch_and_has_the_kernels_asked_for(
+    wheel: Path, empty: EmptyEnvironment, tmp_path: Path
+) -> None:
+    empty.pip_install(wheel, cwd=tmp_path)
+    library = empty.site / "ampfuse" / "lib" / "libampfuse.so"
+    runpath = run("readelf", "-d", library)
+    assert "$ORIGIN/../../torch/lib:$ORIGIN/../../nvidia/cu" in runpath
+    assert str(ROOT) not in runpath
+    query = "import ampfuse; print(ampfuse.build_info()['cuda_archs'])"
+    assert run(empty.python, "-c", query, cwd=tmp_path, env=environment()) == "90-real\n"
+
+
+def test_torch_without_cuda_is_built_for_without_cuda(empty: EmptyEnvironment) -> None:
+    # A CPU build of torch lacks the functions about CUDA. What would run is a CMake that tells.
+    (empty.site / "cpu_torch.pth").write_text("import torch; del torch._C._cuda_getArchFlags\n")
+    cmake = empty.python.parent / "cmake"
+    cmake.write_text('#!/bin/sh\nfor argument in "$@"; do echo "[$argument]"; done\n')
+    cmake.chmod(0o755)
+    command = ("setup.py", "build_ext", "--inplace")
+    out = run(empty.python, *command, cwd=ROOT, env=environment())
+    assert "[-DAMPFUSE_TORCH_ARCHS=]" in out
+
+
 def test_source_distribution_has_all_sources_and_configures(checkout: Path, tmp_path: Path) -> None:
     command = ("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path)
     run(sys.executable, *command, cwd=checkout, env=environment())
@@ -101,12 +128,6 @@ def test_source_distribution_has_all_sources_and_configures(checkout: Path, tmp_
     assert [name for name in listed.splitlines() if not (unpacked / name).is_file()] == []
     torch_root = f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}"
     run("cmake", "-S", unpacked, "-B", tmp_path / "build", "-G", "Ninja", torch_root)
-
-
-def test_pip_install_of_a_checkout(checkout: Path, empty: EmptyEnvironment, tmp_path: Path) -> None:
-    empty.pip_install(".", cwd=checkout)
-    out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
-    assert out.startswith("5.0 False " + str(empty.site))
 
 
 def test_editable_install_runs_from_the_checkout(

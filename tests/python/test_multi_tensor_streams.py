@@ -1,0 +1,86 @@
+"""The ops on CUDA streams: torch's current one, in graphs, and on the tensors' own device."""
+
+import pytest
+import torch
+from ampfuse import ops
+from reference import heavy_tailed, same_bits
+
+pytestmark = pytest.mark.needs_cuda
+
+# More of one dtype than a launch carries: 2320 with one pointer each.
+MANY = 2400
+
+
+def tensors_on(device, count=3, seed=0):
+    device = torch.device(device)
+    return [heavy_tailed(257, torch.float32, device, seed + i) for i in range(count)]
+
+
+def step(tensors, found_inf, inv_scale):
+    """Every op once."""
+    ops.multi_tensor_unscale(tensors, found_inf, inv_scale)
+    total_norm = ops.multi_tensor_unscale_norm(tensors, found_inf, inv_scale).total_norm
+    ops.multi_tensor_clip(tensors, total_norm, 1.0)
+    return ops.multi_tensor_norm(tensors).total_norm
+
+
+def result_of(run, tensors):
+    device = tensors[0].device
+    norm = run(tensors, torch.zeros((), device=device), torch.tensor(0.5, device=device))
+    torch.cuda.synchronize(device)
+    return [norm, *tensors]
+
+
+@pytest.mark.sanitizer
+def test_work_is_queued_on_the_current_stream():
+    expected = result_of(step, tensors_on("cuda"))
+    stream = torch.cuda.Stream()
+    tensors = tensors_on("cuda")
+    late = [torch.zeros_like(tensor) for tensor in tensors]
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def on_a_stream(late, found_inf, inv_scale):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # what is not on this stream runs ahead of the copies
+            torch._foreach_copy_(late, tensors)
+            return step(late, found_inf, inv_scale)
+
+    assert all(map(same_bits, result_of(on_a_stream, late), expected))
+
+
+def test_a_graph_replays_the_ops_with_what_the_tensors_hold_then():
+    tensors = tensors_on("cuda", MANY)
+    found_inf = torch.zeros((), device="cuda")
+    inv_scale = torch.tensor(0.5, device="cuda")
+    step(tensors, found_inf, inv_scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = step(tensors, found_inf, inv_scale)
+
+    for seed in (1, 2):
+        torch._foreach_copy_(tensors, tensors_on("cuda", MANY, seed))
+        graph.replay()
+        expected = result_of(step, tensors_on("cuda", MANY, seed))
+        assert all(map(same_bits, [norm, *tensors], expected))
+
+
+def test_more_tensors_than_a_launch_carries_are_all_written():
+    tensors = [torch.full((3,), 4.0, device="cuda") for _ in range(MANY)]
+    found_inf = torch.zeros((), device="cuda")
+
+    ops.multi_tensor_unscale(tensors, found_inf, torch.tensor(0.5, device="cuda"))
+
+    assert torch.stack(tensors).eq(2.0).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_tensors_choose_the_device_and_not_the_current_one():
+    expected = result_of(step, tensors_on("cuda:0"))
+
+    results = result_of(step, tensors_on("cuda:1"))
+
+    assert torch.cuda.current_device() == 0
+    assert all(
+        same_bits(ours.cpu(), theirs.cpu()) for ours, theirs in zip(results, expected, strict=True)
+    )
