@@ -4,11 +4,13 @@ torch is not a build requirement in pyproject.toml: an isolated build would fetc
 and a library built against that one would not load into yours. Hence --no-build-isolation.
 
 Environment: AMPFUSE_WITH_CUDA (AUTO, ON, OFF), TORCH_CUDA_ARCH_LIST, CMAKE_ARGS, CMAKE_BUILD_TYPE
-(Release), AMPFUSE_BUILD_DIR (build/).
+(Release), AMPFUSE_BUILD_DIR (build/ in place, else build/wheel/).
 """
 
+import importlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -30,19 +33,39 @@ try:
     import torch
 except ImportError:
     sys.exit(
-        "ampfuse is built against the torch you use, and there is none here: "
-        "pip install torch, then pip install --no-build-isolation ."
+        "ampfuse is built against the torch you use, and none is in sight: "
+        "pip install torch, then pip install --no-build-isolation . "
+        "(without that option pip builds where your torch cannot be seen)"
     )
 
 
-# The interpreter's own cmake and ninja go before the system's, also where its environment is not
-# active and bin/pip was called by its path.
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def put_own_tools_first() -> None:
+    """The interpreter's own cmake and ninja go before the system's.
+
+    Also where its environment is not active and bin/pip was called by its path, or where that
+    environment sees the packages of another one.
+    """
+    folders = [str(Path(sys.executable).parent)]
+    for name, folder in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
+        if importlib.util.find_spec(name) is not None:
+            folders.append(str(getattr(importlib.import_module(name), folder, folders[0])))
+    os.environ["PATH"] = os.pathsep.join([*folders, os.environ["PATH"]])
+
+
+def is_new_enough(cmake: str | None) -> bool:
+    """Whether this CMake knows C++20 for CUDA 13."""
+    if cmake is None:
+        return False
+    version = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"(\d+)\.(\d+)", version)
+    return match is not None and (int(match[1]), int(match[2])) >= (3, 27)
 
 
 def check_build_requirements() -> None:
     """Without build isolation nobody installs these for us."""
-    missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    missing = [] if shutil.which("ninja") else ["ninja"]
+    if not is_new_enough(shutil.which("cmake")):
+        missing.append("cmake 3.27 or newer")
     if importlib.util.find_spec("pybind11") is None:
         missing.append("pybind11")
     if missing:
@@ -63,13 +86,25 @@ def torch_archs() -> str:
     return getattr(torch._C, "_cuda_getArchFlags", str)() or ""
 
 
+class FreshBuild(build_py):
+    """Starts from nothing: what the sources no longer hold must not stay from an earlier wheel."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "ampfuse", ignore_errors=True)
+        super().run()
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
+        put_own_tools_first()
         check_build_requirements()
         in_place = self.inplace or self.editable_mode
         packages = ROOT / "python" if in_place else Path(self.build_lib).resolve()
         prefix = packages / "ampfuse"
-        build = Path(os.environ.get("AMPFUSE_BUILD_DIR", ROOT / "build"))
+        # Two folders: their flags differ, and each would have the other compiled anew.
+        default_build = ROOT / "build" if in_place else ROOT / "build" / "wheel"
+        build = Path(os.environ.get("AMPFUSE_BUILD_DIR", default_build))
         configure = [
             *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
@@ -85,8 +120,10 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_COMPILE_WARNING_AS_ERROR={'ON' if in_place else 'OFF'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--target", "install"], check=True)
+        for command in (configure, ["cmake", "--build", str(build), "--target", "install"]):
+            # CMake has said what is wrong; a traceback below would hide it.
+            if subprocess.run(command).returncode != 0:
+                sys.exit(f"{command[0]} failed: see above")
 
 
 torch_minor = ".".join(torch.__version__.split(".")[:2])
@@ -95,5 +132,5 @@ setup(
     install_requires=[f"torch=={torch_minor}.*"],
     # The one "extension" stands for everything CMake installs; setuptools never compiles it.
     ext_modules=[Extension("ampfuse._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuild},
 )

@@ -10,8 +10,8 @@
 
 namespace ampfuse {
 
-/// For the Autograd key: refuses tensors, written or only read, that require grad while grad mode is
-/// on, or that carry a forward-mode tangent, either of which would be left behind.
+/// For the Autograd key: refuses tensors, written or only read, that require grad while grad mode
+/// is on, or that carry a forward-mode tangent, either of which would be left behind.
 torch::CppFunction mutating_autograd();
 
 /// For the ADInplaceOrView key: moves the version counter of everything written. Inference tensors

@@ -44,8 +44,9 @@ enum class Complex { kWhole, kAsReal };
 std::vector<TensorRun> readable_runs(at::TensorList dense, Complex complex);
 std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex);
 
-/// A list in which strided and misaligned tensors are replaced by contiguous copies. Dense ones, in whatever order
-/// of dimensions, are taken as they are: the ops do not care for the order of elements.
+/// A list in which strided and misaligned tensors are replaced by contiguous copies. Dense ones, in
+/// whatever order of dimensions, are taken as they are: the ops do not care for the order of
+/// elements.
 class DenseTensors {
  public:
   explicit DenseTensors(std::vector<at::Tensor> tensors);

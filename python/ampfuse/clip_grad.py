@@ -78,7 +78,8 @@ def get_total_norm(
 ) -> Tensor:
     """Norm of the tensors as if they were one vector: `torch.nn.utils.get_total_norm`.
 
-    Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits. `foreach` is
+    Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits (and so do we for
+    orders other than 1, 2 and inf, which are left to torch). `foreach` is
     there for torch's signature; these kernels always take the whole list at once.
     `error_if_nonfinite` makes the host wait for the result.
 
@@ -148,7 +149,7 @@ def clip_grad_norm_(
     """Scale gradients so that their total norm is at most `max_norm`; return the norm they had.
 
     `torch.nn.utils.clip_grad_norm_` without a host wait and without writing gradients that need
-    no scaling.
+    no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
 
     >>> import torch, ampfuse
     >>> p = torch.nn.Parameter(torch.zeros(2))

@@ -26,7 +26,12 @@ def describe() -> list[tuple[str, str]]:
 def _cuda_build(info: dict[str, str]) -> str:
     if not ampfuse.has_cuda():
         return "none: this is a CPU build"
-    return f"CUDA {info['cuda_version']} for {info['cuda_archs']}"
+    # CMake's words: 80-real is machine code, 90 machine code and PTX.
+    archs = [
+        f"sm_{arch.removesuffix('-real')}" + ("" if arch.endswith("-real") else " with PTX")
+        for arch in info["cuda_archs"].split()
+    ]
+    return f"CUDA {info['cuda_version']} for {', '.join(archs)}"
 
 
 def _gpus() -> list[str]:
@@ -52,7 +57,7 @@ def _verdict(device: str) -> str:
     except RuntimeError as error:
         return f"no: {str(error).splitlines()[0]}"
     right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
-    return "norm, unscale, clip" if right else "no: the results are wrong"
+    return "norm, unscale, unscale_norm, clip" if right else "no: the results are wrong"
 
 
 def _cuda_verdict() -> str:

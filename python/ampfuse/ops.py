@@ -52,7 +52,7 @@ def multi_tensor_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> MultiTenso
     try:
         return MultiTensorNorm(*torch.ops.ampfuse.multi_tensor_norm(tensors, ord))
     except RuntimeError as error:
-        _explain("multi_tensor_norm", tensors, error)
+        _explain("multi_tensor_norm", error, tensors)
 
 
 def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -69,7 +69,7 @@ def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale
     try:
         torch.ops.ampfuse.multi_tensor_unscale(tensors, found_inf, inv_scale)
     except RuntimeError as error:
-        _explain("multi_tensor_unscale", tensors, error)
+        _explain("multi_tensor_unscale", error, tensors, found_inf=found_inf, inv_scale=inv_scale)
 
 
 def multi_tensor_unscale_norm(
@@ -87,7 +87,9 @@ def multi_tensor_unscale_norm(
             *torch.ops.ampfuse.multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord)
         )
     except RuntimeError as error:
-        _explain("multi_tensor_unscale_norm", tensors, error)
+        _explain(
+            "multi_tensor_unscale_norm", error, tensors, found_inf=found_inf, inv_scale=inv_scale
+        )
 
 
 def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
@@ -104,13 +106,18 @@ def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: f
     try:
         torch.ops.ampfuse.multi_tensor_clip(tensors, total_norm, max_norm)
     except RuntimeError as error:
-        _explain("multi_tensor_clip", tensors, error)
+        _explain("multi_tensor_clip", error, tensors, total_norm=total_norm)
 
 
-def _explain(op: str, tensors: Sequence[Tensor], error: RuntimeError) -> NoReturn:
-    """Name the item that is not a tensor: torch's schema check prints the whole list instead."""
-    for index, tensor in enumerate(tensors):
+def _explain(
+    op: str, error: RuntimeError, tensors: Sequence[Tensor], **scalars: Tensor
+) -> NoReturn:
+    """Name the argument that is not a tensor: torch's schema check prints all there is instead."""
+    if isinstance(tensors, Tensor):
+        raise TypeError(f"{op}: tensors: expected a list of tensors, got a Tensor") from None
+    arguments = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)} | scalars
+    for name, tensor in arguments.items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise TypeError(f"{op}: tensors[{index}]: expected a Tensor, got {kind}") from None
+            raise TypeError(f"{op}: {name}: expected a Tensor, got {kind}") from None
     raise error

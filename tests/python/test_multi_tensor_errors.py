@@ -146,6 +146,28 @@ SCALARS = [
 
 
 @pytest.mark.parametrize(("op", "name"), SCALARS)
+def test_scalar_that_is_no_tensor(device, op, name):
+    assert_refused(
+        op,
+        good(device) | {name: 0.5},
+        TypeError,
+        f"{op}: {name}: expected a Tensor, got float",
+    )
+
+
+@EVERY_OP
+def test_one_tensor_where_a_list_belongs(device, op):
+    tensor = torch.ones(2, device=device)
+
+    assert_refused(
+        op,
+        good(device) | {"tensors": tensor},
+        TypeError,
+        f"{op}: tensors: expected a list of tensors, got a Tensor",
+    )
+
+
+@pytest.mark.parametrize(("op", "name"), SCALARS)
 @pytest.mark.parametrize("shape", [(2,), (0,), (1, 3)])
 def test_scalar_that_has_not_one_element(device, op, name, shape):
     arguments = good(device) | {name: torch.ones(shape, device=device)}

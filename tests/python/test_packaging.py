@@ -110,7 +110,9 @@ def test_torch_without_cuda_is_built_for_without_cuda(empty: EmptyEnvironment) -
     # A CPU build of torch lacks the functions about CUDA. What would run is a CMake that tells.
     (empty.site / "cpu_torch.pth").write_text("import torch; del torch._C._cuda_getArchFlags\n")
     cmake = empty.python.parent / "cmake"
-    cmake.write_text('#!/bin/sh\nfor argument in "$@"; do echo "[$argument]"; done\n')
+    cmake.write_text(
+        '#!/bin/sh\necho cmake version 4.0\nfor argument in "$@"; do echo "[$argument]"; done\n'
+    )
     cmake.chmod(0o755)
     command = ("setup.py", "build_ext", "--inplace")
     out = run(empty.python, *command, cwd=ROOT, env=environment())

@@ -24,12 +24,11 @@ def test_python_quick_start_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cpp_quick_start_builds_and_runs(tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(code_block("cpp"))
-    cmake = (ROOT / "tests" / "cpp" / "consumer" / "CMakeLists.txt").read_text()
-    (tmp_path / "CMakeLists.txt").write_text(cmake)
-    prefix = f"-DCMAKE_PREFIX_PATH={ROOT / 'python' / 'ampfuse'};{sys.prefix}"
+    (tmp_path / "CMakeLists.txt").write_text(code_block("cmake"))
+    prefix = f"-DCMAKE_PREFIX_PATH={ROOT / 'python' / 'ampfuse'}"
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", prefix)
     run("cmake", "--build", tmp_path / "build")
-    assert "CPUFloatType" in run(tmp_path / "build" / "consumer", env=environment())
+    assert "CPUFloatType" in run(tmp_path / "build" / "train", env=environment())
 
 
 def test_every_verb_in_the_readme_is_in_the_makefile() -> None:
