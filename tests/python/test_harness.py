@@ -17,7 +17,7 @@ import harness.cli
 import harness.console
 import harness.plot
 import shapes
-from harness import OURS, Case, Provider, Traffic
+from harness import OURS, Case, Provider, Traffic, timing
 from harness.case import Ceilings
 from harness.contention import CpuUse
 from harness.machine import Machine
@@ -77,6 +77,18 @@ def test_each_round_starts_with_the_next_provider() -> None:
     interleaved([Provider(name, nothing) for name in "abc"], clock, rounds=4)
 
     assert "".join(order) == "abcbcacababc"
+
+
+def test_memory_that_a_run_left_is_given_back_before_the_next_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(timing, "heap_trimmer", lambda: lambda: calls.append("trim"))
+    provider = Provider("any", lambda: calls.append("run"), lambda: calls.append("restore"))
+
+    cpu_clock(lambda: calls.append("flush"))(provider)
+
+    assert calls == ["restore", "trim", "flush", "run"]
 
 
 def test_restore_runs_before_every_run_and_is_not_timed() -> None:
