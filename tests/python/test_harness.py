@@ -1,22 +1,16 @@
 """The benchmark harness: its statistics, its byte counts, its files, and how it fails."""
 
 import csv
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-import torch
-
-# The benchmarks are scripts in a folder of their own.
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_multi_tensor
 import harness.cli
 import harness.console
 import harness.plot
-import shapes
+import pytest
+import torch
+from bench_runs import Run, bench_runner
 from harness import OURS, Case, Provider, Traffic, timing
 from harness.case import Ceilings
 from harness.contention import CpuUse
@@ -26,7 +20,6 @@ from harness.report import COLUMNS, Row, csv_file, remarks, rows_of
 from harness.timing import Measurement, Timing, cpu_clock, interleaved
 
 CPU = torch.device("cpu")
-Run = Callable[..., tuple[int, list[dict[str, str]]]]
 MACHINE = Machine("device", "2000 MHz", 2, "2.11.0", "", "0.1.0", "2026-01-01T00:00:00+00:00")
 
 
@@ -47,18 +40,7 @@ def make_case(
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs cases through the command line and returns the exit status and the CSV's rows."""
-    ceilings = {"read": 10.0, "copy": 10.0, "update": 20.0}
-    monkeypatch.setattr(harness.cli, "measure_ceilings", lambda _: ceilings)
-
-    def run_cases(cases: Sequence[Case], *flags: str) -> tuple[int, list[dict[str, str]]]:
-        flags = ("--device", "cpu", "--rounds", "3", "--out", str(tmp_path), *flags)
-        status = harness.cli.main("example", cases, flags)
-        path = tmp_path / "example.csv"
-        rows = list(csv.DictReader(path.open())) if path.exists() else []
-        return status, rows
-
-    return run_cases
+    return bench_runner(tmp_path, monkeypatch)
 
 
 def test_timing_is_the_median_and_the_quartiles_of_all_rounds() -> None:
@@ -188,43 +170,6 @@ def test_rates_are_the_floor_over_the_median_and_ratios_are_over_our_time() -> N
     assert peer.time_over_ampfuse == pytest.approx(4.0)
     assert ours.gb_per_s == pytest.approx(12.0)
     assert ours.time_over_ampfuse == 1.0
-
-
-PASSES = {"total_norm": 1, "clip": 3, "clip_below_limit": 1, "unscale": 2, "unscale_norm_clip": 3}
-
-
-@pytest.mark.parametrize(("operation", "passes"), PASSES.items())
-def test_multi_tensor_floors_match_a_hand_count(operation: str, passes: int) -> None:
-    [chosen] = [op for op in bench_multi_tensor.OPERATIONS if op.name == operation]
-
-    single = bench_multi_tensor.case(chosen, "64x1M", torch.float32)
-    half = bench_multi_tensor.case(chosen, "64x1M", torch.bfloat16)
-
-    assert single.traffic.total == passes * 64 * 1_048_576 * 4
-    assert half.traffic.total == passes * 64 * 1_048_576 * 2
-
-
-def test_models_have_their_published_size() -> None:
-    sizes = {name: shapes.element_count(make()) for name, make in shapes.MODELS.items()}
-
-    # The last has the shapes of Llama 3.2 1B.
-    assert sizes == {"gpt2-124m": 124_439_808, "resnet50": 25_557_032, "llama-1b": 1_235_814_400}
-
-
-@pytest.mark.slow
-def test_every_multi_tensor_operation_agrees_between_its_providers(
-    run: Run,
-) -> None:
-    cases = [
-        bench_multi_tensor.case(operation, "resnet50", torch.float32)
-        for operation in bench_multi_tensor.OPERATIONS
-    ]
-
-    status, rows = run(cases, "--quick")
-
-    assert status == 0
-    measured = [row["provider"] for row in rows if row["status"] == "ok"]
-    assert measured == ["torch foreach", OURS] * len(bench_multi_tensor.OPERATIONS)
 
 
 def test_csv_repeats_the_machine_on_every_row_and_leaves_unknown_numbers_empty(

@@ -1,0 +1,26 @@
+"""Runs benchmark cases in tests, through the command line."""
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import harness.cli
+import pytest
+from harness import Case
+
+Run = Callable[..., tuple[int, list[dict[str, str]]]]
+
+
+def bench_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A function that runs cases and returns the exit status and the CSV's rows."""
+    ceilings = {"read": 10.0, "copy": 10.0, "update": 20.0}
+    monkeypatch.setattr(harness.cli, "measure_ceilings", lambda _: ceilings)
+
+    def run_cases(cases: Sequence[Case], *flags: str) -> tuple[int, list[dict[str, str]]]:
+        flags = ("--device", "cpu", "--rounds", "3", "--out", str(folder), *flags)
+        status = harness.cli.main("example", cases, flags)
+        path = folder / "example.csv"
+        rows = list(csv.DictReader(path.open())) if path.exists() else []
+        return status, rows
+
+    return run_cases
