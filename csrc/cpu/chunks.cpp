@@ -43,13 +43,11 @@ void Chunks::parallel_for(const std::function<void(const Chunk&)>& visit) const 
     int64_t chunk = (begin - effort_[tensor] + kStride - 1) / kStride;
     for (; tensor < runs_.size() && effort_[tensor] < end; ++tensor, chunk = 0) {
       const TensorRun& run = runs_[tensor];
-      const int64_t width = static_cast<int64_t>(c10::elementSize(run.dtype));
       for (; chunk < this->end(tensor) - this->begin(tensor); ++chunk) {
         if (effort_[tensor] + chunk * kStride >= end) return;
         const int64_t offset = chunk * math::kNormChunk;
-        char* const data = static_cast<char*>(run.data) + offset * width;
-        visit({data, std::min(math::kNormChunk, run.size - offset), run.dtype,
-               this->begin(tensor) + chunk});
+        visit({run.at(offset), std::min(math::kNormChunk, run.size - offset), run.dtype,
+               this->begin(tensor) + chunk, tensor, offset});
       }
     }
   });

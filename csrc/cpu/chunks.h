@@ -15,6 +15,8 @@ struct Chunk {
   int64_t size;
   at::ScalarType dtype;
   int64_t number;  // counted through the whole list
+  size_t tensor;   // its place in the list
+  int64_t offset;  // of the first element in the tensor
 };
 
 class Chunks {

@@ -7,6 +7,7 @@
 // elements; longer lists take several launches.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -95,7 +96,7 @@ class TableBuilder {
 
   // Adds a tensor. One without elements gets a chunk without elements, so that no kernel has to
   // know of such tensors.
-  void add(void* const (&data)[Table::kColumns], int64_t numel) {
+  void add(const std::array<void*, Table::kColumns>& data, int64_t numel) {
     const int64_t chunks = numel == 0 ? 1 : (numel + Table::kChunk - 1) / Table::kChunk;
     // A table counts chunks in 32 bits: 2⁴⁵ elements in chunks of 8192.
     if (table_.count == Table::kCapacity || table_.chunks() + chunks > UINT32_MAX) flush();

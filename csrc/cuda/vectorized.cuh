@@ -9,12 +9,23 @@
 
 namespace ampfuse {
 
-template <typename T>
-struct alignas(16) Pack {
-  static_assert(16 % sizeof(T) == 0);
-  static constexpr int kSize = 16 / sizeof(T);
+// Consecutive elements that are moved at once, 16 bytes of them or less.
+template <typename T, int kCount = 16 / sizeof(T)>
+struct alignas(kCount * sizeof(T)) Pack {
+  static_assert(16 % (kCount * sizeof(T)) == 0);
+  static constexpr int kSize = kCount;
   T value[kSize];
 };
+
+template <int kCount, typename T>
+__device__ __forceinline__ Pack<T, kCount> load_pack(const T* data) {
+  return *reinterpret_cast<const Pack<T, kCount>*>(data);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void store_pack(T* data, const Pack<T, kCount>& pack) {
+  *reinterpret_cast<Pack<T, kCount>*>(data) = pack;
+}
 
 enum class Access { kRead, kReadWrite };
 

@@ -12,6 +12,20 @@ namespace ampfuse::math {
 template <typename V>
 struct Lane {
   static AMPFUSE_HOST_DEVICE V abs(V x) { return std::fabs(x); }
+  static AMPFUSE_HOST_DEVICE V sqrt(V x) { return std::sqrt(x); }
+
+  // a·b + c, rounded once (where a CPU has no such instruction, twice).
+  static AMPFUSE_HOST_DEVICE V multiply_add(V a, V b, V c) { return std::fma(a, b, c); }
+
+  // a·b, rounded also where it is then added to something.
+  static AMPFUSE_HOST_DEVICE V product(V a, V b) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (sizeof(V) == 4) return __fmul_rn(a, b);
+    if constexpr (sizeof(V) == 8) return __dmul_rn(a, b);
+#else
+    return a * b;
+#endif
+  }
 
   // A NaN on either side wins: fmax would lose it.
   static AMPFUSE_HOST_DEVICE V larger(V a, V b) { return (b > a || b != b) ? b : a; }

@@ -75,7 +75,8 @@ void check_distinct(const char* op, at::TensorList tensors) {
 }
 
 void check_scalar(const char* op, const char* argument, const at::Tensor& scalar,
-                  std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors) {
+                  std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors,
+                  const char* list) {
   TORCH_CHECK_TYPE(scalar.defined(), op, ": ", argument, ": expected a tensor, got none");
   TORCH_CHECK_VALUE(scalar.layout() == at::kStrided, op, ": ", argument,
                     ": expected a strided tensor, got layout ", scalar.layout());
@@ -88,7 +89,7 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                    scalar.scalar_type());
   TORCH_CHECK_VALUE(tensors.empty() || scalar.device() == tensors[0].device(), op, ": ", argument,
                     ": expected device ", tensors.empty() ? scalar.device() : tensors[0].device(),
-                    " as tensors[0], got ", scalar.device());
+                    " as ", list, "[0], got ", scalar.device());
 }
 
 void refuse_backend(const char* op, at::TensorList tensors) {

@@ -19,9 +19,10 @@ void check_writable_tensors(const char* op, at::TensorList tensors);
 void check_distinct(const char* op, at::TensorList tensors);
 
 /// Refuses anything but one element of one of `dtypes` on the device of `tensors` (any device when
-/// the list is empty).
+/// the list is empty). `list`: what messages call them.
 void check_scalar(const char* op, const char* argument, const at::Tensor& scalar,
-                  std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors);
+                  std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors,
+                  const char* list = "tensors");
 
 /// Refuses arguments that reached an op without a kernel for them. Sparse tensors and devices that
 /// this build does not serve come to the ops' kernels for no backend in particular; those check as
@@ -36,6 +37,10 @@ struct TensorRun {
   void* data;
   int64_t size;  // in elements of dtype
   at::ScalarType dtype;
+
+  void* at(int64_t element) const {
+    return static_cast<char*>(data) + element * static_cast<int64_t>(c10::elementSize(dtype));
+  }
 };
 
 /// Whether complex tensors are taken as they are or as twice as many real numbers.

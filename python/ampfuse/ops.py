@@ -10,7 +10,7 @@ Where it says below that nothing is written, that is decided on the device witho
 for it; on a GPU strided tensors have then been copied out and are copied back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -109,14 +109,105 @@ def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: f
         _explain("multi_tensor_clip", error, tensors, total_norm=total_norm)
 
 
+def fused_adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled_weight_decay: bool,
+    write_back_grads: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    total_norm: Tensor | None = None,
+    max_norm: float | None = None,
+    grad_norm: Tensor | None = None,
+) -> None:
+    """One step of Adam or AdamW in place, as `torch.optim` has it: what `ampfuse.Adam` calls.
+
+    Lists are as long as `params`, but `max_exp_avg_sqs`, empty without `amsgrad`, and `masters`,
+    which may be empty; entries with the same index have the same shape. Parameters, gradients:
+    float16, bfloat16 or float32 in any mixture, or float64 throughout. Moments: float32 or
+    bfloat16. Masters, of 16-bit parameters: float32, or int16 for the bits that a bfloat16 lacks.
+    `state_steps`: float32 scalars, counted up here.
+
+    Gradients are divided by `grad_scale`, and scaled so that their norm is at most `max_norm`,
+    where `total_norm` is that of the gradients as they come. A `found_inf` other than 0 skips the
+    step, counters included. `grad_norm` receives `total_norm / grad_scale`, skipped or not. With
+    `write_back_grads` the unscaled, clipped gradients replace `grads`.
+
+    >>> import torch, ampfuse
+    >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]
+    >>> options = dict(beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
+    >>> options |= dict(amsgrad=False, maximize=False, decoupled_weight_decay=True)
+    >>> ampfuse.ops.fused_adam(
+    ...     [param], [torch.tensor([5.0])], *state, [], [torch.zeros(())],
+    ...     lr=torch.tensor(0.25), **options
+    ... )
+    >>> param
+    tensor([0.7500])
+    """
+    columns = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs,
+        "state_steps": state_steps,
+        "masters": masters,
+    }
+    op = torch.ops.ampfuse.fused_adam
+    try:
+        (op.write_back_grads if write_back_grads else op.default)(
+            *columns.values(),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            total_norm=total_norm,
+            max_norm=max_norm,
+            grad_norm=grad_norm,
+        )
+    except RuntimeError as error:
+        optional = {
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "total_norm": total_norm,
+            "grad_norm": grad_norm,
+        }
+        given = {name: scalar for name, scalar in optional.items() if scalar is not None}
+        _explain("fused_adam", error, columns, lr=lr, **given)
+
+
 def _explain(
-    op: str, error: RuntimeError, tensors: Sequence[Tensor], **scalars: Tensor
+    op: str,
+    error: RuntimeError,
+    lists: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
+    **scalars: Tensor,
 ) -> NoReturn:
     """Name the argument that is not a tensor: torch's schema check prints all there is instead."""
-    if isinstance(tensors, Tensor):
-        raise TypeError(f"{op}: tensors: expected a list of tensors, got a Tensor") from None
-    arguments = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)} | scalars
-    for name, tensor in arguments.items():
+    arguments: dict[str, object] = {}
+    for name, tensors in (lists if isinstance(lists, Mapping) else {"tensors": lists}).items():
+        if isinstance(tensors, Tensor):
+            raise TypeError(f"{op}: {name}: expected a list of tensors, got a Tensor") from None
+        arguments |= {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
+    for name, tensor in (arguments | scalars).items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise TypeError(f"{op}: {name}: expected a Tensor, got {kind}") from None

@@ -39,7 +39,25 @@ OPCHECK_SAMPLES = {
         1.0,
     ),
     "multi_tensor_clip": lambda tensors, device: (tensors, scalar(5.0, device), 1.0),
+    "fused_adam": lambda tensors, device: adam_columns(tensors, device),
+    "fused_adam.write_back_grads": lambda tensors, device: adam_columns(tensors, device),
 }
+ADAM_OPTIONS = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+ADAM_OPTIONS |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+
+
+def adam_columns(tensors, device):
+    moments = [
+        [torch.ones_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+        for _ in range(2)
+    ]
+    steps = [torch.ones((), device=device) for _ in tensors]
+    return tensors, [x.clone() for x in tensors], *moments, [], steps, []
+
+
+def keywords(op, device):
+    """Arguments that the op takes by name alone."""
+    return ADAM_OPTIONS | {"lr": scalar(1e-3, device)} if op.startswith("fused_adam") else {}
 
 
 def registered_ops():
@@ -49,7 +67,8 @@ def registered_ops():
 
 
 def overload(op):
-    return getattr(torch.ops.ampfuse, op).default
+    name, _, which = op.partition(".")
+    return getattr(getattr(torch.ops.ampfuse, name), which or "default")
 
 
 EVERY_OP = pytest.mark.parametrize("op", registered_ops())
@@ -92,7 +111,7 @@ def test_no_op_returns_what_it_was_given(op):
 def test_opcheck(device, op, dtype, layout):
     sample = OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device)
 
-    torch.library.opcheck(overload(op), sample)
+    torch.library.opcheck(overload(op), sample, keywords(op, device))
 
 
 def test_opcheck_of_the_norm_of_what_requires_grad(device):
@@ -115,18 +134,24 @@ def test_opcheck_of_an_empty_list(op):
         utilities = ("test_schema", "test_autograd_registration", "test_aot_dispatch_dynamic")
     sample = OPCHECK_SAMPLES[op]([], torch.device("cpu"))
 
-    torch.library.opcheck(overload(op), sample, test_utils=utilities)
+    torch.library.opcheck(
+        overload(op), sample, keywords(op, torch.device("cpu")), test_utils=utilities
+    )
 
 
 @EVERY_CHECKED_OP
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fake_results_look_like_real_ones(device, op, dtype, layout):
-    real = overload(op)(*OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device))
+    if dtype.is_complex and op.startswith("fused_adam"):
+        pytest.skip("Adam has no complex kernel")
+    real = overload(op)(
+        *OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device), **keywords(op, device)
+    )
 
     with FakeTensorMode():
         fakes = [torch.empty_like(tensor) for tensor in tensors(dtype, device, layout)]
-        fake = overload(op)(*OPCHECK_SAMPLES[op](fakes, device))
+        fake = overload(op)(*OPCHECK_SAMPLES[op](fakes, device), **keywords(op, device))
 
     assert looks(fake) == looks(real)
 
@@ -140,6 +165,8 @@ def looks(results):
 def test_meta_tensors_stay_on_the_meta_device(op):
     meta = torch.device("meta")
 
-    results = overload(op)(*OPCHECK_SAMPLES[op]([torch.empty(3, device=meta)], meta))
+    results = overload(op)(
+        *OPCHECK_SAMPLES[op]([torch.empty(3, device=meta)], meta), **keywords(op, meta)
+    )
 
     assert all(result.device == meta for result in results or ())

@@ -103,3 +103,45 @@ def test_norms_without_unscaling_store_no_elements(code: MachineCode) -> None:
     # Partials and ranges are all that is stored.
     for name, body in code.functions("multi_tensor_norm_kernel").items():
         assert len(re.findall(r"\bSTG\b", body)) <= 6, name
+
+
+WIDTHS = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned short": 2}
+ADAM = re.compile(r"AdamTypes<([\w: ]+), ([\w: ]+), ([\w: ]+), \(ampfuse::Master\)(\d), (\w+)>")
+
+
+def adam_columns(name: str) -> tuple[list[int], list[int], int]:
+    """Bytes per element of the columns that a kernel reads and writes, and elements at a time."""
+    command = ["c++filt", name]
+    demangled = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    param, grad, state, master, amsgrad = ADAM.search(demangled).groups()
+    moments = [WIDTHS[state]] * (3 if amsgrad == "true" else 2)
+    of_master = {"0": [], "1": [4], "2": [2]}[master]
+    of_param = [WIDTHS[param]]
+    reads = [WIDTHS[grad], *moments, *of_master, *(of_param if master != "1" else [])]
+    return reads, [*moments, *of_master, *of_param], 2 if amsgrad == "true" else 4
+
+
+def test_adam_moves_each_column_in_one_access_of_4_elements_and_2_with_amsgrad(
+    code: MachineCode,
+) -> None:
+    for name, body in code.functions("fused_adam_kernel").items():
+        if "AdamTypesIddd" in name:
+            continue  # doubles are stepped one by one
+        reads, writes, lot = adam_columns(name)
+        for instruction, columns in (("LDG", reads), ("STG", writes)):
+            for width in set(columns):
+                suffix = {4: "", 8: r"\.64", 16: r"\.128"}[width * lot]
+                found = re.findall(rf"\b{instruction}\.E{suffix}(?![.\d])", body)
+                assert len(found) >= columns.count(width), (name, instruction, width)
+
+
+def test_adam_never_reads_a_model_that_is_only_a_copy(code: MachineCode) -> None:
+    looked_at = 0
+    for name, body in code.functions("fused_adam_kernel").items():
+        # With 16-bit gradients and float masters and moments: of 8 bytes only the gradients.
+        if "AdamTypesIddd" in name or adam_columns(name)[::2] != ([2, 4, 4, 4], 4):
+            continue
+        loads = [len(re.findall(rf"\bLDG\.E\.{bits}(?!\d)", body)) for bits in (64, 128)]
+        assert 3 * loads[0] == loads[1] > 0, name
+        looked_at += 1
+    assert looked_at == 6  # half and bfloat16 gradients, of float parameters and of both copies

@@ -1,0 +1,75 @@
+// From a step's tensors to the kernels of fused_adam.cuh: one group per combination of dtypes, and
+// the C++ types of each.
+#pragma once
+
+#include <vector>
+
+#include "../ops/fused_adam.h"
+#include "fused_adam.cuh"
+
+namespace ampfuse {
+
+struct AdamGroup {
+  AdamDtypes dtypes;
+  std::vector<AdamTensor> tensors;
+};
+
+/// In order of appearance; tensors without elements are among them, since their steps count too.
+inline std::vector<AdamGroup> group_by_dtypes(const std::vector<AdamTensor>& tensors) {
+  std::vector<AdamGroup> groups;
+  for (const AdamTensor& tensor : tensors) {
+    auto group = groups.begin();
+    while (group != groups.end() && !(group->dtypes == tensor.dtypes)) ++group;
+    if (group == groups.end()) group = groups.insert(group, {tensor.dtypes, {}});
+    group->tensors.push_back(tensor);
+  }
+  return groups;
+}
+
+template <typename param_t, Master kMaster, typename Run>
+void dispatch_grad_and_state(const AdamDtypes& dtypes, bool amsgrad, const Run& run) {
+  const auto with_max = [&]<typename grad_t, typename state_t>() {
+    amsgrad ? run.template operator()<AdamTypes<param_t, grad_t, state_t, kMaster, true>>()
+            : run.template operator()<AdamTypes<param_t, grad_t, state_t, kMaster, false>>();
+  };
+  const auto with_state = [&]<typename grad_t>() {
+    dtypes.state == at::kBFloat16 ? with_max.template operator()<grad_t, c10::BFloat16>()
+                                  : with_max.template operator()<grad_t, float>();
+  };
+  switch (dtypes.grad) {
+    case at::kHalf:
+      return with_state.template operator()<c10::Half>();
+    case at::kBFloat16:
+      return with_state.template operator()<c10::BFloat16>();
+    default:
+      return with_state.template operator()<float>();
+  }
+}
+
+/// Calls run.operator()<AdamTypes<…>>() for dtypes whose arithmetic is in acc_t.
+template <typename acc_t, typename Run>
+void dispatch_adam(const AdamDtypes& dtypes, bool amsgrad, const Run& run) {
+  if constexpr (std::is_same_v<acc_t, double>) {
+    amsgrad ? run.template operator()<AdamTypes<double, double, double, Master::kNone, true>>()
+            : run.template operator()<AdamTypes<double, double, double, Master::kNone, false>>();
+  } else {
+    if (dtypes.param == at::kFloat) {
+      return dispatch_grad_and_state<float, Master::kNone>(dtypes, amsgrad, run);
+    }
+    const bool is_half = dtypes.param == at::kHalf;
+    switch (dtypes.master) {
+      case at::ScalarType::Undefined:
+        return is_half
+                   ? dispatch_grad_and_state<c10::Half, Master::kNone>(dtypes, amsgrad, run)
+                   : dispatch_grad_and_state<c10::BFloat16, Master::kNone>(dtypes, amsgrad, run);
+      case at::kFloat:
+        return is_half
+                   ? dispatch_grad_and_state<c10::Half, Master::kFloat>(dtypes, amsgrad, run)
+                   : dispatch_grad_and_state<c10::BFloat16, Master::kFloat>(dtypes, amsgrad, run);
+      default:
+        return dispatch_grad_and_state<uint16_t, Master::kRemainder>(dtypes, amsgrad, run);
+    }
+  }
+}
+
+}  // namespace ampfuse

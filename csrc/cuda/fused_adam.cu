@@ -1,0 +1,124 @@
+#include "fused_adam.cuh"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/item.h>
+
+#include <algorithm>
+
+#include "adam_dispatch.h"
+#include "stream.h"
+
+namespace ampfuse {
+
+namespace {
+
+// Where a scalar is read when the kernel runs; one on the host is read now.
+AdamScalar scalar_of(const at::Tensor& tensor) {
+  const bool is_double = tensor.scalar_type() == at::kDouble;
+  if (tensor.is_cpu()) return {nullptr, is_double, tensor.item<double>()};
+  return {tensor.const_data_ptr(), is_double, 0};
+}
+
+AdamSignals signals_of(const FusedAdamArguments& arguments) {
+  const auto floats = [](const std::optional<at::Tensor>& tensor) {
+    return tensor ? tensor->const_data_ptr<float>() : nullptr;
+  };
+  return {floats(arguments.found_inf),
+          floats(arguments.grad_scale),
+          arguments.total_norm ? scalar_of(*arguments.total_norm) : AdamScalar{},
+          arguments.total_norm.has_value(),
+          arguments.max_norm,
+          arguments.grad_norm ? arguments.grad_norm->mutable_data_ptr<float>() : nullptr,
+          scalar_of(arguments.lr)};
+}
+
+// A plan's device memory; the caching allocator keeps it for the stream until the kernels are
+// through.
+template <typename acc_t>
+class PlanMemory {
+ public:
+  PlanMemory(size_t tensors, c10::Device device) {
+    const size_t bytes = tensors * sizeof(math::AdamStep<acc_t>) + sizeof(acc_t) + sizeof(bool);
+    bytes_ = at::empty({static_cast<int64_t>(bytes)},
+                       at::TensorOptions().device(device).dtype(at::kByte));
+    plan.steps = reinterpret_cast<math::AdamStep<acc_t>*>(bytes_.mutable_data_ptr());
+    plan.grad_factor = reinterpret_cast<acc_t*>(plan.steps + tensors);
+    plan.skip = reinterpret_cast<bool*>(plan.grad_factor + 1);
+  }
+
+  AdamPlan<acc_t> plan;
+
+ private:
+  at::Tensor bytes_;
+};
+
+// Tensors in the order in which the plan has their steps.
+template <typename acc_t>
+void launch_prepare(const LaunchStream& stream, const FusedAdamArguments& arguments,
+                    const std::vector<AdamGroup>& groups, const AdamPlan<acc_t>& plan) {
+  const AdamSignals signals = signals_of(arguments);
+  int64_t first = 0;
+  auto builder = build_tables<StepTable>([&](const StepTable& table) {
+    stream.launch(fused_adam_prepare_kernel<acc_t>, (table.count + kWarp - 1) / kWarp, table, first,
+                  arguments.options, signals, plan);
+    first += table.count;
+  });
+  for (const AdamGroup& group : groups) {
+    for (const AdamTensor& tensor : group.tensors) builder.add({tensor.step}, 1);
+  }
+  builder.flush();
+}
+
+template <typename Types>
+void launch_update(const LaunchStream& stream, const math::AdamOptions& options,
+                   const std::vector<AdamTensor>& tensors, int64_t first,
+                   const AdamPlan<typename Types::acc_t>& plan) {
+  const auto constants = math::adam_constants<typename Types::acc_t>(options);
+  auto builder = build_tables<AdamTable>([&](const AdamTable& table) {
+    stream.launch(fused_adam_kernel<Types>, table.chunks(), table, first, plan, constants);
+    first += table.count;
+  });
+  for (const AdamTensor& tensor : tensors) builder.add(tensor.data, tensor.size);
+  builder.flush();
+}
+
+// One preparation for all groups whose arithmetic is in acc_t, and one update for each.
+template <typename acc_t>
+void launch_groups(const LaunchStream& stream, const FusedAdamArguments& arguments,
+                   const std::vector<AdamGroup>& groups) {
+  size_t tensors = 0;
+  for (const AdamGroup& group : groups) tensors += group.tensors.size();
+  if (tensors == 0) return;
+  const PlanMemory<acc_t> memory(tensors, arguments.tensor(math::kParam, 0).device());
+  launch_prepare(stream, arguments, groups, memory.plan);
+  int64_t first = 0;
+  for (const AdamGroup& group : groups) {
+    dispatch_adam<acc_t>(group.dtypes, arguments.options.amsgrad, [&]<typename Types>() {
+      launch_update<Types>(stream, arguments.options, group.tensors, first, memory.plan);
+    });
+    first += static_cast<int64_t>(group.tensors.size());
+  }
+}
+
+void fused_adam_cuda(const FusedAdamArguments& arguments) {
+  if (arguments.count() == 0) return;
+  const AdamTensors tensors(arguments);
+  const LaunchStream stream(arguments.tensor(math::kParam, 0));
+  std::vector<AdamGroup> doubles = group_by_dtypes(tensors.get());
+  const auto first_double = std::stable_partition(
+      doubles.begin(), doubles.end(),
+      [](const AdamGroup& group) { return group.dtypes.param != at::kDouble; });
+  const std::vector<AdamGroup> floats(doubles.begin(), first_double);
+  doubles.erase(doubles.begin(), first_double);
+  launch_groups<float>(stream, arguments, floats);
+  launch_groups<double>(stream, arguments, doubles);
+  tensors.write_back();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+  register_fused_adam<fused_adam_cuda>(m);
+}
+
+}  // namespace ampfuse

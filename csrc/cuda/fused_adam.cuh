@@ -1,0 +1,231 @@
+// One Adam step for a list of tensors in two launches, a first for the tensors' step numbers and
+// one for their elements.
+//
+// fused_adam_prepare_kernel, a thread per tensor: counts the step unless it is to be skipped, and
+// leaves what math::adam_step makes of it, and the factor for the gradients, in an AdamPlan.
+// fused_adam_kernel, a warp per chunk: reads all columns, updates, writes; or returns at once.
+//
+// Bytes per element, with gradients and model in 16 bits, fp32 masters and means: 2 + 12 read, 12 +
+// 2 written, the model's old value never read; 26 with remainders for masters.
+#pragma once
+
+#include <type_traits>
+
+#include "../math/fused_adam.h"
+#include "../math/remainder.h"
+#include "multi_tensor.cuh"
+#include "vectorized.cuh"
+
+namespace ampfuse {
+
+// Where the number that is stepped lives, when the tensor itself is only its 16-bit copy.
+enum class Master { kNone, kFloat, kRemainder };
+
+// Small, so that the last of a warp's chunks is soon done; 40 KiB are on their way at a time in any
+// case.
+inline constexpr int kAdamChunk = 2048;
+
+using AdamTable = TensorTable<math::kAdamColumns, kAdamChunk>;
+using StepTable = TensorTable<1, 1>;  // step counters
+
+// A number in device memory, of either type, or without `data` the one in `value`.
+struct AdamScalar {
+  const void* data;
+  bool is_double;
+  double value;
+
+  __device__ double get() const {
+    if (data == nullptr) return value;
+    return is_double ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
+  }
+};
+
+// What the device alone may know when a step begins.
+struct AdamSignals {
+  const float* found_inf;   // skip the step unless it is 0; may be null
+  const float* grad_scale;  // gradients are divided by it; may be null
+  AdamScalar total_norm;    // of the gradients as they are
+  bool clip;                // whether total_norm is to be looked at
+  double max_norm;
+  float* grad_norm;  // where the norm of the unscaled gradients goes; may be null
+  AdamScalar lr;
+};
+
+template <typename acc_t>
+struct AdamPlan {
+  acc_t* grad_factor;
+  bool* skip;
+  math::AdamStep<acc_t>* steps;
+};
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    fused_adam_prepare_kernel(const __grid_constant__ StepTable table, int64_t first,
+                              math::AdamOptions options, AdamSignals signals,
+                              AdamPlan<acc_t> plan) {
+  // Any value but 0: flags are added up over devices and processes.
+  const bool skip = signals.found_inf != nullptr && *signals.found_inf != 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    const double scale = signals.grad_scale == nullptr ? 1 : *signals.grad_scale;
+    const double norm = signals.clip ? signals.total_norm.get() : 0;
+    const math::AdamGradients gradients =
+        math::adam_gradients(scale, signals.clip, norm, signals.max_norm);
+    *plan.grad_factor = static_cast<acc_t>(gradients.factor);
+    *plan.skip = skip;
+    if (signals.grad_norm != nullptr) *signals.grad_norm = static_cast<float>(gradients.norm);
+  }
+  if (skip) return;
+  const double lr = signals.lr.get();
+  for (int t = blockIdx.x * kThreads + threadIdx.x; t < table.count; t += gridDim.x * kThreads) {
+    float* const counter = static_cast<float*>(table.data[0][t]);
+    const float step = *counter + 1;
+    *counter = step;
+    plan.steps[first + t] = math::adam_step<acc_t>(options, lr, step);
+  }
+}
+
+// The types of one kernel's columns. param_t is uint16_t, bfloat16's bits, beside a remainder.
+template <typename param_type, typename grad_type, typename state_type, Master kMasterKind,
+          bool kWithMax>
+struct AdamTypes {
+  using param_t = param_type;
+  using grad_t = grad_type;
+  using state_t = state_type;
+  using acc_t = std::conditional_t<std::is_same_v<param_t, double>, double, float>;
+  static constexpr Master kMaster = kMasterKind;
+  static constexpr bool kAmsgrad = kWithMax;
+  using master_t =  // without a master nothing is kept there
+      std::conditional_t<kMaster == Master::kFloat, float,
+                         std::conditional_t<kMaster == Master::kRemainder, int16_t, param_t>>;
+
+  // Elements that a lane takes at a time: 4, so 16 bytes of fp32 and 8 of 16-bit types. More, or as
+  // many with one more column, and a thread would need more than the 64 registers that four blocks
+  // on a multiprocessor leave it.
+  static constexpr int kLot = std::is_same_v<acc_t, double> ? 1 : kAmsgrad ? 2 : 4;
+};
+
+template <typename Types>
+struct AdamChunk {
+  typename Types::param_t* param;
+  typename Types::grad_t* grad;
+  typename Types::state_t* exp_avg;
+  typename Types::state_t* exp_avg_sq;
+  typename Types::state_t* max_exp_avg_sq = nullptr;  // with amsgrad
+  typename Types::master_t* master = nullptr;         // if there are masters
+};
+
+template <typename Types>
+__device__ __forceinline__ AdamChunk<Types> adam_chunk(const AdamTable& table,
+                                                       const TableChunk& at) {
+  using state_t = typename Types::state_t;
+  AdamChunk<Types> chunk = {chunk_data<typename Types::param_t>(table, math::kParam, at),
+                            chunk_data<typename Types::grad_t>(table, math::kGrad, at),
+                            chunk_data<state_t>(table, math::kExpAvg, at),
+                            chunk_data<state_t>(table, math::kExpAvgSq, at)};
+  if constexpr (Types::kAmsgrad) {
+    chunk.max_exp_avg_sq = chunk_data<state_t>(table, math::kMaxExpAvgSq, at);
+  }
+  if constexpr (Types::kMaster != Master::kNone) {
+    chunk.master = chunk_data<typename Types::master_t>(table, math::kMaster, at);
+  }
+  return chunk;
+}
+
+// Updates the `kCount` elements from `i` on, with one access to each column in each direction.
+template <int kCount, typename Types>
+__device__ __forceinline__ void adam_lot(
+    const AdamChunk<Types>& chunk, int i, typename Types::acc_t grad_factor,
+    const math::AdamConstants<typename Types::acc_t>& constants,
+    const math::AdamStep<typename Types::acc_t>& step) {
+  using acc_t = typename Types::acc_t;
+  using param_t = typename Types::param_t;
+  using grad_t = typename Types::grad_t;
+  using state_t = typename Types::state_t;
+  constexpr Master kMasterKind = Types::kMaster;
+
+  auto grad = load_pack<kCount>(chunk.grad + i);
+  auto exp_avg = load_pack<kCount>(chunk.exp_avg + i);
+  auto exp_avg_sq = load_pack<kCount>(chunk.exp_avg_sq + i);
+  Pack<state_t, kCount> max_exp_avg_sq = {};
+  if constexpr (Types::kAmsgrad) max_exp_avg_sq = load_pack<kCount>(chunk.max_exp_avg_sq + i);
+  Pack<param_t, kCount> param = {};
+  if constexpr (kMasterKind != Master::kFloat) param = load_pack<kCount>(chunk.param + i);
+  Pack<typename Types::master_t, kCount> master = {};
+  if constexpr (kMasterKind != Master::kNone) master = load_pack<kCount>(chunk.master + i);
+
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    math::AdamElement<acc_t> x;
+    if constexpr (kMasterKind == Master::kNone) x.param = static_cast<acc_t>(param.value[e]);
+    if constexpr (kMasterKind == Master::kFloat) x.param = master.value[e];
+    if constexpr (kMasterKind == Master::kRemainder) {
+      x.param = math::join_float({param.value[e], master.value[e]});
+    }
+    x.exp_avg = static_cast<acc_t>(exp_avg.value[e]);
+    x.exp_avg_sq = static_cast<acc_t>(exp_avg_sq.value[e]);
+    x.max_exp_avg_sq = static_cast<acc_t>(max_exp_avg_sq.value[e]);
+    const acc_t unscaled =
+        math::Lane<acc_t>::product(static_cast<acc_t>(grad.value[e]), grad_factor);
+    grad.value[e] = static_cast<grad_t>(unscaled);
+
+    x = math::adam_update<Types::kAmsgrad>(x, unscaled, constants, step);
+
+    exp_avg.value[e] = static_cast<state_t>(x.exp_avg);
+    exp_avg_sq.value[e] = static_cast<state_t>(x.exp_avg_sq);
+    max_exp_avg_sq.value[e] = static_cast<state_t>(x.max_exp_avg_sq);
+    if constexpr (kMasterKind == Master::kFloat) master.value[e] = x.param;
+    if constexpr (kMasterKind == Master::kRemainder) {
+      const math::SplitFloat split = math::split_float(x.param);
+      param.value[e] = split.bfloat16;
+      master.value[e] = split.remainder;
+    } else {
+      param.value[e] = static_cast<param_t>(x.param);
+    }
+  }
+
+  store_pack(chunk.param + i, param);
+  store_pack(chunk.exp_avg + i, exp_avg);
+  store_pack(chunk.exp_avg_sq + i, exp_avg_sq);
+  if constexpr (Types::kAmsgrad) store_pack(chunk.max_exp_avg_sq + i, max_exp_avg_sq);
+  if (constants.write_back_grads) store_pack(chunk.grad + i, grad);
+  if constexpr (kMasterKind != Master::kNone) store_pack(chunk.master + i, master);
+}
+
+// Whether every column of the chunk starts where a lot of it may be read at once. Where there is
+// no column there is a null pointer, which is aligned.
+template <typename Types>
+__device__ __forceinline__ bool adam_chunk_is_aligned(const AdamChunk<Types>& chunk) {
+  const auto past = [](const auto* data) {
+    return reinterpret_cast<uintptr_t>(data) % (Types::kLot * sizeof(*data));
+  };
+  return (past(chunk.param) | past(chunk.grad) | past(chunk.exp_avg) | past(chunk.exp_avg_sq) |
+          past(chunk.max_exp_avg_sq) | past(chunk.master)) == 0;
+}
+
+// `first`: how many of the plan's steps belong to launches before this one.
+template <typename Types>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    fused_adam_kernel(const __grid_constant__ AdamTable table, int64_t first,
+                      AdamPlan<typename Types::acc_t> plan,
+                      math::AdamConstants<typename Types::acc_t> constants) {
+  if (*plan.skip) return;
+  const auto grad_factor = *plan.grad_factor;
+  for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {
+    const AdamChunk<Types> chunk = adam_chunk<Types>(table, at);
+    const auto step = plan.steps[first + at.tensor];
+    int done = 0;
+    if (adam_chunk_is_aligned(chunk)) {
+      done = at.size / Types::kLot * Types::kLot;
+#pragma unroll 1
+      for (int i = lane * Types::kLot; i < done; i += kWarp * Types::kLot) {
+        adam_lot<Types::kLot>(chunk, i, grad_factor, constants, step);
+      }
+    }
+#pragma unroll 1
+    for (int i = done + lane; i < at.size; i += kWarp) {
+      adam_lot<1>(chunk, i, grad_factor, constants, step);
+    }
+  });
+}
+
+}  // namespace ampfuse

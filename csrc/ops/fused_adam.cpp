@@ -1,0 +1,309 @@
+#include "fused_adam.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+#include <ampfuse/fused_adam.h>
+#include <c10/util/flat_hash_map.h>
+
+#include "tensor_list.h"
+
+namespace ampfuse {
+
+namespace {
+
+constexpr const char* kOp = "fused_adam";
+constexpr const char* kWriteBackGrads = "write_back_grads";  // the overload
+
+constexpr std::array<const char*, math::kAdamColumns> kNames = {
+    "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"};
+
+// Empty when the column's tensor may go with a parameter of this dtype, else what may.
+const char* wanted_dtype(int column, at::ScalarType param, at::ScalarType dtype) {
+  const bool is_narrow = param == at::kHalf || param == at::kBFloat16;
+  switch (column) {
+    case math::kParam:
+      return is_narrow || param == at::kFloat || param == at::kDouble
+                 ? ""
+                 : "half, bfloat16, float or double";
+    case math::kGrad:
+      if (param == at::kDouble) return dtype == at::kDouble ? "" : "double, as the parameter";
+      return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat
+                 ? ""
+                 : "half, bfloat16 or float";
+    case math::kMaster:
+      if (!is_narrow) return "none, since the parameter is no 16-bit copy";
+      if (dtype == at::kFloat || (dtype == at::kShort && param == at::kBFloat16)) return "";
+      return param == at::kBFloat16 ? "float, or short for remainders" : "float";
+    default:
+      if (param == at::kDouble) return dtype == at::kDouble ? "" : "double, as the parameter";
+      return dtype == at::kFloat || dtype == at::kBFloat16 ? "" : "float or bfloat16";
+  }
+}
+
+bool same_shape(const at::Tensor& a, const at::Tensor& b) {
+  const bool is_symbolic = a.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+                           b.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return is_symbolic ? a.sym_sizes() == b.sym_sizes() : a.sizes() == b.sizes();
+}
+
+void check_column(const FusedAdamArguments& arguments, int column, size_t t) {
+  const char* name = kNames[column];
+  const at::Tensor& tensor = arguments.tensor(column, t);
+  TORCH_CHECK_TYPE(tensor.defined(), kOp, ": ", name, "[", t, "]: expected a tensor, got none");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kOp, ": ", name, "[", t,
+                    "]: expected a strided tensor, got layout ", tensor.layout());
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& first = arguments.tensor(math::kParam, 0);
+  TORCH_CHECK_VALUE(tensor.device() == first.device(), kOp, ": ", name, "[", t,
+                    "]: expected device ", first.device(), " as params[0], got ", tensor.device());
+  const char* wanted = wanted_dtype(column, param.scalar_type(), tensor.scalar_type());
+  TORCH_CHECK_TYPE(*wanted == 0, kOp, ": ", name, "[", t, "]: expected ", wanted, ", got dtype ",
+                   tensor.scalar_type());
+  TORCH_CHECK_VALUE(same_shape(tensor, param), kOp, ": ", name, "[", t, "]: expected shape ",
+                    param.sym_sizes(), " as params[", t, "], got ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(
+      !arguments.is_written(column) || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, kOp,
+      ": ", name, "[", t,
+      "]: more than one element refers to the same memory location, so it can't be written; "
+      "clone() it first");
+}
+
+// Kernels have one type for all moments of a tensor.
+void check_moments_alike(const FusedAdamArguments& arguments, size_t t) {
+  const at::ScalarType dtype = arguments.tensor(math::kExpAvg, t).scalar_type();
+  for (const auto column : {math::kExpAvgSq, math::kMaxExpAvgSq}) {
+    if (!arguments.has(column)) continue;
+    TORCH_CHECK_TYPE(arguments.tensor(column, t).scalar_type() == dtype, kOp, ": ", kNames[column],
+                     "[", t, "]: expected dtype ", dtype, " as exp_avgs[", t, "], got ",
+                     arguments.tensor(column, t).scalar_type());
+  }
+}
+
+void check_state_step(const FusedAdamArguments& arguments, size_t t) {
+  const at::Tensor& step = arguments.state_steps[t].toTensor();
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  TORCH_CHECK_TYPE(step.defined(), kOp, ": state_steps[", t, "]: expected a tensor, got none");
+  TORCH_CHECK_VALUE(step.layout() == at::kStrided, kOp, ": state_steps[", t,
+                    "]: expected a strided tensor, got layout ", step.layout());
+  TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat, kOp, ": state_steps[", t,
+                   "]: expected dtype Float, got ", step.scalar_type());
+  TORCH_CHECK_VALUE(step.sym_numel() == 1, kOp, ": state_steps[", t,
+                    "]: expected a tensor with one element, got shape ", step.sym_sizes());
+  TORCH_CHECK_VALUE(step.device() == param.device(), kOp, ": state_steps[", t,
+                    "]: expected device ", param.device(), " as params[", t, "], got ",
+                    step.device());
+}
+
+void check_lengths(const FusedAdamArguments& arguments) {
+  const auto check = [&arguments](const char* name, TensorRefs list, bool is_there) {
+    const size_t expected = is_there ? arguments.count() : 0;
+    TORCH_CHECK_VALUE(list.size() == expected, kOp, ": ", name, ": expected ", expected,
+                      is_there ? " tensors, one for each of params, got " : " tensors, got ",
+                      list.size());
+  };
+  for (const auto column : {math::kGrad, math::kExpAvg, math::kExpAvgSq}) {
+    check(kNames[column], arguments.columns[column], true);
+  }
+  check(kNames[math::kMaxExpAvgSq], arguments.columns[math::kMaxExpAvgSq],
+        arguments.options.amsgrad);
+  check("state_steps", arguments.state_steps, true);
+  check(kNames[math::kMaster], arguments.columns[math::kMaster], arguments.has(math::kMaster));
+}
+
+void check_numbers(const math::AdamOptions& options) {
+  const auto check = [](const char* name, double value, bool in_range, const char* range) {
+    TORCH_CHECK_VALUE(in_range, kOp, ": ", name, ": expected ", range, ", got ", value);
+  };
+  check("beta1", options.beta1, options.beta1 >= 0 && options.beta1 < 1, "0 <= beta1 < 1");
+  check("beta2", options.beta2, options.beta2 >= 0 && options.beta2 < 1, "0 <= beta2 < 1");
+  check("weight_decay", options.weight_decay, options.weight_decay >= 0, "at least 0");
+  check("eps", options.eps, options.eps >= 0, "at least 0");
+}
+
+void check_scalars(const FusedAdamArguments& arguments) {
+  std::vector<at::Tensor> first;  // whose device the others must have
+  if (arguments.count() > 0) first.push_back(arguments.tensor(math::kParam, 0));
+  const auto check = [&first](const char* name, const std::optional<at::Tensor>& scalar,
+                              std::initializer_list<at::ScalarType> dtypes) {
+    if (scalar) check_scalar(kOp, name, *scalar, dtypes, first, "params");
+  };
+  check("grad_scale", arguments.grad_scale, {at::kFloat});
+  check("found_inf", arguments.found_inf, {at::kFloat});
+  check("total_norm", arguments.total_norm, {at::kFloat, at::kDouble});
+  check("grad_norm", arguments.grad_norm, {at::kFloat});
+  // A learning rate that lives on the host is no reason to wait for the device.
+  if (arguments.lr.defined() && arguments.lr.is_cpu()) first.clear();
+  check("lr", arguments.lr, {at::kFloat, at::kDouble});
+}
+
+// The CPU brings a later tensor's headers into its cache while this one is looked at: thousands of
+// small tensors are scattered over memory, and each header is four cache lines.
+void prefetch_headers(const FusedAdamArguments& arguments, size_t t) {
+  if (t >= arguments.count()) return;
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    if (!arguments.has(column)) continue;
+    const auto* header =
+        reinterpret_cast<const char*>(arguments.tensor(column, t).unsafeGetTensorImpl());
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(header + 64 * line);
+  }
+}
+
+}  // namespace
+
+FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
+                                        const torch::jit::Stack& stack) {
+  size_t next = stack.size() - schema.arguments().size();
+  const auto list = [&] { return stack[next++].toListRef(); };
+  const auto number = [&] { return stack[next++].toDouble(); };
+  const auto flag = [&] { return stack[next++].toBool(); };
+  const auto optional = [&] { return stack[next++].toOptional<at::Tensor>(); };
+
+  FusedAdamArguments arguments;
+  for (const auto column :
+       {math::kParam, math::kGrad, math::kExpAvg, math::kExpAvgSq, math::kMaxExpAvgSq}) {
+    arguments.columns[column] = list();
+  }
+  arguments.state_steps = list();
+  arguments.columns[math::kMaster] = list();
+  arguments.lr = stack[next++].toTensor();
+  math::AdamOptions& options = arguments.options;
+  options.write_back_grads = schema.overload_name() == kWriteBackGrads;
+  options.beta1 = number();
+  options.beta2 = number();
+  options.weight_decay = number();
+  options.eps = number();
+  options.amsgrad = flag();
+  options.maximize = flag();
+  options.decoupled = flag();
+  arguments.grad_scale = optional();
+  arguments.found_inf = optional();
+  arguments.total_norm = optional();
+  const auto max_norm = stack[next++].toOptional<double>();
+  arguments.grad_norm = optional();
+
+  TORCH_CHECK_VALUE(arguments.total_norm.has_value() == max_norm.has_value(), kOp,
+                    ": total_norm and max_norm: expected both or neither");
+  TORCH_CHECK_VALUE(arguments.total_norm || !arguments.grad_norm, kOp,
+                    ": grad_norm: expected none without total_norm");
+  TORCH_CHECK_VALUE(!arguments.grad_norm || !arguments.grad_norm->is_same(*arguments.total_norm),
+                    kOp, ": grad_norm: expected another tensor than total_norm");
+  arguments.max_norm = max_norm.value_or(0);
+  check_numbers(options);
+  check_lengths(arguments);
+  check_scalars(arguments);
+  return arguments;
+}
+
+void check_adam_tensor(const FusedAdamArguments& arguments, size_t t) {
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    if (arguments.has(column)) check_column(arguments, column, t);
+  }
+  check_moments_alike(arguments, t);
+  check_state_step(arguments, t);
+}
+
+AdamTensors::AdamTensors(const FusedAdamArguments& arguments) {
+  tensors_.reserve(arguments.count());
+  ska::flat_hash_map<const void*, size_t> seen;
+  seen.reserve(arguments.count());
+  for (size_t t = 0; t < arguments.count(); ++t) {
+    prefetch_headers(arguments, t + 2);
+    check_adam_tensor(arguments, t);
+    const auto dtype_of = [&](int column) { return arguments.tensor(column, t).scalar_type(); };
+    AdamTensor tensor = {};
+    tensor.size = arguments.tensor(math::kParam, t).numel();
+    tensor.dtypes = {
+        dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kExpAvg),
+        arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
+    for (int column = 0; column < math::kAdamColumns; ++column) {
+      if (arguments.has(column)) tensor.data[column] = data(arguments, column, t);
+    }
+    tensor.step = arguments.state_steps[t].toTensor().mutable_data_ptr<float>();
+    if (tensor.size > 0) {
+      const auto [first, fresh] = seen.emplace(tensor.data[math::kParam], t);
+      TORCH_CHECK_VALUE(fresh, kOp, ": params[", t, "]: expected distinct tensors, got params[",
+                        first->second, "] again");
+    }
+    tensors_.push_back(tensor);
+  }
+}
+
+// Where a column's elements are, in the order that the parameter's have if it leaves no gaps.
+void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t t) {
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& tensor = arguments.tensor(column, t);
+  const bool is_written = arguments.is_written(column);
+  if (param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
+      tensor.strides() == param.strides()) {
+    // A column that is only read has the same type as one that is written.
+    return is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  }
+  const at::Tensor copy =
+      param.is_non_overlapping_and_dense()
+          ? at::empty_strided(param.sizes(), param.strides(), tensor.options()).copy_(tensor)
+          : tensor.clone(at::MemoryFormat::Contiguous);
+  stand_ins_.push_back({tensor, copy, is_written});
+  return copy.mutable_data_ptr();
+}
+
+void AdamTensors::write_back() const {
+  for (const StandIn& stand_in : stand_ins_) {
+    if (stand_in.is_written) stand_in.original.copy_(stand_in.copy);
+  }
+}
+
+void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options) {
+  const auto find = [](const char* overload) {
+    return c10::Dispatcher::singleton()
+        .findSchemaOrThrow("ampfuse::fused_adam", overload)
+        .typed<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                    at::TensorList, at::TensorList, const at::Tensor&, double, double, double,
+                    double, bool, bool, bool, const std::optional<at::Tensor>&,
+                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                    std::optional<double>, const std::optional<at::Tensor>&)>();
+  };
+  static const auto read_grads = find("");
+  static const auto write_back_grads = find(kWriteBackGrads);
+  (options.write_back_grads ? write_back_grads : read_grads)
+      .call(tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs,
+            tensors.max_exp_avg_sqs, tensors.state_steps, tensors.masters, options.lr,
+            options.beta1, options.beta2, options.weight_decay, options.eps, options.amsgrad,
+            options.maximize, options.decoupled_weight_decay, options.grad_scale, options.found_inf,
+            options.total_norm, options.max_norm, options.grad_norm);
+}
+
+namespace {
+
+// An empty list names no backend; sparse tensors and devices that this build does not serve come
+// here too.
+void fused_adam_no_backend(const FusedAdamArguments& arguments) {
+  for (size_t t = 0; t < arguments.count(); ++t) check_adam_tensor(arguments, t);
+  if (arguments.count() > 0) refuse_backend(kOp, {arguments.tensor(math::kParam, 0)});
+}
+
+}  // namespace
+
+// The same op twice: with an overload that writes no gradients, autograd and the compiler need not
+// believe that they change.
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  const auto define = [&m](const std::string& name, const std::string& grads) {
+    m.def((name + "(Tensor(a!)[] params, " + grads +
+           "[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+           "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps, Tensor(g!)[] masters, *, "
+           "Tensor lr, float beta1, float beta2, float weight_decay, float eps, bool amsgrad, "
+           "bool maximize, bool decoupled_weight_decay, Tensor? grad_scale=None, "
+           "Tensor? found_inf=None, Tensor? total_norm=None, float? max_norm=None, "
+           "Tensor(h!)? grad_norm=None) -> ()")
+              .c_str(),
+          {at::Tag::pt2_compliant_tag});
+  };
+  define("fused_adam", "Tensor");
+  define("fused_adam.write_back_grads", "Tensor(b!)");
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+  register_fused_adam<fused_adam_no_backend>(m);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include <array>
+#include <vector>
+
+#include "../math/fused_adam.h"
+
+namespace ampfuse {
+
+/// A list of tensors where the dispatcher has put it: copies would count references, which for
+/// tensors that Python owns too takes Python's lock.
+using TensorRefs = c10::ArrayRef<c10::IValue>;
+
+/// The op's arguments. Its schema has twenty, so kernels take them from the stack as one.
+struct FusedAdamArguments {
+  std::array<TensorRefs, math::kAdamColumns> columns;  // an optional one may be empty
+  TensorRefs state_steps;
+  at::Tensor lr;
+  math::AdamOptions options;
+  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> found_inf;
+  std::optional<at::Tensor> total_norm;
+  double max_norm;  // with total_norm
+  std::optional<at::Tensor> grad_norm;
+
+  size_t count() const { return columns[math::kParam].size(); }
+  bool has(int column) const { return !columns[column].empty(); }
+  const at::Tensor& tensor(int column, size_t t) const { return columns[column][t].toTensor(); }
+  bool is_written(int column) const { return column != math::kGrad || options.write_back_grads; }
+};
+
+/// The arguments on top of the stack, numbers and scalars checked.
+FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
+                                        const torch::jit::Stack& stack);
+
+/// Refuses a tensor whose columns do not fit together.
+void check_adam_tensor(const FusedAdamArguments& arguments, size_t t);
+
+template <void (*kKernel)(const FusedAdamArguments&)>
+void boxed_fused_adam(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  kKernel(fused_adam_arguments(op.schema(), *stack));
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+/// Makes a function a backend's kernel.
+template <void (*kKernel)(const FusedAdamArguments&)>
+void register_fused_adam(torch::Library& library) {
+  for (const char* overload : {"fused_adam", "fused_adam.write_back_grads"}) {
+    library.impl(overload, torch::CppFunction::makeFromBoxedFunction<&boxed_fused_adam<kKernel>>());
+  }
+}
+
+/// What a kernel is compiled for. Undefined: there is no master.
+struct AdamDtypes {
+  at::ScalarType param;
+  at::ScalarType grad;
+  at::ScalarType state;
+  at::ScalarType master;
+
+  bool operator==(const AdamDtypes&) const = default;
+};
+
+/// One of a step's tensors as kernels see it: the elements of all columns in the same order.
+struct AdamTensor {
+  std::array<void*, math::kAdamColumns> data;  // null: no such column
+  int64_t size;
+  AdamDtypes dtypes;
+  float* step;
+};
+
+/// All of them, checked. Where a tensor's columns differ in their strides, or leave gaps, dense
+/// copies stand in for some.
+class AdamTensors {
+ public:
+  explicit AdamTensors(const FusedAdamArguments& arguments);
+
+  const std::vector<AdamTensor>& get() const { return tensors_; }
+
+  /// Copies what the step wrote into stand-ins back to where they came from.
+  void write_back() const;
+
+ private:
+  void* data(const FusedAdamArguments& arguments, int column, size_t t);
+
+  struct StandIn {
+    at::Tensor original;
+    at::Tensor copy;
+    bool is_written;
+  };
+
+  std::vector<AdamTensor> tensors_;
+  std::vector<StandIn> stand_ins_;
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,205 @@
+// Numbers that are stepped in more bits than the model has: fp32 masters, and remainders.
+#include "simt/simt.h"
+
+#include <algorithm>
+
+#include "adam_on_host.h"
+#include "catch.h"
+
+using ampfuse::AdamTypes;
+using ampfuse::Master;
+using ampfuse::math::AdamOptions;
+using ampfuse::math::SplitFloat;
+using BFloat16 = c10::BFloat16;
+using Half = c10::Half;
+
+namespace {
+
+uint32_t bits(float x) {
+  return __builtin_bit_cast(uint32_t, x);
+}
+
+float from_bits(uint32_t bits) {
+  return __builtin_bit_cast(float, bits);
+}
+
+float as_bfloat16(uint16_t upper) {
+  return from_bits(uint32_t{upper} << 16);
+}
+
+// Five steps with gradients in bfloat16, that begin where an update is not small: lr 1, betas
+// (0.1, 0.25), or else with AdamW's defaults. Some parameters are extreme.
+template <typename Types>
+FakeAdamTensors<Types> trained(bool aggressive) {
+  AdamOptions options = adamw_options();
+  options.amsgrad = Types::kAmsgrad;
+  if (aggressive) {
+    options.beta1 = 0.1;
+    options.beta2 = 0.25;
+  }
+  FakeAdamTensors<Types> tensors;
+  for (const int64_t size : {1, 130, 2053}) {
+    tensors.push_back(random_adam_tensor<Types>(size, 0, {}, static_cast<uint32_t>(size)));
+  }
+  const float extremes[] = {std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::infinity(),
+                            std::numeric_limits<float>::quiet_NaN(),
+                            std::numeric_limits<float>::max(),
+                            std::numeric_limits<float>::denorm_min(),
+                            -0.0f,
+                            from_bits(0x3f808000)};  // midway between two bfloat16
+  int64_t place = 0;
+  for (const float extreme : extremes) tensors[1].set_number(place++, extreme);
+  for (uint32_t step = 0; step < 5; ++step) {
+    for (auto& tensor : tensors) fill_gradients(tensor, 100 + step);
+    step_on_host(tensors, options, signals_with_lr(aggressive ? 1 : 1e-3));
+  }
+  return tensors;
+}
+
+template <typename T>
+std::string bits_of_column(const FakeTensor<T>& column) {
+  return {reinterpret_cast<const char*>(column.data()), column.size * sizeof(T)};
+}
+
+template <typename Types, typename Plain>
+void check_same_numbers(const FakeAdamTensors<Types>& with_masters,
+                        const FakeAdamTensors<Plain>& plain) {
+  for (size_t t = 0; t < plain.size(); ++t) {
+    for (int64_t i = 0; i < plain[t].size; ++i) {
+      REQUIRE(bits(with_masters[t].number(i)) == bits(plain[t].number(i)));
+    }
+    CHECK((bits_of_column(with_masters[t].exp_avg) == bits_of_column(plain[t].exp_avg)));
+    CHECK((bits_of_column(with_masters[t].exp_avg_sq) == bits_of_column(plain[t].exp_avg_sq)));
+    CHECK((bits_of_column(with_masters[t].max_exp_avg_sq) ==
+           bits_of_column(plain[t].max_exp_avg_sq)));
+  }
+}
+
+// The upper halves of zero, the least and the largest subnormal, the least normal number, 1 and
+// both its neighbours, the two largest bfloat16, infinity (with lower bits, signalling NaNs),
+// signalling NaNs, and quiet ones.
+constexpr uint16_t kEdges[] = {0x0000, 0x0001, 0x007f, 0x0080, 0x3f7f, 0x3f80, 0x3f81, 0x7f7e,
+                               0x7f7f, 0x7f80, 0x7f81, 0x7fbf, 0x7fc0, 0x7fc1, 0x7fff};
+
+// How many of the floats with this upper half, of either sign, fail `holds(x, their split)`.
+template <typename Predicate>
+int failures(uint16_t edge, Predicate holds) {
+  int failures = 0;
+  for (const uint32_t sign : {0u, 0x80000000u}) {
+    for (uint32_t lower = 0; lower < 65536; ++lower) {
+      const float x = from_bits(sign | uint32_t{edge} << 16 | lower);
+      failures += !holds(x, ampfuse::math::split_float(x));
+    }
+  }
+  return failures;
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("masters and remainders step to the bits of fp32 parameters", "",
+                   (AdamTypes<Half, BFloat16, float, Master::kFloat, false>),
+                   (AdamTypes<BFloat16, BFloat16, float, Master::kFloat, true>),
+                   (AdamTypes<uint16_t, BFloat16, float, Master::kRemainder, false>),
+                   (AdamTypes<uint16_t, BFloat16, float, Master::kRemainder, true>)) {
+  using Plain = AdamTypes<float, BFloat16, float, Master::kNone, TestType::kAmsgrad>;
+  const bool aggressive = GENERATE(true, false);
+  const auto plain = trained<Plain>(aggressive);
+  simt::for_each_schedule([&] { check_same_numbers(trained<TestType>(aggressive), plain); });
+}
+
+TEMPLATE_TEST_CASE("the model is the master, cast", "", Half, BFloat16) {
+  using Types = AdamTypes<TestType, BFloat16, float, Master::kFloat, false>;
+  for (const auto& tensor : trained<Types>(/*aggressive=*/true)) {
+    for (int64_t i = 0; i < tensor.size; ++i) {
+      const auto cast = static_cast<TestType>(tensor.master.data()[i]);
+      REQUIRE(tensor.param.data()[i].x == cast.x);
+    }
+  }
+}
+
+TEST_CASE("what the model held before the step is not looked at beside a master") {
+  using Types = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
+  FakeAdamTensors<Types> tensors;
+  FakeAdamTensors<Types> stale;
+  tensors.push_back(random_adam_tensor<Types>(131, 0, {}, 1));
+  stale.push_back(random_adam_tensor<Types>(131, 0, {}, 1));
+  std::fill_n(stale[0].param.data(), 131, std::numeric_limits<BFloat16>::quiet_NaN());
+  step_on_host(tensors, adamw_options(), signals_with_lr(0.01));
+  step_on_host(stale, adamw_options(), signals_with_lr(0.01));
+  CHECK((bits_of(stale) == bits_of(tensors)));
+}
+
+TEST_CASE("updates below a bfloat16's ulp add up in masters, and are lost without") {
+  const auto moved = []<typename Types>() {
+    FakeAdamTensors<Types> tensors;
+    tensors.push_back(random_adam_tensor<Types>(1, 0, {}, 1));
+    tensors[0].set_number(0, 1);
+    tensors[0].exp_avg.data()[0] = 0;
+    tensors[0].exp_avg_sq.data()[0] = 0;
+    tensors[0].grad.data()[0] = 1;
+    AdamOptions options = adamw_options();
+    options.weight_decay = 0;
+    for (int step = 0; step < 8; ++step) step_on_host(tensors, options, signals_with_lr(1e-3));
+    return 1 - tensors[0].number(0);
+  };
+  // Steps of 1e-3 each, where bfloat16 has ulps of 4e-3.
+  using Alone = AdamTypes<BFloat16, BFloat16, float, Master::kNone, false>;
+  using Masters = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
+  using Remainders = AdamTypes<uint16_t, BFloat16, float, Master::kRemainder, false>;
+  CHECK(moved.operator()<Alone>() == 0);
+  CHECK(moved.operator()<Masters>() == Approx(0.008).epsilon(1e-3));
+  CHECK(moved.operator()<Remainders>() == Approx(0.008).epsilon(1e-3));
+}
+
+TEST_CASE("every float is joined from its halves again, and a NaN only made quiet") {
+  for (const uint16_t edge : kEdges) {
+    INFO("upper half " << edge);
+    CHECK(failures(edge, [](float x, SplitFloat split) {
+            const uint32_t quiet = std::isnan(x) ? 0x00400000 : 0;
+            return bits(ampfuse::math::join_float(split)) == (bits(x) | quiet);
+          }) == 0);
+  }
+}
+
+TEST_CASE("joining and splitting again changes nothing") {
+  for (const uint16_t edge : kEdges) {
+    INFO("upper half " << edge);
+    CHECK(failures(edge, [](float, SplitFloat split) {
+            const SplitFloat again = ampfuse::math::split_float(ampfuse::math::join_float(split));
+            return again.bfloat16 == split.bfloat16 && again.remainder == split.remainder;
+          }) == 0);
+  }
+}
+
+TEST_CASE("the model's half of a float is the nearest bfloat16, of two the larger in magnitude") {
+  for (const uint16_t edge : kEdges) {
+    INFO("upper half " << edge);
+    CHECK(failures(edge, [](float x, SplitFloat split) {
+            const float half = as_bfloat16(split.bfloat16);
+            const float nearest = static_cast<float>(static_cast<BFloat16>(x));  // ties to even
+            if (std::isnan(x)) return std::isnan(half);
+            if (bits(half) == bits(nearest)) {
+              // Of the two that a tie lies between, the other one is not larger.
+              return (bits(x) & 0xffff) != 0x8000 || std::fabs(half) > std::fabs(x);
+            }
+            return std::fabs(double{half} - x) == std::fabs(double{nearest} - x) &&
+                   std::fabs(half) > std::fabs(nearest);
+          }) == 0);
+  }
+}
+
+TEST_CASE(
+    "the largest float is infinity in the model, as its cast is, and itself with a remainder") {
+  const float largest = std::numeric_limits<float>::max();
+  const SplitFloat split = ampfuse::math::split_float(largest);
+  CHECK(as_bfloat16(split.bfloat16) == std::numeric_limits<float>::infinity());
+  CHECK(split.remainder == -1);
+  CHECK(ampfuse::math::join_float(split) == largest);
+}
+
+TEST_CASE("a NaN whose payload is all in the lower half is a NaN in the model") {
+  const SplitFloat split = ampfuse::math::split_float(from_bits(0xff800001));
+  CHECK(std::isnan(as_bfloat16(split.bfloat16)));
+  CHECK(bits(ampfuse::math::join_float(split)) == 0xffc00001);
+}

@@ -1,0 +1,282 @@
+"""A step of Adam or AdamW in float64, and without ampfuse what tests of `fused_adam` feed in.
+
+The formulae are those of torch.optim's documentation, with t the number of the step:
+
+    g ← −g if maximize;  g ← g + λ·p (Adam) or p ← p − lr·λ·p (AdamW)
+    m ← β₁·m + (1−β₁)·g;  v ← β₂·v + (1−β₂)·g²;  with amsgrad the largest v so far takes its place
+    p ← p − lr·m̂ / (√v̂ + ε)  with m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from reference import heavy_tailed
+from torch import Tensor
+
+# Weight decay large enough to be seen in float16.
+OPTIONS = {
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.05,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of one tensor's columns."""
+
+    param: torch.dtype = torch.float32
+    grad: torch.dtype = torch.float32
+    moment: torch.dtype = torch.float32
+    master: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        names = [str(x).removeprefix("torch.") for x in (self.param, self.grad, self.moment)]
+        return "-".join([*names, str(self.master).removeprefix("torch.")])
+
+
+NARROW, SINGLE = [torch.float16, torch.bfloat16], [torch.float16, torch.bfloat16, torch.float32]
+DOUBLE = Dtypes(torch.float64, torch.float64, torch.float64)
+HALF_WITH_MASTERS = Dtypes(torch.float16, torch.float16, master=torch.float32)
+BFLOAT16_WITH_MASTERS = Dtypes(torch.bfloat16, torch.bfloat16, master=torch.float32)
+BFLOAT16_WITH_REMAINDERS = Dtypes(torch.bfloat16, torch.bfloat16, master=torch.int16)
+
+# All that the op takes.
+COMBINATIONS = [
+    Dtypes(param, grad, moment, master)
+    for param, master in [
+        *((param, None) for param in SINGLE),
+        *((param, torch.float32) for param in NARROW),
+        (torch.bfloat16, torch.int16),
+    ]
+    for grad in SINGLE
+    for moment in (torch.float32, torch.bfloat16)
+] + [DOUBLE]
+
+EVERY_COMBINATION = pytest.mark.parametrize("dtypes", COMBINATIONS, ids=str)
+
+# The kinds of numbers that are stepped, with the gradients and moments that usually go with them.
+WITH_MASTERS = [HALF_WITH_MASTERS, BFLOAT16_WITH_MASTERS, BFLOAT16_WITH_REMAINDERS]
+EVERY_MASTER = pytest.mark.parametrize("dtypes", WITH_MASTERS, ids=str)
+SOME_COMBINATIONS = pytest.mark.parametrize("dtypes", [Dtypes(), DOUBLE, *WITH_MASTERS], ids=str)
+
+
+@dataclass
+class AdamLists:
+    """What a step reads and writes: lists of which entries with the same index belong together."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: list[Tensor]  # empty without amsgrad
+    state_steps: list[Tensor]
+    masters: list[Tensor]  # empty without masters
+
+    def columns(self) -> list[list[Tensor]]:
+        """The lists, in the order in which the op takes them."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def tensors(self) -> list[Tensor]:
+        """All of all lists."""
+        return [tensor for column in self.columns() for tensor in column]
+
+    def clone(self) -> "AdamLists":
+        """A copy to be stepped by itself."""
+        return AdamLists(*([x.clone() for x in column] for column in self.columns()))
+
+    def only(self, *indices: int) -> "AdamLists":
+        """Some of the tensors, shared with this."""
+        return AdamLists(*([column[i] for i in indices if column] for column in self.columns()))
+
+    def stepped(self) -> list[Tensor]:
+        """The numbers that are stepped: masters if there are any, else parameters."""
+        if not self.masters:
+            return self.params
+        pairs = zip(self.params, self.masters, strict=True)
+        return [join(p, x) if x.dtype == torch.int16 else x for p, x in pairs]
+
+
+def concatenated(*parts: AdamLists) -> AdamLists:
+    """The lists of all parts, one part after the other."""
+    columns = zip(*(part.columns() for part in parts), strict=True)
+    return AdamLists(*([x for column in of_all for x in column] for of_all in columns))
+
+
+def adam_lists(
+    shapes: Sequence[int | tuple[int, ...]],
+    device: torch.device,
+    dtypes: Dtypes = Dtypes(),
+    *,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    steps: float = 0,
+    seed: int = 0,
+) -> AdamLists:
+    """Heavy-tailed numbers, of which `steps` have been taken.
+
+    Parameter, gradient and mean of an element have the same sign (the gradient the other one where
+    it is to be climbed), and parameters are so far from zero that a few first steps of 1e-3 don't
+    carry them across. Then no sum cancels but the last, and all results can be right to a few
+    roundings of their own size.
+    """
+    lists = AdamLists([], [], [], [], [], [], [])
+    wide = torch.float64 if dtypes.param == torch.float64 else torch.float32
+    for i, shape in enumerate(shapes):
+        value, grad, mean, square, largest = (
+            heavy_tailed(shape, wide, device, seed=1000 * seed + 10 * i + k) for k in range(5)
+        )
+        sign = value.sign()
+        value += 0.1 * sign
+        lists.grads.append((grad.abs() * (-sign if maximize else sign)).to(dtypes.grad))
+        lists.exp_avgs.append((mean.abs() * sign * (steps > 0)).to(dtypes.moment))
+        lists.exp_avg_sqs.append((square.abs() * (steps > 0)).to(dtypes.moment))
+        if amsgrad:
+            lists.max_exp_avg_sqs.append((largest.abs() * (steps > 0)).to(dtypes.moment))
+        lists.state_steps.append(torch.tensor(float(steps), device=device))
+        if dtypes.master == torch.int16:
+            param, remainder = split(value)
+            lists.params.append(param)
+            lists.masters.append(remainder)
+            continue
+        lists.params.append(value.to(dtypes.param))
+        if dtypes.master is not None:
+            lists.masters.append(value)
+    return lists
+
+
+def renew_gradients(lists: AdamLists, seed: int) -> None:
+    """Overwrite the gradients with new ones of the same signs."""
+    for i, grad in enumerate(lists.grads):
+        new = heavy_tailed(tuple(grad.shape), grad.dtype, grad.device, seed=1000 * seed + i)
+        grad.copy_(new.abs() * grad.sign())
+
+
+def with_masters(lists: AdamLists, dtypes: Dtypes) -> AdamLists:
+    """A copy of float32 lists, with 16-bit parameters and masters in place of the parameters."""
+    copy = lists.clone()
+    if dtypes.master == torch.float32:
+        return replace(copy, params=[x.to(dtypes.param) for x in copy.params], masters=copy.params)
+    params, masters = zip(*map(split, copy.params), strict=True)
+    return replace(copy, params=list(params), masters=list(masters))
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 as the nearest bfloat16, of two the larger in magnitude, and what its bits lack.
+
+    As integers, bits are the bfloat16's times 2¹⁶ plus the remainder; not those of a NaN, which are
+    cut in two, and the upper half made quiet lest it be an infinity.
+    """
+    bits = x.view(torch.int32).long()
+    upper = torch.where(x.isnan(), (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    return wrapped(upper).view(torch.bfloat16), wrapped(bits)
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 that was split."""
+    upper = param.view(torch.int16).long() << 16
+    bits = torch.where(param.isnan(), upper | (remainder.long() & 0xFFFF), upper + remainder.long())
+    return (((bits + 2**31) % 2**32) - 2**31).int().view(torch.float32)
+
+
+def wrapped(integers: Tensor) -> Tensor:
+    """The lower 16 bits as a signed integer."""
+    return (((integers + 2**15) % 2**16) - 2**15).short()
+
+
+@dataclass
+class ExactStep:
+    """One tensor after a step, in float64."""
+
+    before: Tensor
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor
+    grad: Tensor  # unscaled and clipped
+
+
+def exact_step(
+    lists: AdamLists,
+    lr: float,
+    *,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled_weight_decay: bool,
+    grad_factor: float = 1.0,
+) -> list[ExactStep]:
+    """What becomes of each tensor, by the formulae above, from what the lists hold."""
+    results = []
+    for i, before in enumerate(x.to(torch.float64, copy=True) for x in lists.stepped()):
+        grad = lists.grads[i].double() * grad_factor
+        t = lists.state_steps[i].item() + 1
+        g, p = (-grad if maximize else grad), before
+        if decoupled_weight_decay:
+            p = p - lr * weight_decay * p
+        else:
+            g = g + weight_decay * p
+        m = beta1 * lists.exp_avgs[i].double() + (1 - beta1) * g
+        v = beta2 * lists.exp_avg_sqs[i].double() + (1 - beta2) * g * g
+        largest = torch.maximum(lists.max_exp_avg_sqs[i].double(), v) if amsgrad else v
+        m_hat = m / (1 - beta1**t)
+        v_hat = largest / (1 - beta2**t)
+        p = p - lr * m_hat / (v_hat.sqrt() + eps)
+        results.append(ExactStep(before, p, m, v, largest, grad))
+    return results
+
+
+def take_exact_step(lists: AdamLists, lr: float, **options: float) -> None:
+    """Step float64 lists by the formulae."""
+    results = exact_step(lists, lr, **options)
+    lists.params = [result.param for result in results]
+    lists.exp_avgs = [result.exp_avg for result in results]
+    lists.exp_avg_sqs = [result.exp_avg_sq for result in results]
+    lists.state_steps = [count + 1 for count in lists.state_steps]
+
+
+def assert_stored(actual: Tensor, expected: Tensor, error: Tensor) -> None:
+    """Compare with what is exact but for `error` in the arithmetic and the rounding to be stored,
+    by half a last bit of the dtype, or half a step of its subnormal numbers."""
+    info = torch.finfo(actual.dtype)
+    half_a_bit = (info.eps * expected.abs()).clamp(min=info.smallest_normal * info.eps) / 2
+    off = (actual.double() - expected).abs()
+    assert (off <= half_a_bit + error).all(), f"{(off / (half_a_bit + error)).max().item():.3g} ×"
+
+
+def assert_step(lists: AdamLists, exact: list[ExactStep]) -> None:
+    """Compare the lists with the step that they should have taken.
+
+    Roundings in the arithmetic, half a last bit each, relative to the result when nothing cancels:
+    g: the factor, ·factor, λ, + λ·p.  m: those of g, 1−β₁, g − m, + m.  v: twice those of g, 1−β₂,
+    ·g, β₂, ·v, +.  The update: those of m, half of those of v, the size, ·m, √, the floor, +, /.
+    p: lr·λ, − lr·λ·p, − the update, and the update's.  Each is counted as if it happened to the
+    whole of what it is part of. The reference's own roundings, in float64, are only seen next to a
+    double, which may be off by as much again.
+    """
+    of_grad, of_mean = 4, 4 + 3
+    of_square = 2 * of_grad + 5
+    of_update = of_mean + of_square / 2 + 6
+    stepped = lists.stepped()
+    for i, step in enumerate(exact):
+        unit = torch.finfo(stepped[i].dtype if stepped[i].itemsize > 2 else torch.float32).eps / 2
+        if stepped[i].dtype == torch.float64:
+            unit *= 2
+        mean, square = step.exp_avg, step.exp_avg_sq
+        assert_stored(lists.exp_avgs[i], mean, of_mean * unit * mean.abs())
+        assert_stored(lists.exp_avg_sqs[i], square, of_square * unit * square)
+        if lists.max_exp_avg_sqs:
+            largest = step.max_exp_avg_sq
+            assert_stored(lists.max_exp_avg_sqs[i], largest, of_square * unit * largest)
+        size = torch.maximum(step.before.abs(), step.param.abs())
+        update = (step.param - step.before).abs()
+        assert_stored(stepped[i], step.param, unit * (3 * size + of_update * update))

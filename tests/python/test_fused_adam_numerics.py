@@ -1,0 +1,350 @@
+"""fused_adam at the edges of floating point, under scaling and clipping, and over many steps."""
+
+import math
+
+import pytest
+import torch
+from adam_reference import (
+    EVERY_COMBINATION,
+    EVERY_MASTER,
+    OPTIONS,
+    SOME_COMBINATIONS,
+    WITH_MASTERS,
+    AdamLists,
+    Dtypes,
+    adam_lists,
+    assert_step,
+    assert_stored,
+    exact_step,
+    join,
+    split,
+    take_exact_step,
+    with_masters,
+)
+from ampfuse.ops import fused_adam, multi_tensor_norm
+from reference import bits, same_bits
+
+
+def scalar(value, device, dtype=torch.float32):
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def step(lists, lr=1e-3, **options):
+    fused_adam(*lists.columns(), lr=torch.tensor(lr, dtype=torch.float64), **OPTIONS | options)
+
+
+def assert_same_lists(a, b):
+    for ours, theirs in zip(a.tensors(), b.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@EVERY_COMBINATION
+def test_gradients_scaled_by_a_power_of_two_give_the_bits_of_unscaled_ones(device, dtypes):
+    unscaled = adam_lists([257, 8193], device, dtypes, steps=2)
+    scale = 4.0 if dtypes.grad == torch.float16 else 65536.0  # float16 ends at 65504
+    scaled = unscaled.clone()
+    for grad in scaled.grads:
+        grad *= scale
+    before = [grad.clone() for grad in scaled.grads]
+
+    step(unscaled)
+    step(scaled, grad_scale=scalar(scale, device))
+
+    assert all(map(same_bits, scaled.grads, before))
+    scaled.grads = unscaled.grads
+    assert_same_lists(scaled, unscaled)
+
+
+@SOME_COMBINATIONS
+def test_scale_and_clip_factor_multiply_the_gradients(device, dtypes):
+    lists = adam_lists([257, 8193], device, dtypes, steps=2)
+    before = lists.clone()
+    norm_of_unscaled = 7.0 / 3.0
+    factor = 1 / 3 * 0.5 / (norm_of_unscaled + 1e-6)
+    exact = exact_step(lists, 1e-3, grad_factor=factor, **OPTIONS)
+    grad_norm = scalar(0.0, device)
+
+    step(
+        lists,
+        grad_scale=scalar(3.0, device),
+        total_norm=scalar(7.0, device),
+        max_norm=0.5,
+        grad_norm=grad_norm,
+    )
+
+    assert_step(lists, exact)
+    assert all(map(same_bits, lists.grads, before.grads))
+    assert grad_norm.item() == scalar(norm_of_unscaled, device).item()
+
+
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float64])
+@SOME_COMBINATIONS
+def test_gradients_written_back_are_unscaled_clipped_and_rounded_once(device, dtypes, norm_dtype):
+    lists = adam_lists([257, 8193], device, dtypes, steps=2)
+    read_only, before = lists.clone(), lists.clone()
+    wide = torch.float64 if dtypes.grad == torch.float64 else torch.float32
+    factor = torch.tensor(1 / 3 * 0.5 / (7 / 3 + 1e-6), dtype=wide, device=device)
+    signals = {"grad_scale": scalar(3.0, device), "max_norm": 0.5}
+    signals["total_norm"] = scalar(7.0, device, norm_dtype)
+
+    step(lists, write_back_grads=True, **signals)
+    step(read_only, **signals)
+
+    # The factor is made in double, of two roundings or three: in float32 that is one.
+    rtol = 4 * 2.0**-53 if wide == torch.float64 else 0
+    for grad, found in zip(lists.grads, before.grads, strict=True):
+        torch.testing.assert_close(grad, (found * factor).to(dtypes.grad), rtol=rtol, atol=0)
+    assert all(map(same_bits, read_only.grads, before.grads))
+    lists.grads = read_only.grads
+    assert_same_lists(lists, read_only)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_is_torchs_followed_by_the_step(device, dtype, max_norm):
+    lists = adam_lists([257, (33, 5), 8193], device, Dtypes(dtype, dtype, dtype), steps=2)
+    leaves = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in lists.grads]
+    for leaf, grad in zip(leaves, lists.grads, strict=True):
+        leaf.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(leaves, max_norm)
+    clipped = lists.clone()
+    clipped.grads = [leaf.grad for leaf in leaves]
+    exact = exact_step(clipped, 1e-3, **OPTIONS)
+    grad_norm = scalar(0.0, device)
+
+    step(
+        lists,
+        write_back_grads=True,
+        total_norm=multi_tensor_norm(lists.grads).total_norm,
+        max_norm=max_norm,
+        grad_norm=grad_norm,
+    )
+
+    # torch's norm is a sum in float32, 300 roundings off at most; its factor has three more. They
+    # tell in full in the update, so in the parameter as far as it is part of that.
+    rtol = 310 * torch.finfo(dtype).eps / 2
+    assert grad_norm.item() == pytest.approx(norm.item(), rel=max(rtol, 2.0**-24))
+    for i, wanted in enumerate(exact):
+        torch.testing.assert_close(lists.grads[i], clipped.grads[i], rtol=rtol, atol=0)
+        off = (lists.params[i].double() - wanted.param).abs()
+        assert (off <= rtol * torch.maximum(wanted.before.abs(), wanted.param.abs())).all()
+
+
+@pytest.mark.parametrize(("total_norm", "max_norm"), [(0.0, 1.0), (0.5, 1.0), (5.0, math.inf)])
+@SOME_COMBINATIONS
+def test_norm_within_the_limit_changes_nothing(device, dtypes, total_norm, max_norm):
+    lists = adam_lists([257, 8193], device, dtypes, steps=2)
+    unclipped = lists.clone()
+
+    step(lists, write_back_grads=True, total_norm=scalar(total_norm, device), max_norm=max_norm)
+    step(unclipped)
+
+    assert_same_lists(lists, unclipped)
+
+
+@pytest.mark.parametrize("total_norm", [math.nan, math.inf, 5.0])
+@pytest.mark.parametrize("max_norm", [1.0, 0.0, -2.0, math.inf, math.nan])
+def test_special_norms_and_limits_act_as_in_torch(device, total_norm, max_norm):
+    lists = adam_lists([5], device)
+    lists.grads[0].copy_(torch.tensor([2.0, -2.0, 0.0, math.inf, math.nan]))
+    leaf = torch.nn.Parameter(lists.params[0].clone())
+    leaf.grad = lists.grads[0].clone()
+    torch.nn.utils.clip_grads_with_norm_([leaf], max_norm, scalar(total_norm, device))
+    torch.optim.AdamW([leaf], lr=1e-3, weight_decay=OPTIONS["weight_decay"]).step()
+    grad_norm = scalar(0.0, device)
+
+    step(
+        lists,
+        write_back_grads=True,
+        total_norm=scalar(total_norm, device),
+        max_norm=max_norm,
+        grad_norm=grad_norm,
+    )
+
+    torch.testing.assert_close(lists.grads[0], leaf.grad, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(lists.params[0], leaf.data, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(grad_norm, scalar(total_norm, device), equal_nan=True)
+
+
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("master", [None, torch.float32])
+def test_squares_of_float16_gradients_never_pass_through_float16(device, master, moment):
+    # 1e-5 is a subnormal number of float16; its square, 1e-10, is 0 there.
+    narrow = adam_lists([257], device, Dtypes(torch.float16, torch.float16, moment, master))
+    wide = adam_lists([257], device, Dtypes(moment=moment))
+    for _ in range(3):
+        for lists in (narrow, wide):
+            lists.grads[0].copy_(torch.full((257,), 1e-5, dtype=torch.float16))
+            step(lists)
+
+    assert (narrow.exp_avg_sqs[0] > 0).all()
+    assert same_bits(narrow.exp_avg_sqs[0], wide.exp_avg_sqs[0])
+    assert same_bits(narrow.exp_avgs[0], wide.exp_avgs[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "square"),
+    [
+        (torch.float32, 1e-39, 1e-41),
+        (torch.bfloat16, 1e-39, 9.2e-41),  # the smallest bfloat16
+        (torch.float64, 1e-310, 1e-312),
+    ],
+)
+def test_subnormal_moments_survive(device, dtype, mean, square):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lists = adam_lists([33], device, Dtypes(wide, wide, dtype), amsgrad=True, steps=2)
+    lists.grads[0].fill_(mean)
+    lists.exp_avgs[0].fill_(mean)
+    lists.exp_avg_sqs[0].fill_(square)
+    lists.max_exp_avg_sqs[0].fill_(square)
+    exact = exact_step(lists, 1e-3, **OPTIONS | {"amsgrad": True})
+
+    step(lists, amsgrad=True)
+
+    for tensor in (lists.exp_avgs[0], lists.exp_avg_sqs[0], lists.max_exp_avg_sqs[0]):
+        assert bits(tensor).count_nonzero() == 33
+    # Three roundings in the arithmetic, each of half a step of its subnormal numbers.
+    info = torch.finfo(wide)
+    error = torch.full_like(exact[0].grad, 1.5 * info.smallest_normal * info.eps)
+    assert_stored(lists.exp_avgs[0], exact[0].exp_avg, error)
+    assert_stored(lists.exp_avg_sqs[0], exact[0].exp_avg_sq, error)
+
+
+@EVERY_MASTER
+def test_subnormal_parameters_and_masters_survive(device, dtypes):
+    wide = adam_lists([8193], device, steps=2)
+    noise = torch.arange(8193, dtype=torch.int32, device=device) * 1023  # below 2²³: subnormal
+    wide.params[0] = noise.view(torch.float32)
+    lists = with_masters(wide, dtypes)
+
+    step(lists, lr=0.0)
+
+    assert torch.equal(bits(lists.stepped()[0])[1:], noise[1:])
+
+
+@pytest.mark.parametrize("column", ["stepped", "grads", "exp_avgs", "exp_avg_sqs"])
+@EVERY_MASTER
+def test_nan_and_infinity_go_where_they_go_in_float32(device, dtypes, column):
+    wide = adam_lists([33], device, amsgrad=True, steps=2)
+    target = wide.params if column == "stepped" else getattr(wide, column)
+    target[0][:3] = torch.tensor([math.nan, math.inf, -math.inf])
+    narrow = with_masters(wide, dtypes)
+
+    step(wide, amsgrad=True)
+    step(narrow, amsgrad=True)
+
+    assert torch.equal(narrow.params[0].isfinite(), wide.params[0].isfinite())
+    for ours, theirs in zip(
+        narrow.stepped() + narrow.exp_avgs + narrow.exp_avg_sqs,
+        wide.params + wide.exp_avgs + wide.exp_avg_sqs,
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert wide.params[0][3:].isfinite().all()
+    assert wide.params[0][0].isnan()
+
+
+def test_remainders_hold_every_float(device):
+    # Of both signs and with extreme exponents, each with some next bits and all 2¹⁶ lower halves.
+    uppers = [
+        sign | (exponent << 7) | mantissa
+        for sign in (0, 0x8000)
+        for exponent in (0, 1, 127, 254, 255)
+        for mantissa in (0, 1, 0x3F, 0x40, 0x7F)
+    ]
+    upper = torch.tensor(uppers, device=device).unsqueeze(1) << 16
+    every = (upper | torch.arange(2**16, device=device)).flatten()
+    numbers = (((every + 2**31) % 2**32) - 2**31).int().view(torch.float32)
+    param, remainder = split(numbers)
+    grad, mean, square = torch.zeros((3, *numbers.shape), device=device)
+    count = torch.zeros((), device=device)
+
+    step(AdamLists([param], [grad], [mean], [square], [], [count], [remainder]), lr=0.0)
+
+    was_nan = numbers.isnan()
+    assert torch.equal(join(param, remainder).isnan(), was_nan)
+    assert torch.equal(param.isnan(), was_nan)
+    assert torch.equal(bits(join(param, remainder))[~was_nan], bits(numbers)[~was_nan])
+
+
+ELEMENTS = 278_011  # odd, and more than a few chunks
+AGGRESSIVE = {"lr": 1.0, "beta1": 0.1, "beta2": 0.25}
+DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}
+
+
+def torchs_step(lists, **options):
+    lists.state_steps[0] += 1
+    del options["decoupled_weight_decay"]
+    torch._fused_adamw_(*lists.columns()[:6], **options)
+
+
+def runs(device):
+    """The same fresh start in float32, once more, and in float64."""
+    random = torch.Generator(device).manual_seed(0)
+    start, zeros = torch.randn(ELEMENTS, generator=random, device=device), torch.zeros(ELEMENTS)
+    moments = [zeros.to(device)], [zeros.to(device)], []
+    single = AdamLists([start], [], *moments, [torch.zeros((), device=device)], []).clone()
+    double = AdamLists(*([x.double() for x in column] for column in single.columns()))
+    return single, single.clone(), double
+
+
+def gradient(t, device):
+    """That of step t, which float16 holds."""
+    random = torch.Generator(device).manual_seed(t)
+    return torch.randn(ELEMENTS, generator=random, device=device).half()
+
+
+def distances(ours, theirs, exact):
+    return ((x.params[0].double() - exact.params[0]).abs() for x in (ours, theirs))
+
+
+def root_mean_square(x):
+    return x.square().mean().sqrt().item()
+
+
+EVERY_SETTING = pytest.mark.parametrize("settings", [AGGRESSIVE, DEFAULTS], ids=["lr 1", "usual"])
+
+
+@EVERY_SETTING
+def test_first_step_is_as_near_to_the_exact_one_as_torchs(device, settings):
+    options = OPTIONS | {"weight_decay": 0.01} | settings
+    ours, theirs, exact = runs(device)
+    for lists in (ours, theirs, exact):
+        lists.grads = [gradient(1, device).float()]
+
+    step(ours, **options)
+    torchs_step(theirs, **options)
+    take_exact_step(exact, **options)
+
+    # Not the largest distances: from one seed to the next their ratio is anything in 0.75 … 1.3.
+    off, torchs = distances(ours, theirs, exact)
+    assert root_mean_square(off) <= 1.1 * root_mean_square(torchs)
+
+
+@pytest.mark.slow
+@EVERY_SETTING
+def test_a_thousand_steps(device, settings):
+    options = OPTIONS | {"weight_decay": 0.01} | settings
+    ours, theirs, exact = runs(device)
+    narrow = halves, bfloats, split_up = [with_masters(ours, dtypes) for dtypes in WITH_MASTERS]
+    for t in range(1, 1001):
+        grad = gradient(t, device)
+        for lists in (ours, theirs, exact):
+            lists.grads = [grad.float()]
+        for lists in narrow:
+            lists.grads = [grad]
+        for lists in (ours, *narrow):
+            step(lists, **options)
+        torchs_step(theirs, **options)
+        take_exact_step(exact, **options)
+
+    off, torchs = distances(ours, theirs, exact)
+    assert root_mean_square(off) <= 1.1 * root_mean_square(torchs)
+    assert off.max() <= 1.1 * torchs.max()
+    for lists in narrow:
+        assert same_bits(lists.stepped()[0], ours.params[0])
+        assert same_bits(lists.exp_avgs[0], ours.exp_avgs[0])
+        assert same_bits(lists.exp_avg_sqs[0], ours.exp_avg_sqs[0])
+    assert same_bits(halves.params[0], ours.params[0].half())
+    assert same_bits(bfloats.params[0], ours.params[0].bfloat16())
+    assert same_bits(split_up.params[0], split(ours.params[0])[0])
