@@ -8,8 +8,11 @@ _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
+from ampfuse.optim import Adam, AdamW  # noqa: E402
 
 __all__ = [
+    "Adam",
+    "AdamW",
     "build_info",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

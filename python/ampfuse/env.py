@@ -54,10 +54,14 @@ def _verdict(device: str) -> str:
         ampfuse.ops.multi_tensor_unscale(grads, flag, scale)
         halved = ampfuse.ops.multi_tensor_unscale_norm(grads, flag, scale).total_norm
         ampfuse.ops.multi_tensor_clip(grads, halved, 1.0)
+        stepped = torch.nn.Parameter(torch.ones(2, device=device, dtype=torch.bfloat16))
+        stepped.grad = torch.ones_like(stepped)
+        ampfuse.AdamW([stepped], lr=0.25, weight_decay=0.0).step()
     except RuntimeError as error:
         return f"no: {str(error).splitlines()[0]}"
     right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
-    return "norm, unscale, unscale_norm, clip" if right else "no: the results are wrong"
+    right = right and stepped.tolist() == [0.75, 0.75]
+    return "norm, unscale, unscale_norm, clip, fused_adam" if right else "no: the results are wrong"
 
 
 def _cuda_verdict() -> str:

@@ -22,7 +22,7 @@ def test_env_shows_versions_kernels_and_what_works():
     for fact in (ampfuse.__version__, torch.__version__, ampfuse.build_info()["cpu_capability"]):
         assert fact in done.stdout
     assert "works on CPU" in done.stdout
-    assert "norm, unscale, unscale_norm, clip" in done.stdout
+    assert "norm, unscale, unscale_norm, clip, fused_adam" in done.stdout
 
 
 def test_env_shows_the_same_rows_without_rich(monkeypatch, capsys):

@@ -1,0 +1,246 @@
+"""From parameter groups to the lists that the op takes, at little cost per step.
+
+Each step needs every gradient, and the state of every parameter that has one. Which parameters
+those are, and what kind, seldom changes: that is kept, together with their state dictionaries, and
+looked at anew when it no longer holds. The tensors themselves are looked up every time, as some
+people move optimizer state to the host and back.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import _adam_state as adam_state
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a DTensor is spread over processes."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+
+@dataclass
+class Columns:
+    """What one call of the op steps: tensors on one device, all with masters or all without."""
+
+    device: torch.device
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    state_steps: list[Tensor] = field(default_factory=list)
+    masters: list[Tensor] = field(default_factory=list)
+    shardings: Sequence[Sharding | None] = ()  # of the gradients; empty: none is sharded
+
+    def scalar(self, scalar: Tensor | None) -> Tensor | None:
+        """A scaler's tensor where the op wants it."""
+        return None if scalar is None else scalar.to(self.device, non_blocking=True)
+
+    def lr(self, lr: float | Tensor) -> Tensor:
+        """A learning rate as the op takes it: one on the host stays there."""
+        if not isinstance(lr, Tensor):
+            return torch.tensor(lr, dtype=torch.float64)
+        if lr.device.type != "cpu":
+            lr = lr.to(self.device, non_blocking=True)
+        return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
+
+
+class GroupColumns:
+    """A parameter group's columns, kept from step to step."""
+
+    def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:
+        self._params: list[Tensor] = list(group["params"])
+        self._absent = [param.grad is None for param in self._params]
+        self._members: dict[tuple[torch.device, bool], list[int]] = {}
+        self._states: dict[int, dict[str, Any]] = {}
+        for index, param in enumerate(self._params):
+            if self._absent[index]:
+                continue
+            refuse_sparse(param)
+            adam_state.ensure(state[param], param, group)
+            self._states[index] = state[param]
+            kind = (param.device, "master_param" in state[param])
+            self._members.setdefault(kind, []).append(index)
+        self._is_plain = all(is_plain(param) for param in self._params)
+
+    def read(self, group: dict[str, Any]) -> list[Columns] | None:
+        """The columns as they are now, or None when this has to be made anew."""
+        params = group["params"]
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            return None
+        grads = [param.grad for param in params]
+        if [grad is None for grad in grads] != self._absent:
+            return None
+        try:
+            return [
+                self._read(device, has_masters, members, grads, group["amsgrad"])
+                for (device, has_masters), members in self._members.items()
+            ]
+        except KeyError:  # somebody took something out of a state dictionary
+            return None
+
+    def _read(
+        self,
+        device: torch.device,
+        has_masters: bool,
+        members: list[int],
+        all_grads: list[Tensor | None],
+        amsgrad: bool,
+    ) -> Columns:
+        everything = len(members) == len(self._params)
+        params = self._params if everything else [self._params[i] for i in members]
+        grads: list[Any] = all_grads if everything else [all_grads[i] for i in members]
+        states = [self._states[i] for i in members]
+        columns = Columns(
+            device=device,
+            params=params,
+            grads=grads,
+            exp_avgs=[state["exp_avg"] for state in states],
+            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+            state_steps=[state["step"] for state in states],
+        )
+        if amsgrad:
+            columns.max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states]
+        if has_masters:
+            columns.masters = [state["master_param"] for state in states]
+        return columns if self._is_plain else localized(columns)
+
+
+class ColumnCache:
+    """The columns of all groups, and whether something else than the optimizer changed masters'
+    parameters."""
+
+    def __init__(self) -> None:
+        self._groups: list[GroupColumns] = []
+        self._states: list[dict[str, Any]] = []
+        self._versions: tuple[int, int] | None = None
+        self._warned = False
+        self.are_new = True
+        """Whether the last read found other columns than the one before."""
+
+    def read(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
+    ) -> list[list[Columns]]:
+        """Of each group; state is made where it is missing."""
+        columns = self._read_known(groups, state)
+        self.are_new = columns is None
+        if columns is None:
+            self._groups = [GroupColumns(group, state) for group in groups]
+            self._states = list(state.values())
+            self._versions = None
+            columns = self._read_known(groups, state)
+            assert columns is not None
+        self._warn_if_masters_are_stale(columns)
+        return columns
+
+    def _read_known(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
+    ) -> list[list[Columns]] | None:
+        if len(self._groups) != len(groups) or len(self._states) != len(state):
+            return None
+        if not all(map(is_, self._states, state.values())):
+            return None
+        columns = []
+        for known, group in zip(self._groups, groups, strict=True):
+            of_group = known.read(group)
+            if of_group is None:
+                return None
+            columns.append(of_group)
+        return columns
+
+    def note_sync(self) -> None:
+        """To be called when the masters have been made anew."""
+        self._versions = None
+
+    def _warn_if_masters_are_stale(self, columns: list[list[Columns]]) -> None:
+        before, self._versions = self._versions, versions(columns)
+        if self._warned or before is None or before[0] != self._versions[0]:
+            return
+        if before[1] == self._versions[1]:
+            return
+        self._warned = True
+        warnings.warn(
+            "parameters were changed since the optimizer's last step, but not their masters, with "
+            "which this step overwrites them: call optimizer.sync_masters_from_model() after "
+            "loading a model",
+            stacklevel=7,  # past this class, _step, step, and torch's two wrappers of it
+        )
+
+
+def versions(columns: list[list[Columns]]) -> tuple[int, int]:
+    """Which counters there are, and a number that every change to parameters with masters changes.
+
+    But not a step: one, compiled or skipped too, writes a parameter and its counter once each.
+    """
+    counters = changes = 0
+    for part in chain.from_iterable(columns):
+        if part.masters:
+            counters += sum(map(id, part.state_steps))
+            changes += _versions(part.params) - _versions(part.state_steps)
+    return counters, changes
+
+
+def _versions(tensors: list[Tensor]) -> int:
+    return sum(map(attrgetter("_version"), tensors))
+
+
+def traced_columns(optimizer: Any, group: dict[str, Any]) -> list[Columns]:
+    """The columns of a group of an optimizer whose step is being compiled, all on one device."""
+    columns = []
+    for has_masters in (False, True):
+        lists: list[list[Tensor]] = [[], [], [], [], [], [], []]
+        optimizer._init_group(group, has_masters, *lists)
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, masters = lists
+        if not group["amsgrad"]:
+            max_exp_avg_sqs = []
+        if params:
+            moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+            columns.append(Columns(params[0].device, params, grads, *moments, state_steps, masters))
+    return columns
+
+
+def is_plain(param: Tensor) -> bool:
+    """Whether kernels can take the tensor as it is."""
+    return type(param) in (Tensor, torch.nn.Parameter) and not param.is_complex()
+
+
+def refuse_sparse(param: Tensor) -> None:
+    """In torch's words."""
+    if param.grad is not None and param.grad.is_sparse:
+        raise RuntimeError(
+            "Adam does not support sparse gradients, please consider SparseAdam instead"
+        )
+
+
+def localized(columns: Columns) -> Columns:
+    """The same with this process's shards for DTensors and pairs of numbers for complex ones."""
+    columns.shardings = [sharding(grad) for grad in columns.grads]
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
+        setattr(columns, name, [_local(tensor) for tensor in getattr(columns, name)])
+    columns.state_steps = [_local(step) for step in columns.state_steps]
+    return columns
+
+
+def sharding(tensor: Tensor) -> Sharding | None:
+    """None for what is no DTensor."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return None
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"expected sharded or replicated gradients, got placements {placements}")
+    return Sharding(mesh, placements)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = adam_state.local(tensor)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,218 @@
+"""What Adam keeps for a parameter: created at its first step, checked, loaded, rebuilt."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+# Groups keep the name: tools that gather checkpoints over processes know no dtypes.
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def state_dtype_name(dtype: torch.dtype | str) -> str:
+    """`"float32"` of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse what no step could make sense of; torch's words where torch refuses it too."""
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    # A learning rate on a GPU is not looked at: the host would wait for it.
+    if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not lr >= 0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if any(isinstance(beta, Tensor) for beta in betas):
+        raise ValueError("betas: expected two floats, got a Tensor")
+    for index in (0, 1):
+        if not 0.0 <= betas[index] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+    if not options["eps"] >= 0:
+        raise ValueError(f"Invalid epsilon value: {options['eps']}")
+    if not options["weight_decay"] >= 0:
+        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+    if options["master_weights"] not in ("auto", True, False, "remainder"):
+        raise ValueError(
+            'master_weights: expected "auto", True, False or "remainder", '
+            f"got {options['master_weights']!r}"
+        )
+    if options["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(
+            f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
+        )
+    max_grad_norm = options["max_grad_norm"]
+    if max_grad_norm is not None and not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
+
+
+def check_params(group: dict[str, Any], index: int) -> None:
+    """Refuse a group whose parameters cannot have the masters that it asks for."""
+    if group["master_weights"] != "remainder":
+        return
+    for place, param in enumerate(group["params"]):
+        if param.dtype == torch.float16:
+            raise ValueError(
+                f"master_weights='remainder': parameter {place} of group {index} is float16, and "
+                "only bfloat16 has a remainder; use master_weights=True in a group of its own"
+            )
+
+
+def ensure(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+    """Create what is missing of a parameter's state."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    for name in MOMENTS[: 3 if group["amsgrad"] else 2]:
+        if name not in state:
+            dtype = moment_dtype(param, group)
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    of_master = master_dtype(param, group)
+    if of_master is not None and "master_param" not in state:
+        state["master_param"] = new_master(param, of_master)
+
+
+def moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+    """Of a parameter's moments: `state_dtype`, but what is more precise stays as it is."""
+    if param.dtype in (*HALVES, torch.float32):
+        return STATE_DTYPES[group["state_dtype"]]
+    return param.dtype
+
+
+def master_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype | None:
+    """float32 for masters, int16 for remainders, None for parameters that need none."""
+    wanted = group["master_weights"]
+    if param.dtype not in HALVES or wanted is False:
+        return None
+    return torch.int16 if wanted == "remainder" else torch.float32
+
+
+def new_master(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """The master of a parameter as it is: a bfloat16 number lacks no bits of its own."""
+    if dtype == torch.int16:
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return param.detach().to(dtype, memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def load_all(
+    state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: dict[str, Any]
+) -> None:
+    """Take over a state dictionary whose groups match."""
+    owners = {
+        saved_param: (param, group)
+        for group, saved_group in zip(groups, saved["param_groups"], strict=True)
+        for param, saved_param in zip(group["params"], saved_group["params"], strict=True)
+    }
+    loaded = {owners[key][0] if key in owners else key for key in saved["state"]}
+    for key in [key for key in state if key not in loaded]:
+        del state[key]
+    for key, value in saved["state"].items():
+        if key in owners:
+            param, group = owners[key]
+            load(state[param], value, param, group)
+        else:
+            state[key] = value
+
+
+def load(
+    state: dict[str, Any], saved: dict[str, Any], param: Tensor, group: dict[str, Any]
+) -> None:
+    """Take over a saved state, whoever saved it, without moving tensors that are there already.
+
+    Dtypes are those of the group's options: torch would cast everything to the parameter's.
+    """
+    for name in [name for name in state if name not in saved]:
+        del state[name]
+    for name, value in saved.items():
+        if name == "step":
+            value = torch.as_tensor(value, dtype=torch.float32, device=param.device)
+            _put(state, name, value.reshape(()))
+        elif name in MOMENTS:
+            _put(state, name, value, moment_dtype(param, group), param)
+        elif name == "master_param":
+            _put_master(state, value, param, master_dtype(param, group))
+        else:
+            state[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _put(
+    state: dict[str, Any],
+    name: str,
+    value: Tensor,
+    dtype: torch.dtype | None = None,
+    like: Tensor | None = None,
+) -> None:
+    dtype = dtype or value.dtype
+    like = value if like is None else like
+    there = state.get(name)
+    if not isinstance(there, Tensor) or (there.dtype, there.shape) != (dtype, like.shape):
+        there = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
+        state[name] = there
+    there.copy_(value)
+
+
+def _put_master(
+    state: dict[str, Any], value: Tensor, param: Tensor, dtype: torch.dtype | None
+) -> None:
+    if dtype is None:
+        state.pop("master_param", None)
+    elif dtype == torch.int16:
+        parameter, remainder = split(value.to(param.device, torch.float32))
+        param.copy_(parameter)
+        _put(state, "master_param", remainder, dtype, param)
+    else:
+        _put(state, "master_param", value, dtype, param)
+
+
+def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state as it is saved: remainders as the float32 masters that they stand for.
+
+    By themselves they mean nothing, and no collective operation knows their dtype.
+    """
+    master = state.get("master_param")
+    if not isinstance(master, Tensor) or master.dtype != torch.int16:
+        return state
+    return {**state, "master_param": join(param, master)}
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as bfloat16 and remainders, as the kernels split it (math/remainder.h)."""
+    bits = local(master).contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16  # wraps around at the top of the negative NaNs, which go below
+    upper = torch.where(local(master).isnan(), (bits >> 16) | 0x40, upper)
+    bfloat16 = upper.to(torch.int16).view(torch.bfloat16)
+    return sharded_like(master, bfloat16), sharded_like(master, bits.to(torch.int16))
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 tensor that `split` gave."""
+    bfloat16 = local(param.detach()).contiguous()
+    upper = bfloat16.view(torch.int16).to(torch.int32) << 16
+    lower = local(remainder).contiguous().to(torch.int32)
+    # A negative remainder brings its own sign bits, which is to borrow from the upper half.
+    bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
+    return sharded_like(param, bits.view(torch.float32))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a DTensor; another tensor as it is."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
+
+
+def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """A shard as a DTensor, if the other tensor is one."""
+    if not hasattr(tensor, "to_local"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole: Tensor = DTensor.from_local(
+        shard,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return whole

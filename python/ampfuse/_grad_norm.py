@@ -1,0 +1,115 @@
+"""The norms that Adam clips by: over groups, devices, and the shards of DTensors."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import ops
+from ampfuse._adam_columns import Columns, Sharding
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a group's gradients are clipped by."""
+
+    total_norm: Tensor  # of the gradients as they are, still scaled
+    max_norm: float
+    grad_norm: Tensor | None  # where the step leaves the norm of the unscaled ones
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """As arguments of the op."""
+        grad_norm = self.grad_norm
+        return {
+            "total_norm": self.total_norm.to(device, non_blocking=True),
+            "max_norm": self.max_norm,
+            "grad_norm": grad_norm
+            if grad_norm is not None and grad_norm.device == device
+            else None,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one read of gradients tells."""
+
+    total_norm: Tensor
+    found_inf: Tensor
+
+
+def group_clips(
+    groups: list[dict[str, Any]],
+    columns: list[list[Columns]],
+    shared_limit: float | None,
+    grad_norm: Tensor | None,
+    *,
+    check: bool,
+) -> tuple[list[Clip | None], Tensor | None]:
+    """What each group is clipped by: its own norm where it has a limit, else that of the others.
+
+    With `check` also whether any gradient is not finite, for which all are read.
+    """
+    limits: list[float | None] = [group["max_grad_norm"] for group in groups]
+    clips: list[Clip | None] = [None] * len(groups)
+    flags = []
+    for index, limit in enumerate(limits):
+        if limit is not None and (check or not math.isinf(limit)):
+            measured = measure(columns[index])
+            clips[index] = Clip(measured.total_norm, limit, None)
+            flags.append(measured.found_inf)
+    sharing = [index for index, limit in enumerate(limits) if limit is None]
+    if grad_norm is not None and not any(columns[index] for index in sharing):
+        grad_norm.zero_()  # no step will write it
+    if shared_limit is not None or (check and sharing):
+        measured = measure([part for index in sharing for part in columns[index]])
+        flags.append(measured.found_inf)
+        if shared_limit is not None:
+            for index in sharing:
+                clips[index] = Clip(measured.total_norm, shared_limit, grad_norm)
+    return clips, largest(flags) if check else None
+
+
+def measure(columns: Sequence[Columns]) -> Measured:
+    """Of all gradients as one vector, on the device of the first."""
+    lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {}
+    for part in columns:
+        if not part.shardings:
+            lists.setdefault((part.device, None), []).extend(part.grads)
+            continue
+        for grad, sharding in zip(part.grads, part.shardings, strict=True):
+            lists.setdefault((part.device, sharding), []).append(grad)
+    parts = [_measure_list(grads, sharding) for (_, sharding), grads in lists.items()]
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return Measured(torch.zeros(()), torch.zeros(()))
+    norms = [part.total_norm.to(parts[0].total_norm.device) for part in parts]
+    return Measured(
+        ops.multi_tensor_norm(norms).total_norm, largest([part.found_inf for part in parts])
+    )
+
+
+def largest(flags: list[Tensor]) -> Tensor:
+    """Of 0-dim tensors, which may be on several devices."""
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+
+
+def _measure_list(grads: list[Tensor], sharding: Sharding | None) -> Measured:
+    """Of whole tensors, of which `grads` may be this process's shards."""
+    result = ops.multi_tensor_norm(grads)
+    if sharding is None:
+        return Measured(result.total_norm, result.found_inf)
+    square = result.total_norm.double().square()
+    for dimension, placement in enumerate(sharding.placements):
+        if not placement.is_replicate():
+            process_group = sharding.mesh.get_group(dimension)
+            torch.distributed.all_reduce(square, group=process_group)
+            torch.distributed.all_reduce(
+                result.found_inf, torch.distributed.ReduceOp.MAX, process_group
+            )
+    return Measured(square.sqrt().to(result.total_norm.dtype), result.found_inf)

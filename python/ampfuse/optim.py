@@ -1,0 +1,347 @@
+"""Adam and AdamW: torch's, in one pass over memory, with fp32 masters for 16-bit parameters.
+
+Unscaling, clipping and the decision to skip are part of that pass: gradients are read, never
+written unless asked, and the host never waits for a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from ampfuse import _adam_state as adam_state
+from ampfuse import ops
+from ampfuse._adam_columns import ColumnCache, Columns, refuse_sparse, traced_columns
+from ampfuse._grad_norm import Clip, group_clips
+
+MasterWeights = bool | str
+
+
+class Adam(Optimizer):
+    """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
+
+    Same results as torch's fused implementation for float32 parameters, or nearer to exact ones.
+    Parameters may be float16, bfloat16 and float32 in any mixture, gradients any of these whatever
+    their parameter's dtype; float64 and complex ones are stepped as torch steps them.
+
+    Arguments and group options that torch does not have:
+
+    - `master_weights`: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
+      is the master rounded to nearest; `"remainder"` keeps of it only the 16 bits that a bfloat16
+      parameter lacks, 2 bytes less per element; False steps 16-bit parameters themselves, which
+      loses updates smaller than half their last bit.
+    - `state_dtype`: of the moments, float32 or bfloat16.
+    - `max_grad_norm`: clips the unscaled gradients as `torch.nn.utils.clip_grad_norm_` does. Given
+      here, to a norm over all groups but those that have their own; given in a group, to the norm
+      of that group (inf: not at all).
+    - `write_back_grads`: leave the unscaled, clipped gradients in `.grad`.
+
+    Loss scaling: `grad_scale` and `found_inf`, attributes that torch's GradScaler sets for a step,
+    are honoured, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. Where only
+    `grad_scale` is set, the step itself looks for gradients that are not finite, and is skipped
+    when there are any.
+
+    A learning rate in a tensor is read on its device: change it in place under CUDA graphs and
+    torch.compile. Masters are made at a parameter's first step. After changing parameters later
+    (loading a model, say), call `sync_masters_from_model()`, or the masters overwrite the change.
+
+    >>> import torch, ampfuse
+    >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+    >>> optimizer = ampfuse.Adam(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.bias]["master_param"].dtype
+    torch.float32
+    """
+
+    _step_supports_amp_scaling = True
+    _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
+    _grad_norm: Tensor | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        master_weights: MasterWeights = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        write_back_grads: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "master_weights": master_weights,
+            "state_dtype": adam_state.state_dtype_name(state_dtype),
+            "max_grad_norm": None,
+            "write_back_grads": write_back_grads,
+        }
+        adam_state.check_options({**defaults, "max_grad_norm": max_grad_norm})
+        self.max_grad_norm = max_grad_norm
+        self._forget_columns()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the group's options are checked as the constructor's are."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["state_dtype"] = adam_state.state_dtype_name(group["state_dtype"])
+        try:
+            adam_state.check_options(group)
+            adam_state.check_params(group, len(self.param_groups) - 1)
+        except Exception:
+            del self.param_groups[-1]
+            raise
+        self._forget_columns()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy."""
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickle, deepcopy and load_state_dict, which keeps what is there of the state."""
+        loading = self._loading
+        if loading is not None:
+            state = {**state, "state": self.state}
+            for new, old in zip(state["param_groups"], self.param_groups, strict=True):
+                new.update({name: old[name] for name in ("master_weights", "state_dtype")})
+                for name, value in old.items():  # a checkpoint of torch's has not all options
+                    new.setdefault(name, value)
+        super().__setstate__(state)
+        self._forget_columns()
+        if loading is not None:
+            adam_state.load_all(self.state, self.param_groups, loading)
+
+    def _forget_columns(self) -> None:
+        self._columns = ColumnCache()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
+
+        None before the first step, and without a `max_grad_norm` from the constructor.
+        """
+        return None if self._grad_norm is None else self._grad_norm.clone()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient. With a `closure`, call it first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._step()
+        except (RuntimeError, ValueError):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    refuse_sparse(param)  # clearer than what the ops say
+            raise
+        return loss
+
+    def _step(self) -> None:
+        if torch.compiler.is_compiling():
+            columns = [traced_columns(self, group) for group in self.param_groups]
+        else:
+            columns = self._columns.read(self.param_groups, self.state)
+            self._ensure_grad_norm()
+            if self._columns.are_new:
+                self._check_before_writing(columns)
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        clips, found_here = group_clips(
+            self.param_groups,
+            columns,
+            self.max_grad_norm,
+            self._grad_norm,
+            check=grad_scale is not None and found_inf is None,
+        )
+        found_inf = found_here if found_inf is None else found_inf
+        for group, of_group, clip in zip(self.param_groups, columns, clips, strict=True):
+            for of_device in of_group:
+                self._step_columns(group, of_device, clip, grad_scale, found_inf)
+
+    def _init_group(self, group: dict[str, Any], has_masters: bool, *lists: list[Tensor]) -> None:
+        """Fill `lists` with the columns of those parameters that have a master, or have none.
+
+        By this name and in this way torch.compile has state made before it starts to trace.
+        """
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            refuse_sparse(param)
+            self._ensure_grad_norm()
+            state = self.state[param]
+            adam_state.ensure(state, param, group)
+            if ("master_param" in state) != has_masters:
+                continue
+            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "master_param")
+            for tensors, tensor in zip(
+                lists, (param, param.grad, *map(state.get, names)), strict=True
+            ):
+                if tensor is not None:
+                    tensors.append(tensor)
+
+    def _ensure_grad_norm(self) -> None:
+        """Where steps leave the norm: always the same tensor, which compiled ones can write."""
+        if self.max_grad_norm is not None and self._grad_norm is None:
+            self._grad_norm = torch.zeros((), device=self.param_groups[0]["params"][0].device)
+
+    def _check_before_writing(self, columns: list[list[Columns]]) -> None:
+        """A step that is skipped, and so only checked, before several calls of the op begin.
+
+        One that refuses its arguments writes nothing, but calls before it would have stepped.
+        """
+        if sum(map(len, columns)) < 2:
+            return
+        for group, of_group in zip(self.param_groups, columns, strict=True):
+            for of_device in of_group:
+                skip = torch.ones((), device=of_device.device)
+                self._step_columns(group, of_device, None, None, found_inf=skip)
+
+    def _step_columns(
+        self,
+        group: dict[str, Any],
+        columns: Columns,
+        clip: Clip | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        ops.fused_adam(
+            columns.params,
+            columns.grads,
+            columns.exp_avgs,
+            columns.exp_avg_sqs,
+            columns.max_exp_avg_sqs,
+            columns.state_steps,
+            columns.masters,
+            lr=columns.lr(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            write_back_grads=group["write_back_grads"],
+            grad_scale=columns.scalar(grad_scale),
+            found_inf=columns.scalar(found_inf),
+            **(clip.on(columns.device) if clip else {}),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Remainders are saved as the float32 masters that they stand for."""
+        handle = self.register_state_dict_post_hook(_export_masters, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or torch's saved, without moving state that is there already.
+
+        How state is kept is not loaded: `master_weights` and `state_dtype` stay as they were given,
+        and what was saved is converted. A checkpoint without masters, torch's say, leaves them to
+        be made from the parameters at the next step; one that has masters, loaded into remainders,
+        sets the parameters too. What torch's has no options for stays as it is.
+        """
+        loading: dict[str, Any] = {}
+
+        def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loading.update(given)
+            return {**given, "state": {}}
+
+        # The last of the hooks before loading: others may change what is loaded. torch's function
+        # then checks, loads the groups, calls __setstate__, and the hooks after loading.
+        handle = self.register_load_state_dict_pre_hook(keep_state_from_torch)
+        self._loading = loading
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def master_params(self) -> Iterator[Tensor]:
+        """The numbers that are stepped, in the order of the parameters.
+
+        A parameter's float32 master; of remainders the float32 numbers that they stand for, fresh;
+        the parameter itself where there is neither.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                master = self.state[param].get("master_param") if param in self.state else None
+                if master is None:
+                    yield param
+                else:
+                    yield adam_state.join(param, master) if master.dtype == torch.int16 else master
+
+    @torch.no_grad()
+    def sync_masters_from_model(self) -> None:
+        """Make the masters anew from the parameters, after something else changed these."""
+        for param, state in self.state.items():
+            if "master_param" in state:
+                master = state["master_param"]
+                master.copy_(adam_state.new_master(param, master.dtype))
+        self._columns.note_sync()
+
+
+def _export_masters(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            if key in saved["state"]:
+                saved["state"][key] = adam_state.exported(param, saved["state"][key])
+
+
+class AdamW(Adam):
+    """`Adam` with decoupled weight decay: `torch.optim.AdamW`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master_weights: MasterWeights = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        write_back_grads: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=True,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
+            write_back_grads=write_back_grads,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's: whatever was loaded, decay stays decoupled."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

@@ -1,0 +1,345 @@
+"""ampfuse.Adam and AdamW: steps as torch's, and of 16-bit parameters as if they were float32."""
+
+from itertools import chain
+
+import ampfuse
+import pytest
+import torch
+from optim_models import (
+    CLASSES,
+    HALVES,
+    PAIRS,
+    assert_near,
+    assert_same_bits,
+    assert_same_state,
+    clones,
+    copies,
+    feed,
+    parameters,
+    state_values,
+    train,
+    trained,
+)
+from reference import heavy_tailed
+from torch.nn import Parameter
+from torch.optim import lr_scheduler
+
+BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+BOTH_AND_TORCHS = pytest.mark.parametrize(
+    ("cls", "of_torch"), PAIRS, ids=[cls.__name__ for cls in CLASSES]
+)
+MASTERS = [
+    *((dtype, master_weights) for dtype in HALVES for master_weights in ("auto", True)),
+    (torch.bfloat16, "remainder"),
+]
+WITH_MASTERS = pytest.mark.parametrize(("dtype", "master_weights"), MASTERS)
+
+OPTIONS = {
+    "defaults": {},
+    "weight decay": {"weight_decay": 0.1},
+    "amsgrad": {"amsgrad": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True, "weight_decay": 0.1},
+    "large steps, short memory": {"lr": 1.0, "betas": (0.1, 0.25), "eps": 1e-3},
+    "no momentum": {"betas": (0.0, 0.999)},
+    "everything": {
+        "lr": 0.01,
+        "betas": (0.8, 0.99),
+        "eps": 1e-6,
+        "weight_decay": 0.3,
+        "amsgrad": True,
+        "maximize": True,
+    },
+}
+EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@BOTH_AND_TORCHS
+@EVERY_OPTION
+def test_float32_model_follows_torch(device, cls, of_torch, options):
+    ours = parameters(device)
+    theirs = copies(ours)
+
+    optimizer = trained(lambda params: cls(params, **options), ours, range(20))
+    of_torch = trained(lambda params: of_torch(params, fused=True, **options), theirs, range(20))
+
+    assert_near(ours, theirs, steps=20, lr=options.get("lr", 1e-3))
+    for param, other in zip(ours, theirs, strict=True):
+        state, expected = optimizer.state[param], of_torch.state[other]
+        assert state.keys() == expected.keys()
+        assert state["step"].item() == 20
+        # Twenty steps, each some roundings of numbers that may cancel against the largest one.
+        torch.testing.assert_close(state["exp_avg"], expected["exp_avg"], rtol=0, atol=0.02)
+        torch.testing.assert_close(state["exp_avg_sq"], expected["exp_avg_sq"], rtol=1e-5, atol=0)
+
+
+@BOTH
+@EVERY_OPTION
+@WITH_MASTERS
+def test_masters_are_a_float32_model_bit_by_bit(device, cls, options, dtype, master_weights):
+    narrow = parameters(device, dtype)
+    wide = copies(narrow, torch.float32)
+
+    optimizer = trained(
+        lambda params: cls(params, master_weights=master_weights, **options), narrow, range(20)
+    )
+    trained(lambda params: cls(params, **options), wide, range(20))
+
+    assert_same_bits(optimizer.master_params(), wide)
+    for param, exact in zip(narrow, wide, strict=True):
+        nearest = exact.detach().to(dtype).double()
+        if master_weights == "remainder":  # of two nearest numbers, not always the even one
+            assert torch.equal((param - exact.double()).abs(), (nearest - exact.double()).abs())
+        else:
+            assert torch.equal(param.double(), nearest)
+
+
+@BOTH
+def test_float32_and_float64_models_have_no_masters(device, cls):
+    for dtype in (torch.float32, torch.float64):
+        params = parameters(device, dtype)
+
+        optimizer = trained(lambda params: cls(params, master_weights=True), params, range(1))
+
+        assert all("master_param" not in state for state in state_values(optimizer))
+        assert list(map(id, optimizer.master_params())) == list(map(id, params))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_without_masters_each_step_ends_in_a_rounding(device, dtype):
+    params = parameters(device, dtype)
+    rounded = copies(params, torch.float32)
+    optimizer = ampfuse.AdamW(params, lr=0.1, master_weights=False)
+    reference = torch.optim.AdamW(rounded, lr=0.1)
+
+    for step in range(5):
+        train(optimizer, params, [step])
+        train(reference, rounded, [step])
+        for param in rounded:
+            param.detach().copy_(param.detach().to(dtype))
+
+    assert all("master_param" not in state for state in state_values(optimizer))
+    for param, other in zip(params, rounded, strict=True):
+        # Where the two round to different neighbours they are a last bit apart from then on.
+        last_bit = torch.finfo(dtype).eps
+        torch.testing.assert_close(param.float(), other, rtol=5 * last_bit, atol=1e-6)
+
+
+@pytest.mark.parametrize("master_weights", ["auto", True, "remainder", False])
+def test_updates_too_small_for_bfloat16_add_up_with_masters_alone(device, master_weights):
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16, device=device))
+    optimizer = ampfuse.Adam([param], lr=1e-4, master_weights=master_weights)
+
+    for _ in range(200):  # 0.02 in all, in steps of a twentieth of the last bit
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    expected = 1.0 if master_weights is False else 0.98046875  # the bfloat16 next to 0.98
+    assert param.tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_bfloat16_moments_stay_near_float32_ones(device, dtype):
+    rough, fine = parameters(device, dtype), parameters(device, dtype)
+
+    optimizer = trained(
+        lambda params: ampfuse.AdamW(params, state_dtype=torch.bfloat16, amsgrad=True),
+        rough,
+        range(20),
+    )
+    reference = trained(lambda params: ampfuse.AdamW(params, amsgrad=True), fine, range(20))
+
+    for state in state_values(optimizer):
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        assert [state[name].dtype for name in names] == [torch.bfloat16] * 3
+        assert state["step"].dtype == torch.float32
+    masters = zip(optimizer.master_params(), reference.master_params(), strict=True)
+    for master, other in masters:
+        # Twenty distances of at most 10·lr, each wrong by some multiples of 2⁻⁸.
+        torch.testing.assert_close(master, other, rtol=1e-6, atol=20 * 10 * 1e-3 * 4 * 2.0**-8)
+
+
+def test_fp16_second_moments_never_pass_through_fp16(device):
+    narrow = Parameter(torch.ones(64, dtype=torch.float16, device=device))
+    wide = Parameter(torch.ones(64, device=device))
+    optimizers = [ampfuse.AdamW([narrow], master_weights=False), ampfuse.AdamW([wide])]
+
+    for param, optimizer in zip((narrow, wide), optimizers, strict=True):
+        param.grad = torch.full_like(param, 2.0**-17)  # its square is far below fp16's smallest
+        optimizer.step()
+
+    assert optimizers[0].state[narrow]["exp_avg_sq"].min() > 0
+    assert_same_state(optimizers[0], state_values(optimizers[1]))
+
+
+@BOTH
+def test_mixed_dtypes_in_one_group_step_as_each_alone(device, cls):
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    together = [param for dtype in dtypes for param in parameters(device, dtype)]
+    alone = [copies(parameters(device, dtype)) for dtype in dtypes]
+
+    optimizer = cls(together)
+    others = [cls(params) for params in alone]
+    for step in range(3):
+        for start, params, other in zip(range(0, 20, 5), alone, others, strict=True):
+            feed(together[start : start + 5], step)
+            train(other, params, [step])
+        optimizer.step()
+
+    assert_same_bits(together, [param for params in alone for param in params])
+    assert_same_state(optimizer, [state for other in others for state in state_values(other)])
+
+
+@BOTH_AND_TORCHS
+def test_float64_model_follows_torch_in_double_precision(device, cls, of_torch):
+    ours = parameters(device, torch.float64)
+    theirs = copies(ours)
+
+    optimizer = trained(cls, ours, range(20))
+    trained(of_torch, theirs, range(20))
+
+    assert {state["exp_avg"].dtype for state in state_values(optimizer)} == {torch.float64}
+    for param, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_may_have_another_dtype_than_their_parameters(device, dtype, grad_dtype):
+    params, others = parameters(device, dtype), parameters(device, dtype)
+    optimizer, reference = ampfuse.AdamW(params), ampfuse.AdamW(others)
+
+    feed(others, step=0)
+    for param, other in zip(params, others, strict=True):
+        param.grad_dtype = grad_dtype
+        param.grad = other.grad.to(grad_dtype)
+    optimizer.step()
+    reference.step()
+
+    assert_same_bits(params, others)
+
+
+def test_each_group_has_options_of_its_own(device):
+    options = [
+        *OPTIONS.values(),
+        {"state_dtype": torch.bfloat16, "master_weights": "remainder"},
+        {"master_weights": False},
+    ]
+    models = [parameters(device, torch.bfloat16, seed) for seed in range(len(options))]
+    alone = [copies(params) for params in models]
+    groups = [{"params": params, **group} for params, group in zip(models, options, strict=True)]
+    others = [ampfuse.Adam(params, **group) for params, group in zip(alone, options, strict=True)]
+
+    optimizer = ampfuse.Adam(groups)
+    for step in range(3):
+        for params, copied, other in zip(models, alone, others, strict=True):
+            feed(params, step)
+            train(other, copied, [step])
+        optimizer.step()
+
+    assert_same_bits(chain(*models), chain(*alone))
+    assert_same_state(optimizer, [state for other in others for state in state_values(other)])
+
+
+@BOTH_AND_TORCHS
+def test_gradients_may_appear_vanish_and_move(device, cls, of_torch):
+    ours = parameters(device)
+    theirs = copies(ours)
+    optimizers = [cls(ours), of_torch(theirs, fused=True)]
+    present = [[], [0, 2], [0, 1, 2, 3, 4], [1], [], [0, 2, 4], [0, 2, 4], [1, 2, 3]]
+
+    for step, with_gradient in enumerate(present):
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+            feed(params, step)  # new tensors each time
+            for i in set(range(5)) - set(with_gradient):
+                params[i].grad = None
+            optimizer.step()
+
+    assert_near(ours, theirs, steps=len(present))
+    for param, other in zip(ours, theirs, strict=True):
+        assert optimizers[0].state[param]["step"] == optimizers[1].state[other]["step"]
+
+
+def test_parameters_without_gradient_are_left_alone_and_get_no_state(device):
+    params = parameters(device, torch.bfloat16)
+    before = clones(params)
+    optimizer = ampfuse.AdamW(params, max_grad_norm=1.0)
+
+    optimizer.step()
+
+    assert_same_bits(params, before)
+    assert len(optimizer.state) == 0
+
+
+def test_gradient_that_lies_in_memory_in_another_order_than_its_parameter(device):
+    image = heavy_tailed((2, 5, 3, 7), torch.float32, device)
+    param = Parameter(image.to(memory_format=torch.channels_last))
+    other = Parameter(image.clone())
+    param.grad = heavy_tailed((2, 5, 3, 7), torch.float32, device, seed=1)
+    other.grad = param.grad.clone()
+    optimizer = ampfuse.AdamW([param, other])
+
+    optimizer.step()
+
+    assert_same_bits([param.contiguous()], [other])
+    assert param.is_contiguous(memory_format=torch.channels_last)
+    assert optimizer.state[param]["exp_avg"].stride() == param.stride()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@BOTH_AND_TORCHS
+def test_complex_parameters_follow_torch(device, cls, of_torch, max_grad_norm):
+    ours = [Parameter(heavy_tailed((7, 3), torch.complex64, device) / 1024)]
+    theirs = copies(ours)
+    optimizer, reference = cls(ours, max_grad_norm=max_grad_norm), of_torch(theirs)
+
+    for step in range(5):
+        for param in (*ours, *theirs):
+            param.grad = heavy_tailed((7, 3), torch.complex64, device, seed=step)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(theirs, max_grad_norm)
+        optimizer.step()
+        reference.step()
+
+    assert_near(ours, theirs, steps=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_learning_rate_in_a_tensor_is_read_at_each_step(device, dtype):
+    ours, theirs = parameters(device, torch.bfloat16), parameters(device, torch.bfloat16)
+    lr = torch.tensor(2.0**-10, dtype=dtype, device=device)
+    optimizer = ampfuse.AdamW(ours, lr=lr)
+    reference = ampfuse.AdamW(theirs, lr=2.0**-10)
+
+    train(optimizer, ours, range(2))
+    train(reference, theirs, range(2))
+    lr.fill_(0.5)
+    reference.param_groups[0]["lr"] = 0.5
+    train(optimizer, ours, range(2, 4))
+    train(reference, theirs, range(2, 4))
+
+    assert_same_bits(ours, theirs)
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),  # betas too
+    ],
+    ids=["StepLR", "CosineAnnealingWarmRestarts", "OneCycleLR"],
+)
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+def test_schedulers_steer_it_as_they_steer_torchs(device, schedule, lr):
+    ours = parameters(device)
+    theirs = copies(ours)
+
+    for cls, params in ((ampfuse.AdamW, ours), (torch.optim.AdamW, theirs)):
+        optimizer = cls(params, lr=lr.clone() if isinstance(lr, torch.Tensor) else lr)
+        scheduler = schedule(optimizer)
+        for step in range(10):
+            train(optimizer, params, [step])
+            scheduler.step()
+
+    assert_near(ours, theirs, steps=10, lr=0.1)

@@ -1,0 +1,255 @@
+"""ampfuse.Adam and AdamW in torch.compile(optimizer.step, fullgraph=True): as eager, bit by bit."""
+
+import ampfuse
+import pytest
+import torch
+from optim_models import (
+    CLASSES,
+    assert_same_bits,
+    assert_same_state,
+    feed,
+    parameters,
+    state_values,
+)
+from torch._dynamo.testing import CompileCounter
+
+pytestmark = [  # torch's own, of no concern here
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+]
+
+BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+KINDS = {
+    "float32": (torch.float32, {}),
+    "float32, clipped": (torch.float32, {"max_grad_norm": 1.0}),
+    "amsgrad": (torch.float32, {"amsgrad": True, "maximize": True}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16, clipped": (torch.bfloat16, {"max_grad_norm": 1.0}),
+    "remainders": (torch.bfloat16, {"master_weights": "remainder", "state_dtype": torch.bfloat16}),
+    "fp16, written back": (torch.float16, {"max_grad_norm": 1.0, "write_back_grads": True}),
+}
+EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Twins:
+    """The same model twice, one with a compiled optimizer."""
+
+    def __init__(self, make, device, dtype, backend="inductor"):
+        self.params, self.others = parameters(device, dtype), parameters(device, dtype)
+        self.optimizer, self.reference = make(self.params), make(self.others)
+        self.compiled_step = torch.compile(self.optimizer.step, fullgraph=True, backend=backend)
+
+    def step(self, step, without=(), scale=1.0):
+        """One step of both with new gradients, but for the parameters `without`."""
+        for params in (self.params, self.others):
+            feed(params, step, scale)
+            for index in without:
+                params[index].grad = None
+        self.compiled_step()
+        self.reference.step()
+
+    def assert_same(self):
+        assert_same_bits(self.params, self.others)
+        assert_same_state(self.optimizer, state_values(self.reference))
+        if self.reference.grad_norm is not None:
+            assert_same_bits([self.optimizer.grad_norm], [self.reference.grad_norm])
+
+
+@EVERY_KIND
+def test_compiled_step_gives_the_bits_of_the_eager_one(device, dtype, options):
+    twins = Twins(lambda params: ampfuse.AdamW(params, **options), device, dtype)
+
+    for step in range(4):
+        twins.step(step)
+        twins.assert_same()
+
+    gradients = [[param.grad for param in params] for params in (twins.params, twins.others)]
+    assert_same_bits(*gradients)
+
+
+@BOTH
+@EVERY_KIND
+def test_steps_share_a_graph(device, cls, dtype, options):
+    counter = CompileCounter()
+    twins = Twins(lambda params: cls(params, **options), device, dtype, backend=counter)
+
+    twins.step(0)
+    first = counter.frame_count
+    for step in range(1, 6):
+        twins.step(step)
+
+    assert (first, counter.frame_count) == (1, 1)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learning_rate_in_a_tensor_changes_without_a_new_graph(device, dtype):
+    counter = CompileCounter()
+    rates = []
+
+    def make(params):
+        rates.append(torch.tensor(1e-3, device=device))
+        return ampfuse.AdamW(params, lr=rates[-1], max_grad_norm=1.0)
+
+    twins = Twins(make, device, dtype, backend=counter)
+    for step, lr in enumerate((1e-3, 0.5, 1e-2, 0.0)):
+        for rate in rates:
+            rate.fill_(lr)
+        twins.step(step)
+        twins.assert_same()
+
+    assert counter.frame_count == 1
+
+
+def test_learning_rate_in_a_number_that_changes_is_not_baked_in(device):
+    twins = Twins(ampfuse.AdamW, device, torch.float32, backend="aot_eager")
+
+    for step, lr in enumerate((1e-3, 0.5, 1e-2, 0.25)):
+        for optimizer in (twins.optimizer, twins.reference):
+            optimizer.param_groups[0]["lr"] = lr
+        twins.step(step)
+
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_gradients_that_appear_and_vanish_are_compiled_anew(device, dtype, clip):
+    counter = CompileCounter()
+    twins = Twins(
+        lambda params: ampfuse.AdamW(params, max_grad_norm=clip), device, dtype, backend=counter
+    )
+
+    frames = []
+    for step, without in enumerate([(1, 2), (1, 2), (), (), (0,), (0,)]):
+        twins.step(step, without)
+        twins.assert_same()
+        frames.append(counter.frame_count)
+
+    assert frames == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_with_limits_of_their_own(device, dtype):
+    def make(params):
+        groups = [
+            {"params": params[:2]},
+            {"params": params[2:3], "max_grad_norm": 0.5, "lr": 0.1},
+            {"params": params[3:], "max_grad_norm": float("inf"), "betas": (0.1, 0.25)},
+        ]
+        return ampfuse.Adam(groups, max_grad_norm=1.0)
+
+    twins = Twins(make, device, dtype, backend="aot_eager")
+    for step in range(3):
+        twins.step(step)
+
+    twins.assert_same()
+
+
+def test_mixed_dtypes_in_one_group(device):
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    models = [[p for dtype in dtypes for p in parameters(device, dtype)] for _ in range(2)]
+    optimizers = [ampfuse.AdamW(params, max_grad_norm=1.0) for params in models]
+    compiled = torch.compile(optimizers[0].step, fullgraph=True, backend="aot_eager")
+    steps = [compiled, optimizers[1].step]
+
+    for number in range(3):
+        for params, step in zip(models, steps, strict=True):
+            feed(params, number)
+            step()
+
+    assert_same_bits(*models)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_and_skip_of_a_scaler_are_honoured(device, dtype):
+    counter = CompileCounter()
+    twins = Twins(
+        lambda params: ampfuse.AdamW(params, max_grad_norm=1.0), device, dtype, backend=counter
+    )
+
+    for step, (found, scale) in enumerate([(1.0, 4.0), (0.0, 4.0), (0.0, 8.0), (2.0, 8.0)]):
+        for optimizer in (twins.optimizer, twins.reference):
+            optimizer.found_inf = torch.tensor(found, device=device)
+            optimizer.grad_scale = torch.tensor(scale, device=device)
+        twins.step(step, scale=scale)
+        twins.assert_same()
+
+    assert twins.optimizer.state[twins.params[0]]["step"] == 2
+    assert counter.frame_count == 1
+
+
+def test_gradient_scaler_drives_a_compiled_step(device):
+    twins = Twins(ampfuse.AdamW, device, torch.float32, backend="aot_eager")
+    twins.optimizer.step = twins.compiled_step
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+
+    for step in range(3):
+        feed(twins.params, step, scale=4.0)
+        feed(twins.others, step)
+        scaler.step(twins.optimizer)
+        scaler.update()
+        twins.reference.step()
+
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eager_and_compiled_steps_may_alternate(device, dtype, recwarn):
+    twins = Twins(
+        lambda params: ampfuse.AdamW(params, max_grad_norm=1.0), device, dtype, backend="aot_eager"
+    )
+    eager, compiled = twins.optimizer.step, twins.compiled_step
+
+    for number, step in enumerate([eager, compiled, compiled, eager, eager, compiled]):
+        twins.compiled_step = step
+        twins.step(number)
+        twins.assert_same()
+    assert not [w for w in recwarn if "sync_masters_from_model" in str(w.message)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_was_loaded_is_stepped_by_the_same_graph(device, dtype):
+    counter = CompileCounter()
+    twins = Twins(ampfuse.AdamW, device, dtype, backend=counter)
+    for step in range(2):
+        twins.step(step)
+    saved = twins.reference.state_dict()
+    saved["state"] = {
+        key: {name: value.clone() for name, value in state.items()}
+        for key, state in saved["state"].items()
+    }
+
+    twins.step(2)
+    for optimizer in (twins.optimizer, twins.reference):
+        optimizer.load_state_dict(saved)
+    twins.step(3)
+
+    twins.assert_same()
+    assert twins.optimizer.state[twins.params[0]]["step"] == 3
+    assert counter.frame_count == 1
+
+
+def test_training_loop_with_a_compiled_step(device):
+    models = [torch.nn.Linear(4, 3, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [ampfuse.AdamW(model.parameters(), max_grad_norm=1.0) for model in models]
+    inputs = torch.ones(2, 4, dtype=torch.bfloat16, device=device)
+    compiled = torch.compile(optimizers[0].step, fullgraph=True)
+
+    for _ in range(3):
+        for model, step in zip(models, (compiled, optimizers[1].step), strict=True):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+            step()
+
+    assert_same_bits(models[0].parameters(), models[1].parameters())

@@ -1,0 +1,316 @@
+"""ampfuse.AdamW over two processes: inside ZeroRedundancyOptimizer, and on DTensors (FSDP2).
+
+Processes are slow to start, so that one pair runs all scenarios and each test looks at one result.
+"""
+
+import copy
+import traceback
+import warnings
+
+import ampfuse
+import pytest
+import torch
+import torch.distributed as dist
+from optim_models import assert_near, assert_same_bits, clones, feed, parameters, trained
+from reference import exact_norm, heavy_tailed
+from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
+CLIP = 0.5
+SCENARIOS = {}
+
+
+def scenario(*arguments):
+    """Run the function in both processes with each of the arguments."""
+
+    def register(function):
+        for argument in arguments:
+            SCENARIOS[function.__name__, argument] = function
+        return function
+
+    return register
+
+
+def run_scenarios(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    results = {}
+    for (name, argument), function in SCENARIOS.items():
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                results[name, argument] = function(argument)
+            stale = [str(w.message) for w in caught if "sync_masters" in str(w.message)]
+            results[name, argument]["warnings"] = stale
+        except Exception:
+            results[name, argument] = traceback.format_exc()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each process made of each scenario."""
+    folder = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(run_scenarios, (str(folder),), nprocs=2)
+    loaded = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    def of(name, argument):
+        results = [results[name, argument] for results in loaded]
+        for result in results:
+            assert not isinstance(result, str), result
+            assert result["warnings"] == []
+        return results
+
+    return of
+
+
+def model(dtype):
+    """Layers of which two processes get shards of different sizes."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
+
+
+def train(network, optimizer, dtype, steps=4, scaler=None):
+    """Return the norms that the optimizer saw."""
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.linspace(-1, 1, 10).reshape(2, 5).to(dtype) * (step + 1)
+        loss = network(inputs).float().square().sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+def whole(tensors):
+    return [(x.full_tensor() if isinstance(x, DTensor) else x).detach() for x in tensors]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@scenario(*DTYPES)
+def zero_redundancy(dtype):
+    params = parameters(CPU, dtype)
+    optimizer = ZeroRedundancyOptimizer(params, ampfuse.AdamW, **OPTIONS)
+    for step in range(5):
+        feed(params, step)
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    saved = optimizer.state_dict() if dist.get_rank() == 0 else None
+    owned = len(optimizer.optim.state)
+    return {"params": clones(params), "saved": saved, "owned": owned}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inside_zero_redundancy_optimizer_it_steps_as_alone(outcomes, dtype):
+    params = parameters(CPU, dtype)
+    alone = trained(lambda p: ampfuse.AdamW(p, **OPTIONS), params, range(5))
+
+    results = outcomes("zero_redundancy", dtype)
+
+    for result in results:
+        assert_same_bits(result["params"], params)
+    assert sum(result["owned"] for result in results) == len(params)
+    saved = results[0]["saved"]["state"]
+    for index, state in alone.state_dict()["state"].items():
+        assert saved[index].keys() == state.keys()
+        assert_same_bits([saved[index][name] for name in state], state.values())
+
+
+CASES = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remainder"))
+
+
+def sharded(dtype, **options):
+    """A fully sharded model and its optimizer."""
+    network = model(dtype)
+    fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+    return network, ampfuse.AdamW(network.parameters(), **OPTIONS, **options)
+
+
+@scenario(*CASES)
+def fsdp(case):
+    dtype, master_weights = case
+    network, optimizer = sharded(dtype, master_weights=master_weights, max_grad_norm=CLIP)
+    norms = train(network, optimizer, dtype)
+    state = optimizer.state[network[0].weight]
+    return {
+        "params": whole(network.parameters()),
+        "masters": whole(optimizer.master_params()),
+        "norms": norms,
+        "moments": whole(optimizer.state[p]["exp_avg"] for p in network.parameters()),
+        "shards": {tuple(x.to_local().shape) for x in state.values() if x.dim()},
+        "step": state["step"].item(),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fully_sharded_model_steps_as_a_whole_one(outcomes, case):
+    dtype, master_weights = case
+    network = model(dtype)
+    alone = ampfuse.AdamW(
+        network.parameters(), max_grad_norm=CLIP, master_weights=master_weights, **OPTIONS
+    )
+    norms = train(network, alone, dtype)
+
+    for rank, result in enumerate(outcomes("fsdp", case)):
+        # Norms are added up in another order, so that clip factors may differ by a rounding.
+        for norm, expected in zip(result["norms"], norms, strict=True):
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+            assert norm.item() > CLIP
+        for moment, param in zip(result["moments"], network.parameters(), strict=True):
+            torch.testing.assert_close(moment, alone.state[param]["exp_avg"], rtol=1e-5, atol=1e-7)
+        assert result["shards"] == {((4, 3)[rank], 5)}
+        assert result["step"] == 4
+        for param, other in zip(result["params"], network.parameters(), strict=True):
+            torch.testing.assert_close(param, other, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        assert_near(result["masters"], list(alone.master_params()), steps=4, lr=0.01)
+
+
+CHECKPOINTS = tuple((*case, full) for case in CASES for full in (False, True))
+
+
+@scenario(*CHECKPOINTS)
+def fsdp_checkpoint(case):
+    """Save after two steps, shards or whole tensors, load into a new model, two steps more."""
+    dtype, master_weights, full = case
+    options = checkpoint.StateDictOptions(full_state_dict=full)
+    network, optimizer = sharded(dtype, master_weights=master_weights)
+    train(network, optimizer, dtype, steps=2)
+    saved = checkpoint.get_state_dict(network, optimizer, options=options)
+
+    other, other_optimizer = sharded(dtype, master_weights=master_weights)
+    of_model, of_optimizer = copy.deepcopy(saved)
+    checkpoint.set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=of_model,
+        optim_state_dict=of_optimizer,
+        options=options,
+    )
+    train(network, optimizer, dtype, steps=2)
+    train(other, other_optimizer, dtype, steps=2)
+    return {
+        "params": [whole(x.parameters()) for x in (network, other)],
+        "steps": [state["step"].item() for state in other_optimizer.state.values()],
+    }
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_fully_sharded_run_continues_from_a_checkpoint(outcomes, case):
+    for result in outcomes("fsdp_checkpoint", case):
+        assert result["steps"] == [4] * 4
+        assert_same_bits(*result["params"])
+
+
+@scenario(torch.float32, torch.bfloat16)
+def fsdp_overflow(dtype):
+    network, optimizer = sharded(dtype, max_grad_norm=CLIP)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    train(network, optimizer, dtype, steps=1, scaler=scaler)
+    scaler.update()
+    before = clones(whole(network.parameters()))
+    if dist.get_rank() == 1:
+        network[0].weight.grad.to_local()[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    return {"params": [before, whole(network.parameters())], "scale": scaler.get_scale()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_step_is_skipped_in_both_processes_when_one_overflows(outcomes, dtype):
+    for result in outcomes("fsdp_overflow", dtype):
+        assert_same_bits(*result["params"])
+        assert result["scale"] == 2.0
+
+
+@scenario(torch.float32, torch.bfloat16)
+def fsdp_sync(dtype):
+    network, optimizer = sharded(dtype)
+    train(network, optimizer, dtype, steps=1)
+    with torch.no_grad():
+        for param in network.parameters():
+            param.fill_(0.5)
+    optimizer.sync_masters_from_model()
+    masters = whole(optimizer.master_params())
+    train(network, optimizer, dtype, steps=1)
+    return {"masters": masters}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_of_shards_are_synced_from_the_model(outcomes, dtype):
+    for result in outcomes("fsdp_sync", dtype):
+        assert all((master == 0.5).all() for master in result["masters"])
+
+
+PLACEMENTS = [
+    ((2,), [Replicate()]),
+    ((2,), [Shard(0)]),
+    ((2,), [Shard(1)]),
+    ((1, 2), [Replicate(), Shard(0)]),
+    ((2, 1), [Shard(1), Shard(0)]),
+    None,  # a plain tensor beside them
+]
+
+
+def placed(tensor, placement):
+    if placement is None:
+        return tensor
+    return distribute_tensor(tensor, init_device_mesh("cpu", placement[0]), placement[1])
+
+
+def numbers(seed):
+    return [heavy_tailed((5, 3), torch.float32, CPU, seed + i) for i in range(len(PLACEMENTS))]
+
+
+@scenario(None, CLIP)
+def mixed_placements(clip):
+    params = [Parameter(placed(*pair)) for pair in zip(numbers(0), PLACEMENTS, strict=True)]
+    optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
+    for param, *pair in zip(params, numbers(50), PLACEMENTS, strict=True):
+        param.grad = placed(*pair)
+    optimizer.step()
+    return {"params": whole(params), "norm": optimizer.grad_norm}
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_tensors_that_are_sharded_in_all_ways_are_clipped_together(outcomes, clip):
+    params = [Parameter(tensor) for tensor in numbers(0)]
+    optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
+    for param, grad in zip(params, numbers(50), strict=True):
+        param.grad = grad
+    optimizer.step()
+
+    for result in outcomes("mixed_placements", clip):
+        assert_near(result["params"], params, steps=1)
+        if clip is not None:
+            assert result["norm"].item() == pytest.approx(exact_norm(numbers(50), 2), rel=1e-6)
+
+
+@scenario(None, CLIP)
+def partial_gradient(clip):
+    mesh = init_device_mesh("cpu", (2,))
+    param = Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    optimizer = ampfuse.AdamW([param], max_grad_norm=clip)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return {"error": str(error), "params": whole([param])}
+    return {"error": "none", "params": whole([param])}
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_gradients_that_are_not_added_up_yet_are_refused(outcomes, clip):
+    for result in outcomes("partial_gradient", clip):
+        assert "expected sharded or replicated gradients" in result["error"]
+        assert_same_bits(result["params"], [torch.ones(4)])
