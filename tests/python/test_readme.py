@@ -18,7 +18,7 @@ def test_python_quick_start_runs(tmp_path: Path) -> None:
     script = tmp_path / "quick_start.py"
     script.write_text(code_block("python"))
     package = environment(PYTHONPATH=str(ROOT / "python"))
-    assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == 3
+    assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == 4
 
 
 @pytest.mark.slow

@@ -6,4 +6,5 @@
 #include <ampfuse/multi_tensor_clip.h>
 #include <ampfuse/multi_tensor_norm.h>
 #include <ampfuse/multi_tensor_unscale.h>
+#include <ampfuse/optim.h>
 #include <ampfuse/version.h>

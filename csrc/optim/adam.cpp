@@ -1,0 +1,224 @@
+#include <ATen/ops/ones.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ampfuse/fused_adam.h>
+#include <c10/core/GradMode.h>
+
+#include "adam_clip.h"
+#include "adam_state.h"
+
+namespace ampfuse {
+
+namespace {
+
+using optim::AdamGroup;
+using optim::AdamLists;
+using optim::AdamSettings;
+
+template <typename Options>
+std::unique_ptr<torch::optim::OptimizerOptions> without_limit(Options options) {
+  options.max_grad_norm(std::nullopt);
+  return std::make_unique<Options>(std::move(options));
+}
+
+// Of all groups, before anything is written.
+std::vector<AdamSettings> checked_settings(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    std::optional<double> max_grad_norm) {
+  optim::check_max_grad_norm(max_grad_norm);
+  std::vector<AdamSettings> settings;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    settings.push_back(optim::checked_settings(groups[i].options(), i));
+    optim::check_params(groups[i], settings[i], i);
+  }
+  return settings;
+}
+
+at::TensorOptions first_param_options(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  for (const auto& group : groups) {
+    if (!group.params().empty()) return group.params()[0].options();
+  }
+  return {};
+}
+
+std::optional<at::Tensor> on(at::Device device, const std::optional<at::Tensor>& scalar) {
+  if (!scalar) return std::nullopt;
+  return scalar->to(device, scalar->scalar_type(), /*non_blocking=*/true);
+}
+
+FusedAdamOptions step_options(const AdamSettings& settings) {
+  FusedAdamOptions options;
+  options.lr = at::scalar_tensor(settings.lr, at::kDouble);
+  options.beta1 = settings.beta1;
+  options.beta2 = settings.beta2;
+  options.weight_decay = settings.weight_decay;
+  options.eps = settings.eps;
+  options.amsgrad = settings.amsgrad;
+  options.maximize = settings.maximize;
+  options.decoupled_weight_decay = settings.decoupled_weight_decay;
+  options.write_back_grads = settings.write_back_grads;
+  return options;
+}
+
+void clip_on(at::Device device, const optim::Clip& clip, FusedAdamOptions& options) {
+  options.total_norm = on(device, clip.total_norm);
+  options.max_norm = clip.max_norm;
+  if (clip.grad_norm.defined() && clip.grad_norm.device() == device) {
+    options.grad_norm = clip.grad_norm;
+  }
+}
+
+void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
+  fused_adam({lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
+              lists.state_steps, lists.masters},
+             options);
+}
+
+// What a step writes, by where it is.
+std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
+  std::vector<const void*> addresses;
+  for (const AdamGroup& group : groups) {
+    for (const AdamLists& lists : group.lists) {
+      for (const at::Tensor& param : lists.params) addresses.push_back(param.const_data_ptr());
+      addresses.push_back(nullptr);
+    }
+  }
+  return addresses;
+}
+
+// A step that is skipped, and so only checked, where it takes several calls of the op. One that
+// refuses its arguments writes nothing, but calls before it would have stepped.
+void check_before_writing(const std::vector<AdamGroup>& groups) {
+  size_t calls = 0;
+  for (const AdamGroup& group : groups) calls += group.lists.size();
+  if (calls < 2) return;
+  for (const AdamGroup& group : groups) {
+    for (const AdamLists& lists : group.lists) {
+      FusedAdamOptions options = step_options(group.settings);
+      options.found_inf = at::ones({}, at::TensorOptions(lists.device).dtype(at::kFloat));
+      step_lists(lists, options);
+    }
+  }
+}
+
+void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
+                 const at::Tensor& grad_norm) {
+  const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
+  const auto clips = optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf);
+  const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (const AdamLists& lists : groups[i].lists) {
+      FusedAdamOptions options = step_options(groups[i].settings);
+      options.grad_scale = on(lists.device, optimizer.grad_scale);
+      options.found_inf = on(lists.device, found_inf);
+      if (clips.of_groups[i]) clip_on(lists.device, *clips.of_groups[i], options);
+      step_lists(lists, options);
+    }
+  }
+}
+
+}  // namespace
+
+Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, AdamOptions defaults)
+    : Adam(param_groups, without_limit(defaults), defaults.max_grad_norm()) {}
+
+AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+             AdamWOptions defaults)
+    : Adam(param_groups, without_limit(defaults), defaults.max_grad_norm()) {}
+
+Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+           std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+           std::optional<double> max_grad_norm)
+    : Optimizer(param_groups, std::move(defaults)), max_grad_norm(max_grad_norm) {
+  optim::checked_settings(this->defaults(), /*group=*/0);
+  checked_settings(param_groups_, max_grad_norm);
+}
+
+at::Tensor Adam::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const c10::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  const c10::NoGradGuard no_grad;
+  const auto settings = checked_settings(param_groups_, max_grad_norm);
+  warn_if_masters_are_stale();
+  std::vector<AdamGroup> groups;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    groups.push_back(optim::read_group(param_groups_[i], settings[i], state_));
+  }
+  auto stepped = addresses(groups);
+  if (stepped != stepped_) {
+    check_before_writing(groups);
+    stepped_ = std::move(stepped);
+  }
+  if (max_grad_norm && !grad_norm_.defined()) {
+    grad_norm_ = at::zeros({}, first_param_options(param_groups_).dtype(at::kFloat));
+  }
+  step_groups(groups, *this, grad_norm_);
+  versions_after_step_ = master_versions();
+  return loss;
+}
+
+at::Tensor Adam::grad_norm() const {
+  return grad_norm_.defined() ? grad_norm_.clone() : grad_norm_;
+}
+
+std::vector<at::Tensor> Adam::master_params() const {
+  const c10::NoGradGuard no_grad;
+  std::vector<at::Tensor> stepped;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      const AdamParamState* state = optim::find_state(state_, param);
+      const at::Tensor master = state ? state->master_param() : at::Tensor();
+      if (!master.defined()) {
+        stepped.push_back(param);
+      } else {
+        stepped.push_back(optim::whole_master(param, master));
+      }
+    }
+  }
+  return stepped;
+}
+
+void Adam::sync_masters_from_model() {
+  const c10::NoGradGuard no_grad;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      const AdamParamState* state = optim::find_state(state_, param);
+      if (!state || !state->master_param().defined()) continue;
+      const at::Tensor& master = state->master_param();
+      master.copy_(optim::new_master(param, master.scalar_type()));
+    }
+  }
+  versions_after_step_.reset();
+}
+
+Adam::MasterVersions Adam::master_versions() const {
+  MasterVersions versions;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      const AdamParamState* state = optim::find_state(state_, param);
+      if (!state || !state->master_param().defined()) continue;
+      ++versions.masters;
+      versions.writes += param._version();
+    }
+  }
+  return versions;
+}
+
+void Adam::warn_if_masters_are_stale() {
+  if (!versions_after_step_ || warned_) return;
+  const MasterVersions now = master_versions();
+  // With other masters than then the numbers of writes do not compare.
+  if (now.masters != versions_after_step_->masters || now.writes == versions_after_step_->writes) {
+    return;
+  }
+  warned_ = true;
+  TORCH_WARN(
+      "parameters were changed since the optimizer's last step, but not their masters, with which "
+      "this step overwrites them: call sync_masters_from_model() after loading a model");
+}
+
+}  // namespace ampfuse

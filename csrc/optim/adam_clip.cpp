@@ -1,0 +1,91 @@
+#include "adam_clip.h"
+
+#include <ATen/ops/amax.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <ampfuse/multi_tensor_norm.h>
+
+#include <cmath>
+
+namespace ampfuse::optim {
+
+namespace {
+
+struct Measured {
+  at::Tensor total_norm;
+  at::Tensor found_inf;
+};
+
+struct DeviceGrads {
+  at::Device device;
+  std::vector<at::Tensor> grads;
+};
+
+// In order of appearance.
+std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& groups) {
+  std::vector<DeviceGrads> all;
+  for (const AdamGroup* group : groups) {
+    for (const AdamLists& lists : group->lists) {
+      auto found = all.begin();
+      while (found != all.end() && found->device != lists.device) ++found;
+      if (found == all.end()) found = all.insert(found, {lists.device, {}});
+      found->grads.insert(found->grads.end(), lists.grads.begin(), lists.grads.end());
+    }
+  }
+  return all;
+}
+
+at::Tensor largest(std::vector<at::Tensor> flags) {
+  if (flags.size() == 1) return flags[0];
+  for (at::Tensor& flag : flags) flag = flag.to(flags[0].device());
+  return at::stack(flags).amax();
+}
+
+// All gradients as one vector, on the device of the first.
+Measured measure(const std::vector<const AdamGroup*>& groups) {
+  std::vector<at::Tensor> norms;
+  std::vector<at::Tensor> flags;
+  for (const DeviceGrads& part : grads_by_device(groups)) {
+    const MultiTensorNorm norm = multi_tensor_norm(part.grads);
+    norms.push_back(norm.total_norm);
+    flags.push_back(norm.found_inf);
+  }
+  if (norms.empty()) return {at::zeros({}), at::zeros({})};
+  if (norms.size() == 1) return {norms[0], flags[0]};
+  for (at::Tensor& norm : norms) norm = norm.to(norms[0].device());
+  return {multi_tensor_norm(norms).total_norm, largest(std::move(flags))};
+}
+
+}  // namespace
+
+Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
+                    const at::Tensor& grad_norm, bool find_inf) {
+  Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
+  std::vector<const AdamGroup*> sharing;
+  std::vector<at::Tensor> flags;
+  bool any_shared = false;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto limit = groups[i].settings.max_grad_norm;
+    if (!limit) {
+      sharing.push_back(&groups[i]);
+      any_shared = any_shared || !groups[i].lists.empty();
+    } else if (find_inf || !std::isinf(*limit)) {
+      const Measured measured = measure({&groups[i]});
+      clips.of_groups[i] = {measured.total_norm, *limit, {}};
+      flags.push_back(measured.found_inf);
+    }
+  }
+  if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
+  if (shared_limit || (find_inf && any_shared)) {
+    const Measured measured = measure(sharing);
+    flags.push_back(measured.found_inf);
+    for (size_t i = 0; i < groups.size() && shared_limit; ++i) {
+      if (groups[i].settings.max_grad_norm) continue;
+      clips.of_groups[i] = {measured.total_norm, *shared_limit, grad_norm};
+    }
+  }
+  if (find_inf && !flags.empty()) clips.found_inf = largest(std::move(flags));
+  return clips;
+}
+
+}  // namespace ampfuse::optim

@@ -1,0 +1,104 @@
+#include <torch/serialize/archive.h>
+
+#include "adam_settings.h"
+
+namespace ampfuse {
+
+namespace {
+
+template <typename T>
+void read(torch::serialize::InputArchive& archive, const char* name, T& value) {
+  torch::IValue saved;
+  if (archive.try_read(name, saved)) value = saved.to<T>();
+}
+
+}  // namespace
+
+template <bool kDecoupledWeightDecay>
+void AdamOptionsOf<kDecoupledWeightDecay>::serialize(torch::serialize::InputArchive& archive) {
+  bool decoupled = kDecoupledWeightDecay;  // torch's archives do not say
+  read(archive, "decoupled_weight_decay", decoupled);
+  TORCH_CHECK_VALUE(kDecoupledWeightDecay || !decoupled,
+                    "decoupled_weight_decay: expected an archive of Adam's options, whose weight "
+                    "decay joins the gradient, got AdamW's; load them into AdamWOptions");
+  read(archive, "lr", lr());
+  read(archive, "betas", betas());
+  read(archive, "eps", eps());
+  read(archive, "weight_decay", weight_decay());
+  read(archive, "amsgrad", amsgrad());
+  read(archive, "maximize", maximize());
+  read(archive, "max_grad_norm", max_grad_norm());
+  read(archive, "write_back_grads", write_back_grads());
+}
+
+template <bool kDecoupledWeightDecay>
+void AdamOptionsOf<kDecoupledWeightDecay>::serialize(
+    torch::serialize::OutputArchive& archive) const {
+  archive.write("lr", torch::IValue(lr()));
+  archive.write("betas", torch::IValue(betas()));
+  archive.write("eps", torch::IValue(eps()));
+  archive.write("weight_decay", torch::IValue(weight_decay()));
+  archive.write("amsgrad", torch::IValue(amsgrad()));
+  archive.write("maximize", torch::IValue(maximize()));
+  archive.write("decoupled_weight_decay", torch::IValue(kDecoupledWeightDecay));
+  archive.write("max_grad_norm", torch::IValue(max_grad_norm()));
+  archive.write("write_back_grads", torch::IValue(write_back_grads()));
+}
+
+template struct AdamOptionsOf<false>;
+template struct AdamOptionsOf<true>;
+
+namespace optim {
+
+namespace {
+
+template <bool kDecoupledWeightDecay>
+AdamSettings settings(const AdamOptionsOf<kDecoupledWeightDecay>& options) {
+  return {.lr = options.lr(),
+          .beta1 = std::get<0>(options.betas()),
+          .beta2 = std::get<1>(options.betas()),
+          .eps = options.eps(),
+          .weight_decay = options.weight_decay(),
+          .amsgrad = options.amsgrad(),
+          .maximize = options.maximize(),
+          .decoupled_weight_decay = kDecoupledWeightDecay,
+          .master_weights = options.master_weights(),
+          .state_dtype = options.state_dtype(),
+          .max_grad_norm = options.max_grad_norm(),
+          .write_back_grads = options.write_back_grads()};
+}
+
+AdamSettings settings(const torch::optim::OptimizerOptions& options, size_t group) {
+  if (const auto* adam = dynamic_cast<const AdamOptions*>(&options)) return settings(*adam);
+  const auto* adamw = dynamic_cast<const AdamWOptions*>(&options);
+  TORCH_CHECK_TYPE(adamw, "options of group ", group,
+                   ": expected ampfuse::AdamOptions or ampfuse::AdamWOptions");
+  return settings(*adamw);
+}
+
+}  // namespace
+
+AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group) {
+  const AdamSettings checked = settings(options, group);
+  TORCH_CHECK_VALUE(checked.lr >= 0, "Invalid learning rate: ", checked.lr);
+  TORCH_CHECK_VALUE(checked.beta1 >= 0 && checked.beta1 < 1,
+                    "Invalid beta parameter at index 0: ", checked.beta1);
+  TORCH_CHECK_VALUE(checked.beta2 >= 0 && checked.beta2 < 1,
+                    "Invalid beta parameter at index 1: ", checked.beta2);
+  TORCH_CHECK_VALUE(checked.eps >= 0, "Invalid epsilon value: ", checked.eps);
+  TORCH_CHECK_VALUE(checked.weight_decay >= 0,
+                    "Invalid weight_decay value: ", checked.weight_decay);
+  TORCH_CHECK_VALUE(checked.state_dtype == at::kFloat || checked.state_dtype == at::kBFloat16,
+                    "state_dtype: expected Float or BFloat16, got ", checked.state_dtype);
+  check_max_grad_norm(checked.max_grad_norm);
+  return checked;
+}
+
+void check_max_grad_norm(std::optional<double> max_grad_norm) {
+  TORCH_CHECK_VALUE(!max_grad_norm || *max_grad_norm >= 0,
+                    "max_grad_norm: expected none or at least 0, got ", *max_grad_norm);
+}
+
+}  // namespace optim
+
+}  // namespace ampfuse

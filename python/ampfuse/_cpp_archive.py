@@ -1,0 +1,131 @@
+"""Optimizer state in the files of C++ programs: what `torch::save(optimizer, file)` writes.
+
+Such a file is a TorchScript module without code. Of its attributes `state` has one module for each
+parameter and `param_groups` one for each group, which names its parameters' modules and has its
+options in another. C++'s counts and names have slashes in them: "params/size", "params/0".
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+File = str | PathLike[str] | IO[bytes]
+
+_TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+_OPTIONS: dict[
+    str, Callable[[Any], Any]
+] = {  # and what C++ expects: a whole number is no double to it
+    "lr": float,
+    "betas": lambda betas: (float(betas[0]), float(betas[1])),
+    "eps": float,
+    "weight_decay": float,
+    "amsgrad": bool,
+    "maximize": bool,
+    "decoupled_weight_decay": bool,
+    "max_grad_norm": lambda limit: None if limit is None else float(limit),
+    "write_back_grads": bool,
+}
+
+
+def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
+    """The state dictionary of an optimizer saved in C++, `ampfuse::AdamW`'s or torch's own.
+
+    Tensors are on the CPU. `load_state_dict` of `ampfuse.Adam`, `ampfuse.AdamW` and torch's classes
+    takes it.
+
+    >>> import tempfile, torch, ampfuse
+    >>> from ampfuse._cpp_archive import load_cpp_optimizer_state, save_cpp_optimizer_state
+    >>> optimizer = ampfuse.AdamW([torch.zeros(2)], lr=0.25)
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     save_cpp_optimizer_state(optimizer.state_dict(), file.name)
+    ...     load_cpp_optimizer_state(file.name)["param_groups"][0]["lr"]
+    0.25
+    """
+    with _torchscript():
+        archive = torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
+    groups: list[dict[str, Any]] = []
+    states: dict[int, dict[str, Any]] = {}
+    params = 0
+    for of_group in _list(archive.param_groups, "param_groups"):
+        keys = _list(of_group, "params")
+        for param, key in enumerate(keys, start=params):
+            if hasattr(archive.state, key):
+                states[param] = _state(getattr(archive.state, key))
+        options = {name: getattr(of_group.options, name) for name in _of(of_group.options)}
+        groups.append({**options, "params": list(range(params, params + len(keys)))})
+        params += len(keys)
+    return {"state": states, "param_groups": groups}
+
+
+@contextmanager
+def _torchscript() -> Iterator[None]:
+    """Deprecated in Python, but what torch's C++ archives are made of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _list(archive: Any, name: str) -> list[Any]:
+    return [getattr(archive, f"{name}/{i}") for i in range(int(getattr(archive, f"{name}/size")))]
+
+
+def _of(options: Any) -> list[str]:
+    return [name for name in _OPTIONS if hasattr(options, name)]
+
+
+def _state(archive: Any) -> dict[str, Any]:
+    tensors = {name: getattr(archive, name) for name in _TENSORS if hasattr(archive, name)}
+    return {"step": torch.tensor(float(archive.step)), **tensors}
+
+
+def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
+    """Save an optimizer's state dictionary for `torch::load(optimizer, file)` in C++.
+
+    A learning rate in a tensor becomes a number. What C++ has no place for, options that only torch
+    knows, is left out.
+    """
+    states = {}
+    for param, state in state_dict["state"].items():
+        tensors = {name: state[name] for name in _TENSORS if name in state}
+        states[str(param)] = _archive({"step": int(state["step"]), **tensors})
+    groups = [
+        _archive(
+            {
+                **_numbered("params", [str(param) for param in group["params"]]),
+                "options": _archive(
+                    {name: to(group[name]) for name, to in _OPTIONS.items() if name in group}
+                ),
+            }
+        )
+        for group in state_dict["param_groups"]
+    ]
+    archive = _archive(
+        {
+            "pytorch_version": "1.5.0",  # of the layout
+            "state": _archive(states),
+            "param_groups": _archive(_numbered("param_groups", groups)),
+        }
+    )
+    with _torchscript():
+        torch.jit.save(torch.jit.script(archive), file)
+
+
+def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
+    items = {f"{name}/{i}": value for i, value in enumerate(values)}
+    return {f"{name}/size": torch.tensor(len(values)), **items}
+
+
+def _archive(content: dict[str, Any]) -> Module:
+    module = Module()
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            module.register_buffer(name, value.detach().cpu())
+        else:
+            setattr(module, name, value)
+    return module

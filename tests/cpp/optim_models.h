@@ -1,0 +1,68 @@
+// Parameters whose gradients are given step by step, for the tests of Adam and AdamW.
+#pragma once
+
+#include <ampfuse/optim.h>
+
+#include "torch_catch.h"
+
+using Tensors = std::vector<torch::Tensor>;
+
+inline Tensors copies(const Tensors& params, torch::Dtype dtype) {
+  Tensors copies;
+  for (const auto& param : params) {
+    copies.push_back(param.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
+    copies.back().set_requires_grad(true);
+  }
+  return copies;
+}
+
+inline Tensors copies(const Tensors& params) {
+  return copies(params, params[0].scalar_type());
+}
+
+/// Bfloat16 numbers in any dtype. One parameter is longer than the CPU's unit of work of 8192
+/// elements, one is 0-dim and one has no element.
+inline Tensors parameters(torch::Device device, torch::Dtype dtype = torch::kFloat) {
+  torch::manual_seed(7);
+  Tensors params;
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{33, 5}, {}, {8193}, {0, 4}}) {
+    params.push_back(torch::randn(shape).to(torch::kBFloat16).to(device));
+  }
+  return copies(params, dtype);
+}
+
+/// Sets the gradients of a step: bfloat16 numbers, which every dtype holds.
+inline void feed(const Tensors& params, int step, double scale = 1) {
+  torch::manual_seed(step);
+  for (const auto& param : params) {
+    const auto grad = torch::randn(param.sizes()).to(torch::kBFloat16).to(torch::kDouble);
+    param.mutable_grad() = (grad * scale).to(param.device(), param.scalar_type());
+  }
+}
+
+/// Takes the steps numbered `first` … `last`.
+inline void train(torch::optim::Optimizer& optimizer, const Tensors& params, int first, int last) {
+  for (int step = first; step <= last; ++step) {
+    feed(params, step);
+    optimizer.step();
+  }
+}
+
+/// Torch's own comparison takes 0 for −0, and no NaN for itself.
+inline bool same_bits(const torch::Tensor& tensor, const torch::Tensor& other) {
+  if (tensor.scalar_type() != other.scalar_type()) return false;
+  const auto as_bytes = [](const torch::Tensor& t) {
+    return t.detach().cpu().contiguous().reshape({-1}).view(torch::kByte);
+  };
+  return tensor.sizes() == other.sizes() && torch::equal(as_bytes(tensor), as_bytes(other));
+}
+
+inline void check_same_bits(const Tensors& tensors, const Tensors& others) {
+  REQUIRE(tensors.size() == others.size());
+  for (size_t i = 0; i < tensors.size(); ++i) CHECK(same_bits(tensors[i], others[i]));
+}
+
+inline ampfuse::AdamParamState& state_of(torch::optim::Optimizer& optimizer,
+                                         const torch::Tensor& param) {
+  return static_cast<ampfuse::AdamParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+}

@@ -1,0 +1,218 @@
+// ampfuse::AdamW through torch's archives: saved, loaded, and exchanged with torch's own class.
+
+#include <ampfuse/optim.h>
+
+#include <sstream>
+
+#include "optim_models.h"
+
+namespace {
+
+using ampfuse::AdamWOptions;
+using ampfuse::MasterWeights;
+
+template <typename From, typename To>
+void move_state(const From& from, To& to) {
+  std::stringstream archive;
+  torch::save(from, archive);
+  torch::load(to, archive);
+}
+
+Tensors masters_of(torch::optim::Optimizer& optimizer, const Tensors& params) {
+  Tensors masters;
+  for (const auto& param : params) masters.push_back(state_of(optimizer, param).master_param());
+  return masters;
+}
+
+}  // namespace
+
+TEST_CASE("a loaded optimizer goes on to the same bits") {
+  const auto [dtype, options] = GENERATE(
+      std::tuple(torch::kFloat, AdamWOptions().amsgrad(true)),
+      std::tuple(torch::kDouble, AdamWOptions()), std::tuple(torch::kHalf, AdamWOptions()),
+      std::tuple(torch::kBFloat16, AdamWOptions().master_weights(MasterWeights::kRemainder)),
+      std::tuple(torch::kBFloat16, AdamWOptions().state_dtype(torch::kBFloat16)));
+  for (const auto device : devices()) {
+    const auto params = parameters(device, dtype);
+    ampfuse::AdamW optimizer(params, options);
+    train(optimizer, params, 1, 5);
+    const auto resumed_params = copies(params);
+    ampfuse::AdamW resumed(resumed_params, options);
+    move_state(optimizer, resumed);
+    train(optimizer, params, 6, 10);
+    train(resumed, resumed_params, 6, 10);
+
+    check_same_bits(resumed.master_params(), optimizer.master_params());
+    check_same_bits(resumed_params, params);
+    const auto& state = state_of(resumed, resumed_params[0]);
+    CHECK(state.step().item<float>() == 10);
+    CHECK(same_bits(state.exp_avg_sq(), state_of(optimizer, params[0]).exp_avg_sq()));
+  }
+}
+
+TEST_CASE("options are loaded, but not how state is kept") {
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  ampfuse::AdamW optimizer(params, AdamWOptions(0.5)
+                                       .betas({0.1, 0.2})
+                                       .eps(0.3)
+                                       .weight_decay(0.4)
+                                       .amsgrad(true)
+                                       .maximize(true)
+                                       .write_back_grads(true)
+                                       .state_dtype(torch::kBFloat16)
+                                       .max_grad_norm(3.0));
+  static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).max_grad_norm(2.0);
+  train(optimizer, params, 1, 1);
+  const auto others = copies(params);
+  ampfuse::AdamW loaded(others, AdamWOptions().master_weights(MasterWeights::kRemainder));
+  move_state(optimizer, loaded);
+
+  const auto& options = static_cast<AdamWOptions&>(loaded.param_groups()[0].options());
+  CHECK(options.lr() == 0.5);
+  CHECK(options.betas() == std::tuple(0.1, 0.2));
+  CHECK(options.eps() == 0.3);
+  CHECK(options.weight_decay() == 0.4);
+  CHECK(options.amsgrad());
+  CHECK(options.maximize());
+  CHECK(options.write_back_grads());
+  CHECK(options.max_grad_norm() == 2.0);
+  CHECK(options.state_dtype() == torch::kFloat);
+  CHECK(options.master_weights() == MasterWeights::kRemainder);
+  CHECK_FALSE(loaded.max_grad_norm.has_value());
+  const auto& state = state_of(loaded, others[0]);
+  CHECK(state.exp_avg().scalar_type() == torch::kFloat);
+  CHECK(state.master_param().scalar_type() == torch::kShort);
+}
+
+TEST_CASE("float masters become remainders, and remainders float masters, of the same numbers") {
+  const auto [from, to] = GENERATE(std::tuple(MasterWeights::kAuto, MasterWeights::kRemainder),
+                                   std::tuple(MasterWeights::kRemainder, MasterWeights::kAuto));
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  ampfuse::AdamW optimizer(params, AdamWOptions().master_weights(from));
+  train(optimizer, params, 1, 5);
+  const auto others = copies(params);
+  ampfuse::AdamW converted(others, AdamWOptions().master_weights(to));
+  move_state(optimizer, converted);
+
+  check_same_bits(converted.master_params(), optimizer.master_params());
+  train(optimizer, params, 6, 10);
+  train(converted, others, 6, 10);
+  check_same_bits(converted.master_params(), optimizer.master_params());
+}
+
+TEST_CASE("masters that become remainders set the parameters") {
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  ampfuse::AdamW optimizer(params);
+  train(optimizer, params, 1, 5);
+  Tensors others;
+  for (const auto& param : params) others.push_back(torch::zeros_like(param).requires_grad_());
+  ampfuse::AdamW loaded(others, AdamWOptions().master_weights(MasterWeights::kRemainder));
+  move_state(optimizer, loaded);
+
+  check_same_bits(loaded.master_params(), optimizer.master_params());
+  check_same_bits(others, params);
+}
+
+TEST_CASE("loading leaves state tensors where they are, and drops what was not saved") {
+  const auto params = parameters(torch::kCPU, torch::kHalf);
+  ampfuse::AdamW optimizer(params);
+  train(optimizer, params, 1, 1);
+  const auto others = copies(params);
+  ampfuse::AdamW loaded(others);
+  train(loaded, others, 1, 3);
+  const auto exp_avg = state_of(loaded, others[0]).exp_avg();
+  const auto masters = masters_of(loaded, others);
+  auto& options = static_cast<AdamWOptions&>(loaded.param_groups()[0].options());
+  optimizer.state().erase(params[1].unsafeGetTensorImpl());
+  optimizer.param_groups()[0].options().set_lr(0.25);
+  move_state(optimizer, loaded);
+
+  CHECK(state_of(loaded, others[0]).exp_avg().is_same(exp_avg));
+  CHECK(same_bits(exp_avg, state_of(optimizer, params[0]).exp_avg()));
+  CHECK(state_of(loaded, others[0]).master_param().is_same(masters[0]));
+  CHECK(options.lr() == 0.25);
+  CHECK(loaded.state().count(others[1].unsafeGetTensorImpl()) == 0);
+}
+
+TEST_CASE("the same state gives the same archive") {
+  const auto params = parameters(torch::kCPU);
+  const auto others = copies(params);
+  ampfuse::AdamW optimizer(params);
+  ampfuse::AdamW again(others);
+  train(optimizer, params, 1, 2);
+  train(again, others, 1, 2);
+  std::stringstream one;
+  std::stringstream other;
+  torch::save(optimizer, one);
+  torch::save(again, other);
+
+  CHECK((one.str() == other.str()));
+}
+
+TEST_CASE("torch's AdamW reads our archive, and we read torch's") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::AdamW ours(params, AdamWOptions(1e-2).amsgrad(true));
+  train(ours, params, 1, 5);
+  const auto others = copies(params);
+  torch::optim::AdamW theirs(others);
+  move_state(ours, theirs);
+  ampfuse::AdamW back(params);
+  move_state(theirs, back);
+
+  const auto& state = static_cast<torch::optim::AdamWParamState&>(
+      *theirs.state().at(others[0].unsafeGetTensorImpl()));
+  CHECK(state.step() == 5);
+  CHECK(same_bits(state.exp_avg(), state_of(ours, params[0]).exp_avg()));
+  CHECK(same_bits(state_of(back, params[2]).max_exp_avg_sq(),
+                  state_of(ours, params[2]).max_exp_avg_sq()));
+  CHECK(state_of(back, params[0]).step().item<float>() == 5);
+  CHECK(back.param_groups()[0].options().get_lr() == 1e-2);
+}
+
+TEST_CASE("an archive without masters leaves them to be made from the parameters") {
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  torch::optim::AdamW theirs(params);
+  train(theirs, params, 1, 2);
+  ampfuse::AdamW ours(params);
+  move_state(theirs, ours);
+  train(ours, params, 3, 3);
+
+  const auto& state = state_of(ours, params[0]);
+  CHECK(state.step().item<float>() == 3);
+  CHECK(same_bits(state.master_param().to(torch::kBFloat16), params[0]));
+}
+
+TEST_CASE("AdamW takes Adam's archive, but Adam no decoupled decay") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::Adam adam(params);
+  ampfuse::AdamW adamw(copies(params));
+  CHECK_NOTHROW(move_state(adam, adamw));
+  CHECK_THROWS_WITH(move_state(adamw, adam),
+                    ContainsSubstring("decoupled_weight_decay: expected an archive of Adam's"));
+}
+
+TEST_CASE("an archive of other groups, sizes or shapes is refused whole") {
+  const Tensors params = {torch::ones({2}).requires_grad_(), torch::ones({3}).requires_grad_()};
+  ampfuse::AdamW optimizer(params, AdamWOptions(0.5));
+  train(optimizer, params, 1, 1);
+  std::stringstream archive;
+  torch::save(optimizer, archive);
+  const auto load_into = [&](std::vector<torch::optim::OptimizerParamGroup> groups) {
+    ampfuse::AdamW other(groups);
+    try {
+      torch::load(other, archive);
+    } catch (const c10::Error& error) {
+      CHECK(other.state().empty());
+      CHECK(other.param_groups()[0].options().get_lr() == 1e-3);
+      return std::string(error.what());
+    }
+    return std::string("loaded");
+  };
+
+  CHECK_THAT(load_into({Tensors{params[0]}, Tensors{params[1]}}),
+             ContainsSubstring("a different number of parameter groups"));
+  CHECK_THAT(load_into({Tensors{params[0]}}), ContainsSubstring("a different size"));
+  CHECK_THAT(
+      load_into({Tensors{params[0], torch::ones({3, 1})}}),
+      ContainsSubstring("exp_avg of parameter 1 of group 0: expected shape [3, 1], got [3]"));
+}

@@ -1,0 +1,119 @@
+// What ampfuse::AdamW refuses, and what it warns about.
+
+#include <ampfuse/optim.h>
+
+#include <limits>
+
+#include "optim_models.h"
+
+namespace {
+
+using ampfuse::AdamWOptions;
+
+// Collects warnings instead of printing them.
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
+  std::vector<std::string> messages;
+};
+
+}  // namespace
+
+TEST_CASE("options out of range are refused in torch's words") {
+  const auto refuses = [](const AdamWOptions& options, const std::string& words) {
+    const auto params = parameters(torch::kCPU);
+    CHECK_THROWS_WITH(ampfuse::AdamW(params, options), ContainsSubstring(words));
+  };
+  refuses(AdamWOptions(-1), "Invalid learning rate: -1");
+  refuses(AdamWOptions(std::numeric_limits<double>::quiet_NaN()), "Invalid learning rate: nan");
+  refuses(AdamWOptions().betas({1.0, 0.9}), "Invalid beta parameter at index 0: 1");
+  refuses(AdamWOptions().betas({0.9, -0.1}), "Invalid beta parameter at index 1: -0.1");
+  refuses(AdamWOptions().eps(-1), "Invalid epsilon value: -1");
+  refuses(AdamWOptions().weight_decay(-1), "Invalid weight_decay value: -1");
+  refuses(AdamWOptions().max_grad_norm(-1), "max_grad_norm: expected none or at least 0, got -1");
+  refuses(AdamWOptions().state_dtype(torch::kHalf),
+          "state_dtype: expected Float or BFloat16, got Half");
+}
+
+TEST_CASE("options that became wrong are refused before anything is written") {
+  const auto params = parameters(torch::kCPU);
+  const auto before = copies(params);
+  ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{params[2]}});
+  optimizer.param_groups()[1].options().set_lr(-1);
+  feed(params, 1);
+
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("Invalid learning rate"));
+  check_same_bits(params, before);
+  CHECK(optimizer.state().empty());
+}
+
+TEST_CASE("options of another optimizer are refused") {
+  const auto params = parameters(torch::kCPU);
+  const torch::optim::OptimizerParamGroup group(params,
+                                                std::make_unique<torch::optim::AdamWOptions>());
+  CHECK_THROWS_WITH(
+      ampfuse::AdamW({group}),
+      ContainsSubstring("options of group 0: expected ampfuse::AdamOptions or ampfuse::AdamWOpt"));
+}
+
+TEST_CASE("half parameters have no remainder") {
+  const Tensors params = {torch::ones({1}, torch::kBFloat16), torch::ones({1}, torch::kHalf)};
+  CHECK_THROWS_WITH(
+      ampfuse::AdamW(params, AdamWOptions().master_weights(ampfuse::MasterWeights::kRemainder)),
+      ContainsSubstring("parameter 1 of group 0 is half, and only bfloat16 has a remainder"));
+}
+
+TEST_CASE("gradients that no step can take are refused, and the parameter is named") {
+  const auto first = torch::ones({2, 2}).requires_grad_();
+  const auto second = torch::ones({2, 2}).requires_grad_();
+  first.mutable_grad() = torch::ones({2, 2});
+  ampfuse::AdamW optimizer(Tensors{first, second});
+
+  second.mutable_grad() = torch::ones({2, 2}).to_sparse();
+  CHECK_THROWS_WITH(
+      optimizer.step(),
+      ContainsSubstring("parameter 1 of group 0: Adam does not support sparse gradients"));
+  second.mutable_grad() = torch::ones({4});
+  CHECK_THROWS_WITH(
+      optimizer.step(),
+      ContainsSubstring("parameter 1 of group 0: expected a gradient of shape [2, 2], got [4]"));
+  CHECK(torch::equal(first, torch::ones({2, 2})));
+}
+
+TEST_CASE("what the op refuses of one group leaves the others as they are") {
+  const auto params = parameters(torch::kCPU);
+  const auto before = copies(params);
+  ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{params[2]}});
+  feed(params, 1);
+  params[2].mutable_grad() = params[2].grad().to(torch::kDouble);
+
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("grads[0]: expected half, bfloat16 or"));
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("grads[0]: expected half, bfloat16 or"));
+  check_same_bits(params, before);
+}
+
+TEST_CASE("a model loaded behind the masters is warned about once, unless they are synced") {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  ampfuse::AdamW optimizer(params, AdamWOptions(0));
+  const auto load_model = [&] {
+    const torch::NoGradGuard no_grad;
+    params[0].fill_(2);
+  };
+  train(optimizer, params, 1, 2);
+  CHECK(warnings.messages.empty());
+
+  load_model();
+  optimizer.sync_masters_from_model();
+  train(optimizer, params, 3, 3);
+  CHECK(warnings.messages.empty());
+  CHECK(torch::equal(params[0], torch::full_like(params[0], 2)));
+
+  for (int step = 4; step <= 5; ++step) {
+    load_model();
+    train(optimizer, params, step, step);
+  }
+  REQUIRE(warnings.messages.size() == 1);
+  CHECK_THAT(warnings.messages[0], ContainsSubstring("call sync_masters_from_model()"));
+}

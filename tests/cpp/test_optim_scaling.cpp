@@ -1,0 +1,188 @@
+// What happens inside a step of ampfuse::AdamW before the update: unscaling, clipping, skipping.
+
+#include <ampfuse/clip_grad.h>
+
+#include <cmath>
+#include <limits>
+
+#include "optim_models.h"
+
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+
+OptimizerParamGroup group_with_limit(const torch::Tensor& param, double max_grad_norm) {
+  return {Tensors{param}, std::make_unique<ampfuse::AdamWOptions>(
+                              ampfuse::AdamWOptions().max_grad_norm(max_grad_norm))};
+}
+
+}  // namespace
+
+TEST_CASE("max_grad_norm steps as after clip_grad_norm_, and leaves the gradients alone") {
+  for (const auto device : devices()) {
+    const auto inside = parameters(device);
+    const auto outside = copies(inside);
+    ampfuse::AdamW clipping(inside, ampfuse::AdamWOptions().max_grad_norm(0.5).eps(1e-2));
+    ampfuse::AdamW plain(outside, ampfuse::AdamWOptions().eps(1e-2));
+    feed(inside, 1);
+    feed(outside, 1);
+    clipping.step();
+    const auto norm = ampfuse::clip_grad_norm_(outside, 0.5);
+    plain.step();
+
+    // The clipped gradient is not rounded on the way, which is worth 2⁻²⁴ of an update of 1e-3.
+    for (size_t i = 0; i < inside.size(); ++i) {
+      CHECK(torch::allclose(inside[i], outside[i], 1e-6, 1e-9));
+    }
+    CHECK(same_bits(clipping.grad_norm(), norm));
+    feed(outside, 1);
+    for (size_t i = 0; i < inside.size(); ++i)
+      CHECK(same_bits(inside[i].grad(), outside[i].grad()));
+  }
+}
+
+TEST_CASE("one limit is over all groups but those that have their own") {
+  // Gradients of ones: norms 2, 4 and 10; the shared one is that of the first and last.
+  Tensors params;
+  for (const int64_t size : {4, 16, 100}) {
+    params.push_back(torch::zeros({size}).requires_grad_());
+    params.back().mutable_grad() = torch::ones({size});
+  }
+  std::vector<OptimizerParamGroup> groups;
+  groups.emplace_back(Tensors{params[0]});
+  groups.push_back(group_with_limit(params[1], 1.0));
+  groups.emplace_back(Tensors{params[2]}, std::make_unique<ampfuse::AdamWOptions>(
+                                              ampfuse::AdamWOptions().write_back_grads(true)));
+  ampfuse::AdamW optimizer(groups,
+                           ampfuse::AdamWOptions().max_grad_norm(1.0).write_back_grads(true));
+  static_cast<ampfuse::AdamWOptions&>(optimizer.param_groups()[1].options()).write_back_grads(true);
+  optimizer.step();
+
+  CHECK(optimizer.grad_norm().item<float>() == Approx(std::sqrt(104.0)));
+  CHECK(params[0].grad()[0].item<float>() == Approx(1 / std::sqrt(104.0)));
+  CHECK(params[1].grad()[0].item<float>() == Approx(1 / 4.0));
+  CHECK(params[2].grad()[0].item<float>() == Approx(1 / std::sqrt(104.0)));
+}
+
+TEST_CASE("a group with an infinite limit is not clipped") {
+  const auto param = torch::zeros({4}).requires_grad_();
+  auto group = group_with_limit(param, std::numeric_limits<double>::infinity());
+  static_cast<ampfuse::AdamWOptions&>(group.options()).write_back_grads(true);
+  param.mutable_grad() = torch::ones({4});
+  ampfuse::AdamW optimizer({group}, ampfuse::AdamWOptions().max_grad_norm(0.1));
+  optimizer.step();
+
+  CHECK(torch::equal(param.grad(), torch::ones({4})));
+}
+
+TEST_CASE("the constructor's limit is the optimizer's, and no group has it") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions().max_grad_norm(0.5));
+  optimizer.add_param_group(OptimizerParamGroup(Tensors{params[2]}));
+
+  CHECK(optimizer.max_grad_norm == 0.5);
+  for (const auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const ampfuse::AdamWOptions&>(group.options());
+    CHECK_FALSE(options.max_grad_norm().has_value());
+  }
+}
+
+TEST_CASE("there is no norm without a limit, nor before the first step") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::AdamW clipping(params, ampfuse::AdamWOptions().max_grad_norm(0.5));
+  ampfuse::AdamW plain(params);
+  CHECK_FALSE(clipping.grad_norm().defined());
+  train(plain, params, 1, 1);
+  CHECK_FALSE(plain.grad_norm().defined());
+}
+
+TEST_CASE("scaled gradients with their scale step as unscaled ones, clipped or not") {
+  const auto limit = GENERATE(std::optional<double>(), std::optional<double>(0.5));
+  for (const auto device : devices()) {
+    const auto scaled = parameters(device, torch::kBFloat16);
+    const auto unscaled = copies(scaled);
+    ampfuse::AdamW ours(scaled, ampfuse::AdamWOptions().max_grad_norm(limit));
+    ampfuse::AdamW reference(unscaled, ampfuse::AdamWOptions().max_grad_norm(limit));
+    ours.grad_scale = torch::full({}, 1024.0f, device);
+    ours.found_inf = torch::zeros({}, device);
+    for (int step = 1; step <= 5; ++step) {
+      feed(scaled, step, 1024);
+      feed(unscaled, step);
+      ours.step();
+      reference.step();
+    }
+
+    check_same_bits(ours.master_params(), reference.master_params());
+    if (limit) CHECK(same_bits(ours.grad_norm(), reference.grad_norm()));
+  }
+}
+
+TEST_CASE("any found_inf but 0 skips the step, its counter too") {
+  const float found_inf = GENERATE(1.0f, 2.0f, 3.0f);
+  for (const auto device : devices()) {
+    const auto params = parameters(device, torch::kBFloat16);
+    const auto before = copies(params);
+    const auto unskipped = copies(params);
+    ampfuse::AdamW optimizer(params);
+    ampfuse::AdamW reference(unskipped);
+    optimizer.found_inf = torch::full({1}, found_inf, device);
+    feed(params, 1, std::numeric_limits<double>::infinity());
+    optimizer.step();
+
+    check_same_bits(params, before);
+    CHECK(state_of(optimizer, params[0]).step().item<float>() == 0);
+
+    optimizer.found_inf.reset();
+    train(optimizer, params, 2, 2);
+    train(reference, unskipped, 2, 2);
+    check_same_bits(optimizer.master_params(), reference.master_params());
+    CHECK(state_of(optimizer, params[0]).step().item<float>() == 1);
+  }
+}
+
+TEST_CASE("with a scale alone the step finds out itself whether to skip") {
+  const auto limit = GENERATE(std::optional<double>(), std::optional<double>(0.5));
+  for (const auto device : devices()) {
+    const auto params = parameters(device);
+    const auto before = copies(params);
+    std::vector<OptimizerParamGroup> groups;
+    groups.push_back(group_with_limit(params[0], std::numeric_limits<double>::infinity()));
+    groups.emplace_back(Tensors{params[2]});
+    ampfuse::AdamW optimizer(groups, ampfuse::AdamWOptions().max_grad_norm(limit));
+    optimizer.grad_scale = torch::full({}, 2.0f, device);
+    for (const auto& bad : {params[0], params[2]}) {
+      feed(params, 1);
+      bad.grad().view(-1)[0] = std::nanf("");
+      optimizer.step();
+    }
+    check_same_bits(params, before);
+
+    train(optimizer, params, 2, 2);
+    CHECK_FALSE(torch::equal(params[0], before[0]));
+    CHECK(state_of(optimizer, params[2]).step().item<float>() == 1);
+  }
+}
+
+TEST_CASE("a step without gradients leaves a norm of 0") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::AdamW optimizer(params, ampfuse::AdamWOptions().max_grad_norm(1.0));
+  train(optimizer, params, 1, 1);
+  optimizer.zero_grad();
+  optimizer.step();
+
+  CHECK(optimizer.grad_norm().item<float>() == 0);
+}
+
+TEST_CASE("write_back_grads leaves the unscaled gradients") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::Adam optimizer(params, ampfuse::AdamOptions().write_back_grads(true));
+  optimizer.grad_scale = torch::full({}, 4.0f);
+  feed(params, 1, 4);
+  optimizer.step();
+  const auto unscaled = copies(params);
+  feed(unscaled, 1);
+
+  for (size_t i = 0; i < params.size(); ++i) {
+    CHECK(same_bits(params[i].grad(), unscaled[i].grad()));
+  }
+}
