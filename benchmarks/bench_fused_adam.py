@@ -1,0 +1,209 @@
+"""AdamW: the bare update, and the whole step with unscaling, overflow check and clipping.
+
+    python benchmarks/bench_fused_adam.py [--quick] [--device cuda] [--cases 'step/*/float32']
+
+Bytes per parameter at the floor (reads, writes), g gradient, w model, s moments in bytes:
+
+- update          float32   w + g + 2s, w + 2s          16, 12
+- update          bfloat16  4 + g + 2s, 4 + 2s + w      14, 14   float32 masters; w is only written
+- step            the same, and g once more             20, 12 and 16, 14
+- step_remainder  bfloat16  w + 2 + 2g + 2s, w + 2 + 2s 16, 12   masters of w and 16 bits beside it
+- step_smallest   the same with bfloat16 moments        12, 8
+
+torch has no masters: for bfloat16 the loop that people write around fused AdamW stands in, which
+casts the gradients to float32, unscales, clips and steps a float32 copy, and casts that back.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import ampfuse
+import shapes
+import torch
+from harness import OURS, Case, Provider, Settings, Traffic, main
+from torch.nn.utils import clip_grad_norm_
+
+# The compiler unrolls the list into its program.
+COMPILED_TENSORS, COMPILED_TENSORS_QUICK = 256, 64
+SCALE = 2.0**16  # torch's initial loss scale
+LIMIT = 1.0
+LEARNING_RATE = 1e-3
+
+
+class Model:
+    """Parameters with gradients, some of their own for each provider, starting from the same."""
+
+    def __init__(self, shape_list: list[shapes.Shape], dtype: torch.dtype, device: torch.device):
+        noise = torch.randn(shapes.M, device=device)
+        self.parameters: list[torch.Tensor] = [
+            torch.nn.Parameter(repeated(noise, shape, dtype)) for shape in shape_list
+        ]
+        self.scale = torch.tensor(SCALE, device=device)
+        self.inv_scale = torch.tensor(1 / SCALE, device=device)
+
+    def take(self, grads: list[torch.Tensor]) -> "Model":
+        """Makes these its gradients."""
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = grad
+        return self
+
+
+def repeated(noise: torch.Tensor, shape: shapes.Shape, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor filled with `noise` over and over: drawing costs far more."""
+    tensor = noise.new_empty(shape, dtype=dtype)
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), noise.numel()):
+        piece = flat[start : start + noise.numel()]
+        piece.copy_(noise[: piece.numel()])
+    return tensor
+
+
+class TorchStep:
+    """unscale_, clip_grad_norm_ and AdamW on float32 parameters, or the update alone.
+
+    Skipping is left to the fused implementation; the others would have to wait for the flag.
+    """
+
+    def __init__(self, model: Model, whole: bool, fused: bool) -> None:
+        self.model, self.whole, self.fused = model, whole, fused
+        self.parameters = model.parameters
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=LEARNING_RATE, fused=fused, foreach=not fused
+        )
+
+    def __call__(self) -> None:
+        """One step."""
+        if self.whole:
+            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            found_inf = torch.zeros((), device=self.model.scale.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, self.model.inv_scale)
+            clip_grad_norm_(self.parameters, LIMIT)
+            if self.fused:
+                self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        self.optimizer.step()
+
+
+class TorchMasters(TorchStep):
+    """The loop that people write to train a bfloat16 model with float32 masters."""
+
+    def __init__(self, model: Model, whole: bool, fused: bool) -> None:
+        masters = Model([], model.parameters[0].dtype, model.scale.device)
+        masters.parameters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters]
+        super().__init__(masters, whole, fused)
+        self.copies = model.parameters
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """One step."""
+        for master, copy in zip(self.parameters, self.copies, strict=True):
+            master.grad = None if copy.grad is None else copy.grad.float()
+        super().__call__()
+        torch._foreach_copy_(self.copies, self.parameters)
+
+
+class AmpfuseStep:
+    """The optimizer's own unscaling, clipping and overflow check."""
+
+    def __init__(self, model: Model, whole: bool, **options: object) -> None:
+        self.optimizer = ampfuse.AdamW(
+            model.parameters,
+            lr=LEARNING_RATE,
+            max_grad_norm=LIMIT if whole else None,
+            **options,  # type: ignore[arg-type]
+        )
+        if whole:
+            self.optimizer.grad_scale = model.scale  # type: ignore[attr-defined]
+
+    def __call__(self) -> None:
+        """One step."""
+        self.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is done, and the floor's bytes per element."""
+
+    name: str
+    dtype: torch.dtype
+    whole: bool
+    read: int
+    written: int
+    ours: dict[str, object]
+
+
+BF16_STATE = {"master_weights": "remainder", "state_dtype": torch.bfloat16}
+OPERATIONS = [
+    Operation("update", torch.float32, False, 16, 12, {}),
+    Operation("step", torch.float32, True, 20, 12, {}),
+    Operation("update", torch.bfloat16, False, 14, 14, {}),
+    Operation("step", torch.bfloat16, True, 16, 14, {}),
+    Operation("step_remainder", torch.bfloat16, True, 16, 12, {"master_weights": "remainder"}),
+    Operation("step_smallest", torch.bfloat16, True, 12, 8, BF16_STATE),
+]
+QUICK = ("64x1M", "10000x64", "resnet50")
+
+
+def providers(
+    operation: Operation, shape_list: list[shapes.Shape], settings: Settings
+) -> list[Provider]:
+    def model() -> Model:
+        torch.manual_seed(0)
+        return Model(shape_list, operation.dtype, settings.device)
+
+    kept = model().parameters
+    grads = [parameter.detach().clone() for parameter in kept]
+
+    @torch.no_grad()
+    def restore() -> None:
+        if operation.whole and operation.dtype == torch.float32:  # torch scales them in place
+            torch._foreach_copy_(grads, kept)
+
+    def provider(
+        name: str, make: Callable[[Model], Callable[[], None]], skip: str = ""
+    ) -> Provider:
+        if skip:
+            return Provider(name, lambda: None, skipped=skip)
+        of_this = model().take(grads)
+        return Provider(name, make(of_this), restore, of_this.parameters)
+
+    limit = COMPILED_TENSORS_QUICK if settings.quick else COMPILED_TENSORS
+    too_many = f"{len(shape_list)} tensors to unroll; compiled up to {limit}"
+    skip = too_many if len(shape_list) > limit else ""
+    whole = operation.whole
+    theirs = TorchStep if operation.dtype == torch.float32 else TorchMasters
+
+    return [
+        provider("torch fused", lambda m: theirs(m, whole, fused=True)),
+        provider("torch foreach", lambda m: theirs(m, whole, fused=False)),
+        provider(
+            "torch.compile",
+            lambda m: torch.compile(theirs(m, whole, fused=False), dynamic=False),
+            skip,
+        ),
+        provider(OURS, lambda m: AmpfuseStep(m, whole, **operation.ours)),
+    ]
+
+
+def case(operation: Operation, shape: str) -> Case:
+    shape_list = (shapes.REGULAR | shapes.MODELS)[shape]()
+    elements = shapes.element_count(shape_list)
+    return Case(
+        operation=operation.name,
+        shape=shape,
+        dtype=operation.dtype,
+        elements=elements,
+        traffic=Traffic(operation.read * elements, operation.written * elements, "update"),
+        # Of each provider its parameters, moments and masters; gradients, their copy, temporaries.
+        memory=elements * (4 * (operation.dtype.itemsize + 12) + 16),
+        setup=partial(providers, operation, shape_list),
+        quick=shape in QUICK,
+    )
+
+
+SHAPES = ["1x64M", "64x1M", "1024x64K", "10000x64", "resnet50", "gpt2-124m"]
+
+if __name__ == "__main__":
+    cases = [case(operation, shape) for shape in SHAPES for operation in OPERATIONS]
+    sys.exit(main("fused_adam", cases))
