@@ -221,7 +221,9 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) {
     }
     tensor.step = arguments.state_steps[t].toTensor().mutable_data_ptr<float>();
     if (tensor.size > 0) {
-      const auto [first, fresh] = seen.emplace(tensor.data[math::kParam], t);
+      // Of the parameter itself, for which a copy may stand in.
+      const auto [first, fresh] =
+          seen.emplace(arguments.tensor(math::kParam, t).mutable_data_ptr(), t);
       TORCH_CHECK_VALUE(fresh, kOp, ": params[", t, "]: expected distinct tensors, got params[",
                         first->second, "] again");
     }
@@ -229,13 +231,27 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) {
   }
 }
 
+namespace {
+
+// Whether two dense tensors of one shape have their elements in the same order. Strides of
+// dimensions with one element say nothing: the gradients of 1×1 convolutions have others than the
+// weights.
+bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 // Where a column's elements are, in the order that the parameter's have if it leaves no gaps.
 void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t t) {
   const at::Tensor& param = arguments.tensor(math::kParam, t);
   const at::Tensor& tensor = arguments.tensor(column, t);
   const bool is_written = arguments.is_written(column);
   if (param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
-      tensor.strides() == param.strides()) {
+      same_order(tensor, param)) {
     // A column that is only read has the same type as one that is written.
     return is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
   }

@@ -44,7 +44,8 @@ at::TensorOptions first_param_options(
 
 std::optional<at::Tensor> on(at::Device device, const std::optional<at::Tensor>& scalar) {
   if (!scalar) return std::nullopt;
-  return scalar->to(device, scalar->scalar_type(), /*non_blocking=*/true);
+  // To the CPU the copy must have arrived before it is read.
+  return scalar->to(device, scalar->scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
 FusedAdamOptions step_options(const AdamSettings& settings) {

@@ -43,15 +43,20 @@ class Columns:
 
     def scalar(self, scalar: Tensor | None) -> Tensor | None:
         """A scaler's tensor where the op wants it."""
-        return None if scalar is None else scalar.to(self.device, non_blocking=True)
+        return None if scalar is None else on_device(scalar, self.device)
 
     def lr(self, lr: float | Tensor) -> Tensor:
         """A learning rate as the op takes it: one on the host stays there."""
         if not isinstance(lr, Tensor):
             return torch.tensor(lr, dtype=torch.float64)
         if lr.device.type != "cpu":
-            lr = lr.to(self.device, non_blocking=True)
+            lr = on_device(lr, self.device)
         return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
+
+
+def on_device(scalar: Tensor, device: torch.device) -> Tensor:
+    """There, without the host waiting, except on the CPU, which reads it at once."""
+    return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 class GroupColumns:
@@ -71,26 +76,30 @@ class GroupColumns:
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
         self._is_plain = all(is_plain(param) for param in self._params)
+        self._options = kept_options(group)
+        self._dtypes = dtypes(self._params)
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
         """The columns as they are now, or None when this has to be made anew."""
         params = group["params"]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
+        # A model may be moved or cast, which leaves its parameters the same objects.
+        if dtypes(params) != self._dtypes or kept_options(group) != self._options:
+            return None
         grads = [param.grad for param in params]
         if [grad is None for grad in grads] != self._absent:
             return None
         try:
             return [
-                self._read(device, has_masters, members, grads, group["amsgrad"])
-                for (device, has_masters), members in self._members.items()
+                self._read(has_masters, members, grads, group["amsgrad"])
+                for (_, has_masters), members in self._members.items()
             ]
         except KeyError:  # somebody took something out of a state dictionary
             return None
 
     def _read(
         self,
-        device: torch.device,
         has_masters: bool,
         members: list[int],
         all_grads: list[Tensor | None],
@@ -101,7 +110,7 @@ class GroupColumns:
         grads: list[Any] = all_grads if everything else [all_grads[i] for i in members]
         states = [self._states[i] for i in members]
         columns = Columns(
-            device=device,
+            device=params[0].device,
             params=params,
             grads=grads,
             exp_avgs=[state["exp_avg"] for state in states],
@@ -122,18 +131,17 @@ class ColumnCache:
     def __init__(self) -> None:
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
-        self._versions: tuple[int, int] | None = None
+        self._versions: tuple[int, int, int] | None = None  # after the last step
         self._warned = False
-        self.are_new = True
-        """Whether the last read found other columns than the one before."""
+        self._checked: list[Any] | None = None  # kinds of gradients that the op does not refuse
 
     def read(
         self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
     ) -> list[list[Columns]]:
         """Of each group; state is made where it is missing."""
         columns = self._read_known(groups, state)
-        self.are_new = columns is None
         if columns is None:
+            self._checked = None
             self._groups = [GroupColumns(group, state) for group in groups]
             self._states = list(state.values())
             self._versions = None
@@ -157,15 +165,28 @@ class ColumnCache:
             columns.append(of_group)
         return columns
 
+    def may_be_refused(self, columns: list[list[Columns]]) -> bool:
+        """Whether the op may refuse one of several calls, after it has carried out others."""
+        return sum(map(len, columns)) > 1 and self._checked != grad_kinds(columns)
+
+    def note_check(self, columns: list[list[Columns]]) -> None:
+        """To be called when it has refused none: only gradients change from step to step."""
+        self._checked = grad_kinds(columns)
+
+    def note_step(self, columns: list[list[Columns]]) -> None:
+        """To be called after a step: what it changed is no change by somebody else."""
+        self._versions = versions(columns)
+
     def note_sync(self) -> None:
         """To be called when the masters have been made anew."""
         self._versions = None
 
     def _warn_if_masters_are_stale(self, columns: list[list[Columns]]) -> None:
-        before, self._versions = self._versions, versions(columns)
-        if self._warned or before is None or before[0] != self._versions[0]:
+        after_step, now = self._versions, versions(columns)
+        # Where other counters have been advanced, by a compiled step say, nothing can be told.
+        if self._warned or after_step is None or now is None or after_step[1:] != now[1:]:
             return
-        if before[1] == self._versions[1]:
+        if after_step[0] == now[0]:
             return
         self._warned = True
         warnings.warn(
@@ -176,21 +197,36 @@ class ColumnCache:
         )
 
 
-def versions(columns: list[list[Columns]]) -> tuple[int, int]:
-    """Which counters there are, and a number that every change to parameters with masters changes.
+def versions(columns: list[list[Columns]]) -> tuple[int, int, int] | None:
+    """How often parameters with masters and their counters were written, and which counters.
 
-    But not a step: one, compiled or skipped too, writes a parameter and its counter once each.
+    None where tensors of inference mode do not count that.
     """
-    counters = changes = 0
-    for part in chain.from_iterable(columns):
-        if part.masters:
-            counters += sum(map(id, part.state_steps))
-            changes += _versions(part.params) - _versions(part.state_steps)
-    return counters, changes
+    written = stepped = counters = 0
+    try:
+        for part in chain.from_iterable(columns):
+            if part.masters:
+                written += sum(map(attrgetter("_version"), part.params))
+                stepped += sum(map(attrgetter("_version"), part.state_steps))
+                counters += sum(map(id, part.state_steps))
+    except RuntimeError:
+        return None
+    return written, stepped, counters
 
 
-def _versions(tensors: list[Tensor]) -> int:
-    return sum(map(attrgetter("_version"), tensors))
+def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
+    """What the gradients have of which the op might refuse some."""
+    kind = attrgetter("dtype", "layout")
+    return [list(map(kind, part.grads)) for part in chain.from_iterable(columns)]
+
+
+def dtypes(params: list[Tensor]) -> list[torch.dtype]:
+    return list(map(attrgetter("dtype"), params))
+
+
+def kept_options(group: dict[str, Any]) -> tuple[Any, ...]:
+    """The options that say what there is of a parameter's state."""
+    return group["master_weights"], group["state_dtype"], group["amsgrad"]
 
 
 def traced_columns(optimizer: Any, group: dict[str, Any]) -> list[Columns]:

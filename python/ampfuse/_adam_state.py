@@ -34,10 +34,10 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
     if not options["weight_decay"] >= 0:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-    if options["master_weights"] not in ("auto", True, False, "remainder"):
+    master_weights = options["master_weights"]
+    if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
         raise ValueError(
-            'master_weights: expected "auto", True, False or "remainder", '
-            f"got {options['master_weights']!r}"
+            f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
     if options["state_dtype"] not in STATE_DTYPES:
         raise ValueError(
@@ -95,25 +95,58 @@ def new_master(param: Tensor, dtype: torch.dtype) -> Tensor:
     return param.detach().to(dtype, memory_format=torch.preserve_format)
 
 
-@torch.no_grad()
-def load_all(
-    state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: dict[str, Any]
-) -> None:
-    """Take over a state dictionary whose groups match."""
-    owners = {
+Owner = tuple[Tensor, dict[str, Any]]  # a parameter and its group
+
+
+def owners(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Owner]:
+    """Whose the states of a state dictionary are."""
+    return {
         saved_param: (param, group)
         for group, saved_group in zip(groups, saved["param_groups"], strict=True)
         for param, saved_param in zip(group["params"], saved_group["params"], strict=True)
     }
-    loaded = {owners[key][0] if key in owners else key for key in saved["state"]}
+
+
+def check_all(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Refuse a state dictionary before anything of it is loaded."""
+    for key, owner in owners(groups, saved).items():
+        if key in saved["state"]:
+            check_saved(saved["state"][key], *owner)
+
+
+@torch.no_grad()
+def load_all(
+    state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: dict[str, Any]
+) -> None:
+    """Take over a state dictionary that was checked."""
+    owner = owners(groups, saved)
+    loaded = {owner[key][0] if key in owner else key for key in saved["state"]}
     for key in [key for key in state if key not in loaded]:
         del state[key]
     for key, value in saved["state"].items():
-        if key in owners:
-            param, group = owners[key]
+        if key in owner:
+            param, group = owner[key]
             load(state[param], value, param, group)
         else:
             state[key] = value
+
+
+def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+    """Refuse a state that is another parameter's."""
+    place = next(i for i, other in enumerate(group["params"]) if other is param)
+    for name in (*MOMENTS, "master_param"):
+        value = saved.get(name)
+        if value is not None and value.shape != param.shape:
+            raise ValueError(
+                f"loaded state dict: {name} of parameter {place}: expected shape "
+                f"{tuple(param.shape)}, got {tuple(value.shape)}"
+            )
+    master = saved.get("master_param")
+    if master is not None and not master.is_floating_point():
+        raise ValueError(
+            f"loaded state dict: master_param of parameter {place}: expected a floating-point "
+            f"tensor, as state_dict() gives also of remainders, got {master.dtype}"
+        )
 
 
 def load(
@@ -164,6 +197,14 @@ def _put_master(
         _put(state, "master_param", remainder, dtype, param)
     else:
         _put(state, "master_param", value, dtype, param)
+
+
+def export_masters(optimizer: Any, saved: dict[str, Any]) -> None:
+    """A hook that puts what is saved into an optimizer's state dictionary."""
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            if key in saved["state"]:
+                saved["state"][key] = exported(param, saved["state"][key])
 
 
 def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:

@@ -40,11 +40,10 @@ def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
     takes it.
 
     >>> import tempfile, torch, ampfuse
-    >>> from ampfuse._cpp_archive import load_cpp_optimizer_state, save_cpp_optimizer_state
     >>> optimizer = ampfuse.AdamW([torch.zeros(2)], lr=0.25)
     >>> with tempfile.NamedTemporaryFile() as file:
-    ...     save_cpp_optimizer_state(optimizer.state_dict(), file.name)
-    ...     load_cpp_optimizer_state(file.name)["param_groups"][0]["lr"]
+    ...     ampfuse.save_cpp_optimizer_state(optimizer.state_dict(), file.name)
+    ...     ampfuse.load_cpp_optimizer_state(file.name)["param_groups"][0]["lr"]
     0.25
     """
     with _torchscript():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
-from ampfuse._adam_columns import Columns, Sharding
+from ampfuse._adam_columns import Columns, Sharding, on_device
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,22 @@ class Clip:
         """As arguments of the op."""
         grad_norm = self.grad_norm
         return {
-            "total_norm": self.total_norm.to(device, non_blocking=True),
+            "total_norm": on_device(self.total_norm, device),
             "max_norm": self.max_norm,
             "grad_norm": grad_norm
             if grad_norm is not None and grad_norm.device == device
             else None,
         }
+
+
+def shared_device(
+    groups: list[dict[str, Any]], columns: list[list[Columns]]
+) -> torch.device | None:
+    """Where the norm of the groups without a limit of their own is measured."""
+    for group, of_group in zip(groups, columns, strict=True):
+        if group["max_grad_norm"] is None and of_group:
+            return of_group[0].device
+    return None
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,8 @@ def group_clips(
             clips[index] = Clip(measured.total_norm, limit, None)
             flags.append(measured.found_inf)
     sharing = [index for index, limit in enumerate(limits) if limit is None]
-    if grad_norm is not None and not any(columns[index] for index in sharing):
+    nothing_shared = not any(columns[index] for index in sharing)
+    if shared_limit is not None and grad_norm is not None and nothing_shared:
         grad_norm.zero_()  # no step will write it
     if shared_limit is not None or (check and sharing):
         measured = measure([part for index in sharing for part in columns[index]])

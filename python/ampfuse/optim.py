@@ -15,9 +15,7 @@ from torch.optim.optimizer import ParamsT
 from ampfuse import _adam_state as adam_state
 from ampfuse import ops
 from ampfuse._adam_columns import ColumnCache, Columns, refuse_sparse, traced_columns
-from ampfuse._grad_norm import Clip, group_clips
-
-MasterWeights = bool | str
+from ampfuse._grad_norm import Clip, group_clips, shared_device
 
 
 class Adam(Optimizer):
@@ -72,7 +70,7 @@ class Adam(Optimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        master_weights: MasterWeights = "auto",
+        master_weights: bool | str = "auto",
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
@@ -92,7 +90,7 @@ class Adam(Optimizer):
         }
         adam_state.check_options({**defaults, "max_grad_norm": max_grad_norm})
         self.max_grad_norm = max_grad_norm
-        self._forget_columns()
+        self._columns = ColumnCache()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -106,7 +104,7 @@ class Adam(Optimizer):
         except Exception:
             del self.param_groups[-1]
             raise
-        self._forget_columns()
+        self._columns = ColumnCache()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
@@ -116,18 +114,16 @@ class Adam(Optimizer):
         """For pickle, deepcopy and load_state_dict, which keeps what is there of the state."""
         loading = self._loading
         if loading is not None:
+            adam_state.check_all(self.param_groups, loading)
             state = {**state, "state": self.state}
             for new, old in zip(state["param_groups"], self.param_groups, strict=True):
                 new.update({name: old[name] for name in ("master_weights", "state_dtype")})
                 for name, value in old.items():  # a checkpoint of torch's has not all options
                     new.setdefault(name, value)
         super().__setstate__(state)
-        self._forget_columns()
+        self._columns = ColumnCache()
         if loading is not None:
             adam_state.load_all(self.state, self.param_groups, loading)
-
-    def _forget_columns(self) -> None:
-        self._columns = ColumnCache()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -135,7 +131,9 @@ class Adam(Optimizer):
 
         None before the first step, and without a `max_grad_norm` from the constructor.
         """
-        return None if self._grad_norm is None else self._grad_norm.clone()
+        if self.max_grad_norm is None or self._grad_norm is None:
+            return None
+        return self._grad_norm.clone()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,10 +155,11 @@ class Adam(Optimizer):
         if torch.compiler.is_compiling():
             columns = [traced_columns(self, group) for group in self.param_groups]
         else:
+            for group in self.param_groups:
+                adam_state.check_options({**group, "max_grad_norm": self.max_grad_norm})
             columns = self._columns.read(self.param_groups, self.state)
-            self._ensure_grad_norm()
-            if self._columns.are_new:
-                self._check_before_writing(columns)
+            self._place_grad_norm(columns)
+            self._check_before_writing(columns)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         clips, found_here = group_clips(
@@ -174,6 +173,8 @@ class Adam(Optimizer):
         for group, of_group, clip in zip(self.param_groups, columns, clips, strict=True):
             for of_device in of_group:
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
+        if not torch.compiler.is_compiling():
+            self._columns.note_step(columns)
 
     def _init_group(self, group: dict[str, Any], has_masters: bool, *lists: list[Tensor]) -> None:
         """Fill `lists` with the columns of those parameters that have a master, or have none.
@@ -184,7 +185,8 @@ class Adam(Optimizer):
             if param.grad is None:
                 continue
             refuse_sparse(param)
-            self._ensure_grad_norm()
+            if self._grad_norm is None and group["max_grad_norm"] is None:
+                self._grad_norm = torch.zeros((), device=param.device)
             state = self.state[param]
             adam_state.ensure(state, param, group)
             if ("master_param" in state) != has_masters:
@@ -196,22 +198,24 @@ class Adam(Optimizer):
                 if tensor is not None:
                     tensors.append(tensor)
 
-    def _ensure_grad_norm(self) -> None:
-        """Where steps leave the norm: always the same tensor, which compiled ones can write."""
-        if self.max_grad_norm is not None and self._grad_norm is None:
-            self._grad_norm = torch.zeros((), device=self.param_groups[0]["params"][0].device)
+    def _place_grad_norm(self, columns: list[list[Columns]]) -> None:
+        """Where steps leave the norm: always the same tensor, unless the parameters move."""
+        device = shared_device(self.param_groups, columns)
+        if self._grad_norm is None or (device and self._grad_norm.device != device):
+            self._grad_norm = torch.zeros((), device=device)
 
     def _check_before_writing(self, columns: list[list[Columns]]) -> None:
         """A step that is skipped, and so only checked, before several calls of the op begin.
 
         One that refuses its arguments writes nothing, but calls before it would have stepped.
         """
-        if sum(map(len, columns)) < 2:
+        if not self._columns.may_be_refused(columns):
             return
         for group, of_group in zip(self.param_groups, columns, strict=True):
             for of_device in of_group:
                 skip = torch.ones((), device=of_device.device)
                 self._step_columns(group, of_device, None, None, found_inf=skip)
+        self._columns.note_check(columns)
 
     def _step_columns(
         self,
@@ -246,7 +250,7 @@ class Adam(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Remainders are saved as the float32 masters that they stand for."""
-        handle = self.register_state_dict_post_hook(_export_masters, prepend=True)
+        handle = self.register_state_dict_post_hook(adam_state.export_masters, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -300,13 +304,6 @@ class Adam(Optimizer):
         self._columns.note_sync()
 
 
-def _export_masters(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            if key in saved["state"]:
-                saved["state"][key] = adam_state.exported(param, saved["state"][key])
-
-
 class AdamW(Adam):
     """`Adam` with decoupled weight decay: `torch.optim.AdamW`."""
 
@@ -320,7 +317,7 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        master_weights: MasterWeights = "auto",
+        master_weights: bool | str = "auto",
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
@@ -339,6 +336,12 @@ class AdamW(Adam):
             max_grad_norm=max_grad_norm,
             write_back_grads=write_back_grads,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; a group whose decay is not decoupled belongs into `Adam`."""
+        if param_group.get("decoupled_weight_decay") is False:
+            raise ValueError("AdamW: decoupled_weight_decay: expected True, got False; use Adam")
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's: whatever was loaded, decay stays decoupled."""

@@ -228,3 +228,37 @@ def test_same_call_gives_the_same_bits_again(device, dtypes):
     for lists in again:
         step(lists)
         assert_same_lists(lists, first)
+
+
+def test_a_strided_parameter_listed_twice_is_refused(device):
+    param = torch.zeros(6, device=device)[::2]
+    columns = [[torch.ones(3, device=device) for _ in range(2)] for _ in range(3)]
+    counters = [torch.zeros((), device=device) for _ in range(2)]
+
+    with pytest.raises(
+        ValueError, match=r"params\[1\]: expected distinct tensors, got params\[0\]"
+    ):
+        fused_adam(
+            [param, param],
+            *columns,
+            [],
+            counters,
+            lr=torch.tensor(0.1),
+            **OPTIONS | {"amsgrad": False},
+        )
+
+    assert param.tolist() == [0.0] * 3
+
+
+def test_strides_of_dimensions_of_one_element_are_no_reason_for_a_copy(device):
+    # What autograd gives a 1×1 convolution's weight for an input in channels_last.
+    param = torch.zeros(8, 16, 1, 1, device=device)
+    grad = torch.ones(8, 16, 1, 1, device=device).as_strided((8, 16, 1, 1), (16, 1, 16, 16))
+    moments = [[torch.zeros_like(param)] for _ in range(2)]
+    columns = ([param], [grad], *moments, [], [torch.zeros((), device=device)])
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fused_adam(*columns, lr=torch.tensor(0.25), **OPTIONS | {"amsgrad": False})
+
+    assert "aten::copy_" not in {event.name for event in profile.events()}
+    assert torch.all(param < 0)

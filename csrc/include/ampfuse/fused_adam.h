@@ -8,8 +8,9 @@
 namespace ampfuse {
 
 /// The tensors of a step, on one device; all lists are as long as `params`, or empty where it says
-/// so, and entries with the same index have the same shape. Strides are free: tensors that lie in
-/// memory in another order than their parameter are copied to and fro.
+/// so, and entries with the same index have the same shape. All that is written must be distinct,
+/// which is checked of `params`. Strides are free: tensors that lie in memory in another order than
+/// their parameter are copied to and fro.
 struct FusedAdamTensors {
   at::TensorList params;           ///< half, bfloat16, float or double; written
   at::TensorList grads;            ///< any of these whatever the parameter's, but double to double

@@ -108,8 +108,8 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   void sync_masters_from_model();
 
   /// Writes what torch::optim::AdamW writes and more: each class loads the other's archives, and
-  /// Python reads and writes them (ampfuse/_cpp_archive.py). Parameters are not part of it;
-  /// remainders are saved as the float masters that they stand for.
+  /// Python reads and writes them (ampfuse.load_cpp_optimizer_state). Parameters are not part of
+  /// it; remainders are saved as the float masters that they stand for.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`,

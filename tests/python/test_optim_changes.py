@@ -1,0 +1,187 @@
+"""What may change under a running optimizer, and what a step or a load that is refused leaves."""
+
+import copy
+
+import ampfuse
+import pytest
+import torch
+from ampfuse import _adam_columns
+from optim_models import assert_same_bits
+
+
+def linear(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 3, device=device, dtype=dtype)
+
+
+def give_gradients(params, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+
+
+def two_groups(device, **options):
+    """An optimizer that needs two calls of the op, after one good step."""
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    optimizer = ampfuse.AdamW([{"params": [param]} for param in params], **options)
+    give_gradients(params)
+    optimizer.step()
+    return params, optimizer
+
+
+def everything(params, optimizer):
+    """Copies of all that a step writes."""
+    state = [tensor for param in params for tensor in optimizer.state[param].values()]
+    return [tensor.detach().clone() for tensor in [*params, *state]]
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_model_cast_to_16_bits_has_masters_from_its_next_step_on(device, half):
+    model = linear(device)
+    optimizer = ampfuse.AdamW(model.parameters())
+    give_gradients(model.parameters())
+    optimizer.step()
+
+    model.to(half)
+    give_gradients(model.parameters())
+    optimizer.step()
+
+    for param in model.parameters():
+        assert optimizer.state[param]["master_param"].dtype == torch.float32
+
+
+def test_masters_switched_on_later_are_made_at_the_next_step(device):
+    model = linear(device, torch.bfloat16)
+    optimizer = ampfuse.AdamW(model.parameters(), master_weights=False)
+    give_gradients(model.parameters())
+    optimizer.step()
+
+    optimizer.param_groups[0]["master_weights"] = True
+    optimizer.step()
+
+    assert "master_param" in optimizer.state[model.weight]
+
+
+def set_betas(param, group):
+    group["betas"] = (0.9, 1.5)
+
+
+def set_double_gradient(param, group):
+    param.grad = None
+    param.grad_dtype = None
+    param.grad = torch.ones(3, dtype=torch.float64, device=param.device)
+
+
+def set_sparse_gradient(param, group):
+    param.grad = torch.ones(3, device=param.device).to_sparse()
+
+
+@pytest.mark.parametrize("spoil", [set_betas, set_double_gradient, set_sparse_gradient])
+def test_a_step_refused_for_its_second_group_has_not_stepped_the_first(device, spoil):
+    params, optimizer = two_groups(device)
+    before = everything(params, optimizer)
+    spoil(params[1], optimizer.param_groups[1])
+
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        optimizer.step()
+
+    assert_same_bits(everything(params, optimizer), before)
+
+
+def test_the_norm_is_measured_also_when_the_first_group_is_empty(device):
+    param = torch.nn.Parameter(torch.zeros(2, device=device))
+    optimizer = ampfuse.AdamW([{"params": []}, {"params": [param]}], max_grad_norm=1.0)
+    param.grad = torch.tensor([3.0, 4.0], device=device)
+
+    optimizer.step()
+
+    assert optimizer.grad_norm.item() == 5.0
+
+
+def test_a_limit_that_no_step_could_make_sense_of_is_refused(device):
+    params, optimizer = two_groups(device, max_grad_norm=1.0)
+    before = everything(params, optimizer)
+    optimizer.max_grad_norm = -1.0
+
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        optimizer.step()
+
+    assert_same_bits(everything(params, optimizer), before)
+
+
+@pytest.mark.filterwarnings("error")
+def test_parameters_that_share_memory_are_no_reason_to_warn_of_stale_masters(device):
+    buffer = torch.zeros(8, dtype=torch.bfloat16, device=device)
+    params = [torch.nn.Parameter(part) for part in buffer.split(4)]
+    optimizer = ampfuse.AdamW(params)
+
+    for seed in range(4):
+        give_gradients(params, seed)
+        optimizer.step()
+
+
+def test_parameters_of_inference_mode_are_stepped(device):
+    with torch.inference_mode():
+        param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device=device))
+        param.grad = torch.ones_like(param)
+        optimizer = ampfuse.AdamW([param], lr=0.25, weight_decay=0.0)
+        optimizer.step()
+
+    assert param.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_of_another_shape_is_refused_and_nothing_is_loaded(device, name):
+    params, optimizer = two_groups(device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1][name] = torch.ones(1, device=device)
+    saved["state"][0]["exp_avg"] += 1
+    saved["param_groups"][0]["lr"] = 0.5
+    before = everything(params, optimizer)
+
+    with pytest.raises(ValueError, match=rf"{name} of parameter 0: expected shape \(3,\)"):
+        optimizer.load_state_dict(saved)
+
+    assert_same_bits(everything(params, optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_remainders_without_their_upper_halves_are_refused(device):
+    model = linear(device, torch.bfloat16)
+    optimizer = ampfuse.AdamW(model.parameters(), master_weights="remainder")
+    give_gradients(model.parameters())
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {
+        **saved["state"][0],
+        "master_param": optimizer.state[model.weight]["master_param"],
+    }
+
+    with pytest.raises(ValueError, match="master_param of parameter 0: expected a floating-point"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes"])
+def test_master_weights_are_a_bool_or_a_known_word(value):
+    with pytest.raises(ValueError, match="master_weights"):
+        ampfuse.AdamW([torch.zeros(2)], master_weights=value)
+
+
+def test_a_group_of_adamw_has_decoupled_decay():
+    group = {"params": [torch.zeros(2)], "decoupled_weight_decay": False}
+
+    with pytest.raises(ValueError, match="decoupled_weight_decay: expected True"):
+        ampfuse.AdamW([group])
+
+
+@pytest.mark.parametrize(
+    ("device_type", "waits"), [("cpu", True), ("cuda", False), ("meta", False)]
+)
+def test_only_copies_to_the_cpu_are_waited_for(device_type, waits):
+    class Scalar:
+        def to(self, device, non_blocking):
+            return device, non_blocking
+
+    device = torch.device(device_type)
+
+    assert _adam_columns.on_device(Scalar(), device) == (device, not waits)
