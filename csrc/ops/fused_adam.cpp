@@ -1,6 +1,5 @@
 #include "fused_adam.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
 #include <ampfuse/fused_adam.h>
@@ -50,23 +49,15 @@ bool same_shape(const at::Tensor& a, const at::Tensor& b) {
 void check_column(const FusedAdamArguments& arguments, int column, size_t t) {
   const char* name = kNames[column];
   const at::Tensor& tensor = arguments.tensor(column, t);
-  TORCH_CHECK_TYPE(tensor.defined(), kOp, ": ", name, "[", t, "]: expected a tensor, got none");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kOp, ": ", name, "[", t,
-                    "]: expected a strided tensor, got layout ", tensor.layout());
+  check_strided(kOp, name, t, tensor);
   const at::Tensor& param = arguments.tensor(math::kParam, t);
-  const at::Tensor& first = arguments.tensor(math::kParam, 0);
-  TORCH_CHECK_VALUE(tensor.device() == first.device(), kOp, ": ", name, "[", t,
-                    "]: expected device ", first.device(), " as params[0], got ", tensor.device());
+  check_device(kOp, name, t, tensor, kNames[math::kParam], arguments.tensor(math::kParam, 0));
   const char* wanted = wanted_dtype(column, param.scalar_type(), tensor.scalar_type());
   TORCH_CHECK_TYPE(*wanted == 0, kOp, ": ", name, "[", t, "]: expected ", wanted, ", got dtype ",
                    tensor.scalar_type());
   TORCH_CHECK_VALUE(same_shape(tensor, param), kOp, ": ", name, "[", t, "]: expected shape ",
                     param.sym_sizes(), " as params[", t, "], got ", tensor.sym_sizes());
-  TORCH_CHECK_VALUE(
-      !arguments.is_written(column) || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, kOp,
-      ": ", name, "[", t,
-      "]: more than one element refers to the same memory location, so it can't be written; "
-      "clone() it first");
+  if (arguments.is_written(column)) check_no_overlap(kOp, name, t, tensor);
 }
 
 // Kernels have one type for all moments of a tensor.
@@ -83,9 +74,7 @@ void check_moments_alike(const FusedAdamArguments& arguments, size_t t) {
 void check_state_step(const FusedAdamArguments& arguments, size_t t) {
   const at::Tensor& step = arguments.state_steps[t].toTensor();
   const at::Tensor& param = arguments.tensor(math::kParam, t);
-  TORCH_CHECK_TYPE(step.defined(), kOp, ": state_steps[", t, "]: expected a tensor, got none");
-  TORCH_CHECK_VALUE(step.layout() == at::kStrided, kOp, ": state_steps[", t,
-                    "]: expected a strided tensor, got layout ", step.layout());
+  check_strided(kOp, "state_steps", t, step);
   TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat, kOp, ": state_steps[", t,
                    "]: expected dtype Float, got ", step.scalar_type());
   TORCH_CHECK_VALUE(step.sym_numel() == 1, kOp, ": state_steps[", t,

@@ -36,30 +36,40 @@ bool is_aligned(const at::Tensor& tensor) {
 
 }  // namespace
 
+void check_strided(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.defined(), op, ": ", list, "[", index, "]: expected a tensor, got none");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": ", list, "[", index,
+                    "]: expected a strided tensor, got layout ", tensor.layout());
+}
+
+void check_device(const char* op, const char* list, size_t index, const at::Tensor& tensor,
+                  const char* first_list, const at::Tensor& first) {
+  TORCH_CHECK_VALUE(tensor.device() == first.device(), op, ": ", list, "[", index,
+                    "]: expected device ", first.device(), " as ", first_list, "[0], got ",
+                    tensor.device());
+}
+
+void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": ", list, "[",
+                    index,
+                    "]: more than one element refers to the same memory location, so it "
+                    "can't be written; clone() it first");
+}
+
 void check_tensors(const char* op, at::TensorList tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    TORCH_CHECK_TYPE(tensor.defined(), op, ": tensors[", i, "]: expected a tensor, got none");
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": tensors[", i,
-                      "]: expected a strided tensor, got layout ", tensor.layout());
-    TORCH_CHECK_TYPE(is_supported(tensor.scalar_type()), op, ": tensors[", i,
+    check_strided(op, "tensors", i, tensors[i]);
+    TORCH_CHECK_TYPE(is_supported(tensors[i].scalar_type()), op, ": tensors[", i,
                      "]: expected a floating-point or complex tensor (half, bfloat16, float, "
                      "double, complex float or complex double), got dtype ",
-                     tensor.scalar_type());
-    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), op, ": tensors[", i,
-                      "]: expected device ", tensors[0].device(), " as tensors[0], got ",
-                      tensor.device());
+                     tensors[i].scalar_type());
+    check_device(op, "tensors", i, tensors[i], "tensors", tensors[0]);
   }
 }
 
 void check_writable_tensors(const char* op, at::TensorList tensors) {
   check_tensors(op, tensors);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(at::has_internal_overlap(tensors[i]) != at::MemOverlap::Yes, op, ": tensors[",
-                      i,
-                      "]: more than one element refers to the same memory location, so it "
-                      "can't be written; clone() it first");
-  }
+  for (size_t i = 0; i < tensors.size(); ++i) check_no_overlap(op, "tensors", i, tensors[i]);
 }
 
 void check_distinct(const char* op, at::TensorList tensors) {

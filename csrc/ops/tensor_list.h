@@ -8,6 +8,17 @@
 
 namespace ampfuse {
 
+/// Refuses a tensor that is undefined or not strided. `list` and `index`, here and below, are where
+/// messages say it stands.
+void check_strided(const char* op, const char* list, size_t index, const at::Tensor& tensor);
+
+/// Refuses a tensor on another device than the first of the list named `first_list`.
+void check_device(const char* op, const char* list, size_t index, const at::Tensor& tensor,
+                  const char* first_list, const at::Tensor& first);
+
+/// Refuses a tensor that overlaps itself (an expanded one, say).
+void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor);
+
 /// Refuses a list whose tensors are undefined, not strided, of a dtype the kernels lack or not on
 /// the first tensor's device, naming the index.
 void check_tensors(const char* op, at::TensorList tensors);
