@@ -175,18 +175,18 @@ class ColumnCache:
 
     def note_step(self, columns: list[list[Columns]]) -> None:
         """To be called after a step: what it changed is no change by somebody else."""
-        self._versions = versions(columns)
+        self._versions = None if self._warned else versions(columns)
 
     def note_sync(self) -> None:
         """To be called when the masters have been made anew."""
         self._versions = None
 
     def _warn_if_masters_are_stale(self, columns: list[list[Columns]]) -> None:
+        if self._versions is None:
+            return
         after_step, now = self._versions, versions(columns)
         # Where other counters have been advanced, by a compiled step say, nothing can be told.
-        if self._warned or after_step is None or now is None or after_step[1:] != now[1:]:
-            return
-        if after_step[0] == now[0]:
+        if now is None or after_step[1:] != now[1:] or after_step[0] == now[0]:
             return
         self._warned = True
         warnings.warn(

@@ -288,11 +288,8 @@ class Adam(Optimizer):
         """
         for group in self.param_groups:
             for param in group["params"]:
-                master = self.state[param].get("master_param") if param in self.state else None
-                if master is None:
-                    yield param
-                else:
-                    yield adam_state.join(param, master) if master.dtype == torch.int16 else master
+                state = adam_state.exported(param, self.state.get(param, {}))
+                yield state.get("master_param", param)
 
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
