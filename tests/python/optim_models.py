@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 import ampfuse
+import pytest
 import torch
 from reference import heavy_tailed, same_bits
 from torch import Tensor
@@ -10,7 +11,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 PAIRS = [(ampfuse.Adam, torch.optim.Adam), (ampfuse.AdamW, torch.optim.AdamW)]
-CLASSES = [ampfuse.Adam, ampfuse.AdamW]
+CLASSES = [ours for ours, _ in PAIRS]
+BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+BOTH_AND_TORCHS = pytest.mark.parametrize(
+    ("cls", "of_torch"), PAIRS, ids=[cls.__name__ for cls in CLASSES]
+)
 HALVES = [torch.float16, torch.bfloat16]
 
 # The CPU's unit of work is 8192 elements; one parameter is longer, one has no element.

@@ -6,9 +6,9 @@ import ampfuse
 import pytest
 import torch
 from optim_models import (
-    CLASSES,
+    BOTH,
+    BOTH_AND_TORCHS,
     HALVES,
-    PAIRS,
     assert_near,
     assert_same_bits,
     assert_same_state,
@@ -24,10 +24,6 @@ from reference import heavy_tailed
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
-BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-BOTH_AND_TORCHS = pytest.mark.parametrize(
-    ("cls", "of_torch"), PAIRS, ids=[cls.__name__ for cls in CLASSES]
-)
 MASTERS = [
     *((dtype, master_weights) for dtype in HALVES for master_weights in ("auto", True)),
     (torch.bfloat16, "remainder"),

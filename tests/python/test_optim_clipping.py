@@ -4,7 +4,7 @@ import ampfuse
 import pytest
 import torch
 from optim_models import (
-    CLASSES,
+    BOTH,
     HALVES,
     assert_near,
     assert_same_bits,
@@ -17,8 +17,6 @@ from optim_models import (
 )
 from reference import exact_norm, gradients
 from torch.nn.utils import clip_grad_norm_
-
-BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 
 
 def two_groups(device, **options_of_second):

@@ -3,14 +3,7 @@
 import ampfuse
 import pytest
 import torch
-from optim_models import (
-    CLASSES,
-    assert_same_bits,
-    assert_same_state,
-    feed,
-    parameters,
-    state_values,
-)
+from optim_models import BOTH, assert_same_bits, assert_same_state, feed, parameters, state_values
 from torch._dynamo.testing import CompileCounter
 
 pytestmark = [  # torch's own, of no concern here
@@ -19,7 +12,6 @@ pytestmark = [  # torch's own, of no concern here
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
 
-BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 KINDS = {
     "float32": (torch.float32, {}),
     "float32, clipped": (torch.float32, {"max_grad_norm": 1.0}),

@@ -5,10 +5,8 @@ import re
 import ampfuse
 import pytest
 import torch
-from optim_models import CLASSES, assert_same_bits, clones, feed, parameters, train
+from optim_models import BOTH, CLASSES, assert_same_bits, clones, feed, parameters, train
 from torch.nn import Parameter
-
-BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 
 REFUSED = [
     ({"lr": -1.0}, "Invalid learning rate: -1.0"),

@@ -4,9 +4,10 @@ import ampfuse
 import pytest
 import torch
 from optim_models import (
+    BOTH,
+    BOTH_AND_TORCHS,
     CLASSES,
     HALVES,
-    PAIRS,
     assert_near,
     assert_same_bits,
     assert_same_state,
@@ -20,10 +21,6 @@ from optim_models import (
 )
 from reference import exact_norm, gradients
 
-BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-BOTH_AND_TORCHS = pytest.mark.parametrize(
-    ("cls", "of_torch"), PAIRS, ids=[cls.__name__ for cls in CLASSES]
-)
 SCALE = 2.0**12  # a power of two, which rounds nothing as long as nothing overflows
 
 

@@ -8,9 +8,9 @@ import ampfuse
 import pytest
 import torch
 from optim_models import (
-    CLASSES,
+    BOTH,
+    BOTH_AND_TORCHS,
     HALVES,
-    PAIRS,
     assert_near,
     assert_same_bits,
     assert_same_state,
@@ -19,11 +19,6 @@ from optim_models import (
     state_values,
     train,
     trained,
-)
-
-BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-BOTH_AND_TORCHS = pytest.mark.parametrize(
-    ("cls", "of_torch"), PAIRS, ids=[cls.__name__ for cls in CLASSES]
 )
 
 # A model's dtype and an optimizer's options, one of each way to keep state.
