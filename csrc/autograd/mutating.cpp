@@ -1,8 +1,10 @@
 #include "mutating.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 namespace ampfuse {
 
@@ -46,9 +48,10 @@ std::string place(int64_t index) {
 void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
   const bool grad_mode = c10::GradMode::is_enabled();
+  const bool forward_mode = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
-  for (size_t a = 0; a < arguments.size(); ++a) {
+  for (size_t a = 0; a < arguments.size() && (grad_mode || forward_mode); ++a) {
     for_each_tensor((*stack)[first + a], [&](const at::Tensor& tensor, int64_t index) {
       const bool differentiable = grad_mode && tensor.requires_grad();
       TORCH_CHECK(
@@ -69,6 +72,11 @@ void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
+void bump_version(const c10::IValue& tensor) {
+  const at::Tensor& written = tensor.toTensor();
+  if (written.defined() && !written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+}
+
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
   // The call takes its arguments off the stack, so they are held here; versions move after it, and
@@ -79,8 +87,12 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
   for (const c10::IValue& argument : written) {
-    for_each_tensor(argument, [](const at::Tensor& tensor, int64_t) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    if (argument.isTensor()) bump_version(argument);
+    if (!argument.isTensorList()) continue;
+    // Headers and counters of thousands of tensors are in no cache by now.
+    const c10::ArrayRef<c10::IValue> list = argument.toListRef();
+    at::parallel_for(0, static_cast<int64_t>(list.size()), 1024, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) bump_version(list[i]);
     });
   }
 }

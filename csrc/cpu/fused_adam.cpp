@@ -1,5 +1,6 @@
-#include "../ops/fused_adam.h"
+#include <ATen/Parallel.h>
 
+#include "../ops/adam_tensors.h"
 #include "chunks.h"
 #include "vec/fused_adam.h"
 
@@ -14,16 +15,17 @@ double value_or(const std::optional<at::Tensor>& scalar, double otherwise) {
 // Counts the step of every tensor. Most have taken equally many: these share one computation.
 std::vector<math::AdamStep<double>> count_steps(const std::vector<AdamTensor>& tensors,
                                                 const math::AdamOptions& options, double lr) {
-  std::vector<math::AdamStep<double>> steps;
-  steps.reserve(tensors.size());
-  float last = 0;
-  for (const AdamTensor& tensor : tensors) {
-    *tensor.step += 1;
-    steps.push_back(!steps.empty() && *tensor.step == last
-                        ? steps.back()
-                        : math::adam_step<double>(options, lr, *tensor.step));
-    last = *tensor.step;
-  }
+  std::vector<math::AdamStep<double>> steps(tensors.size());
+  // Each count is a cache line by itself, so that this waits for memory as much as the update does.
+  at::parallel_for(0, static_cast<int64_t>(tensors.size()), 512, [&](int64_t begin, int64_t end) {
+    float last = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const float count = *tensors[t].step += 1;
+      steps[t] =
+          t > begin && count == last ? steps[t - 1] : math::adam_step<double>(options, lr, count);
+      last = count;
+    }
+  });
   return steps;
 }
 
@@ -36,6 +38,15 @@ AdamSpans spans_of(const AdamTensor& tensor, int64_t offset) {
     if (tensor.data[c] != nullptr) spans[c] = {tensor.data[c], dtypes[c]};
   }
   return advanced(spans, offset);
+}
+
+// The start of a tensor, or all of a tiny one. What follows the hardware foresees.
+void prefetch(const AdamTensor& tensor) {
+  for (const void* data : tensor.data) {
+    for (int64_t line = 0; data != nullptr && line < 4; ++line) {
+      __builtin_prefetch(static_cast<const char*>(data) + 64 * line);
+    }
+  }
 }
 
 void fused_adam_cpu(const FusedAdamArguments& arguments) {
@@ -58,6 +69,7 @@ void fused_adam_cpu(const FusedAdamArguments& arguments) {
   }
   const auto fused_adam_chunk = AMPFUSE_CHOOSE(fused_adam_chunk);
   Chunks(std::move(params)).parallel_for([&](const Chunk& chunk) {
+    if (chunk.offset == 0 && chunk.tensor + 1 < tensors.size()) prefetch(tensors[chunk.tensor + 1]);
     fused_adam_chunk(spans_of(tensors[chunk.tensor], chunk.offset), chunk.size, gradients.factor,
                      options, steps[chunk.tensor]);
   });

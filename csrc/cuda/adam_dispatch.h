@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "../ops/fused_adam.h"
+#include "../ops/adam_tensors.h"
 #include "fused_adam.cuh"
 
 namespace ampfuse {

@@ -1,9 +1,7 @@
 #include "fused_adam.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty_strided.h>
 #include <ampfuse/fused_adam.h>
-#include <c10/util/flat_hash_map.h>
 
 #include "tensor_list.h"
 
@@ -126,18 +124,6 @@ void check_scalars(const FusedAdamArguments& arguments) {
   check("lr", arguments.lr, {at::kFloat, at::kDouble});
 }
 
-// The CPU brings a later tensor's headers into its cache while this one is looked at: thousands of
-// small tensors are scattered over memory, and each header is four cache lines.
-void prefetch_headers(const FusedAdamArguments& arguments, size_t t) {
-  if (t >= arguments.count()) return;
-  for (int column = 0; column < math::kAdamColumns; ++column) {
-    if (!arguments.has(column)) continue;
-    const auto* header =
-        reinterpret_cast<const char*>(arguments.tensor(column, t).unsafeGetTensorImpl());
-    for (int line = 0; line < 4; ++line) __builtin_prefetch(header + 64 * line);
-  }
-}
-
 }  // namespace
 
 FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
@@ -190,72 +176,6 @@ void check_adam_tensor(const FusedAdamArguments& arguments, size_t t) {
   }
   check_moments_alike(arguments, t);
   check_state_step(arguments, t);
-}
-
-AdamTensors::AdamTensors(const FusedAdamArguments& arguments) {
-  tensors_.reserve(arguments.count());
-  ska::flat_hash_map<const void*, size_t> seen;
-  seen.reserve(arguments.count());
-  for (size_t t = 0; t < arguments.count(); ++t) {
-    prefetch_headers(arguments, t + 2);
-    check_adam_tensor(arguments, t);
-    const auto dtype_of = [&](int column) { return arguments.tensor(column, t).scalar_type(); };
-    AdamTensor tensor = {};
-    tensor.size = arguments.tensor(math::kParam, t).numel();
-    tensor.dtypes = {
-        dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kExpAvg),
-        arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
-    for (int column = 0; column < math::kAdamColumns; ++column) {
-      if (arguments.has(column)) tensor.data[column] = data(arguments, column, t);
-    }
-    tensor.step = arguments.state_steps[t].toTensor().mutable_data_ptr<float>();
-    if (tensor.size > 0) {
-      // Of the parameter itself, for which a copy may stand in.
-      const auto [first, fresh] =
-          seen.emplace(arguments.tensor(math::kParam, t).mutable_data_ptr(), t);
-      TORCH_CHECK_VALUE(fresh, kOp, ": params[", t, "]: expected distinct tensors, got params[",
-                        first->second, "] again");
-    }
-    tensors_.push_back(tensor);
-  }
-}
-
-namespace {
-
-// Whether two dense tensors of one shape have their elements in the same order. Strides of
-// dimensions with one element say nothing: the gradients of 1×1 convolutions have others than the
-// weights.
-bool same_order(const at::Tensor& a, const at::Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
-  }
-  return true;
-}
-
-}  // namespace
-
-// Where a column's elements are, in the order that the parameter's have if it leaves no gaps.
-void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t t) {
-  const at::Tensor& param = arguments.tensor(math::kParam, t);
-  const at::Tensor& tensor = arguments.tensor(column, t);
-  const bool is_written = arguments.is_written(column);
-  if (param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
-      same_order(tensor, param)) {
-    // A column that is only read has the same type as one that is written.
-    return is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  }
-  const at::Tensor copy =
-      param.is_non_overlapping_and_dense()
-          ? at::empty_strided(param.sizes(), param.strides(), tensor.options()).copy_(tensor)
-          : tensor.clone(at::MemoryFormat::Contiguous);
-  stand_ins_.push_back({tensor, copy, is_written});
-  return copy.mutable_data_ptr();
-}
-
-void AdamTensors::write_back() const {
-  for (const StandIn& stand_in : stand_ins_) {
-    if (stand_in.is_written) stand_in.original.copy_(stand_in.copy);
-  }
 }
 
 void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options) {

@@ -29,11 +29,6 @@ TensorRun as_run(const at::Tensor& dense, void* data, Complex complex) {
   return {data, dense.numel(), dtype};
 }
 
-// Complex numbers that came through DLPack or from_blob may lie at multiples of half their size.
-bool is_aligned(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0;
-}
-
 }  // namespace
 
 void check_strided(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
@@ -54,6 +49,11 @@ void check_no_overlap(const char* op, const char* list, size_t index, const at::
                     index,
                     "]: more than one element refers to the same memory location, so it "
                     "can't be written; clone() it first");
+}
+
+bool is_aligned(const at::Tensor& tensor) {
+  const uintptr_t below_size = c10::elementSize(tensor.scalar_type()) - 1;  // a power of two
+  return (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & below_size) == 0;
 }
 
 void check_tensors(const char* op, at::TensorList tensors) {

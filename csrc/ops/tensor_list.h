@@ -19,6 +19,10 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
 /// Refuses a tensor that overlaps itself (an expanded one, say).
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor);
 
+/// Whether its elements lie at multiples of their size. Those that came through DLPack, from_blob
+/// or frombuffer may not, complex ones already at multiples of half their size.
+bool is_aligned(const at::Tensor& tensor);
+
 /// Refuses a list whose tensors are undefined, not strided, of a dtype the kernels lack or not on
 /// the first tensor's device, naming the index.
 void check_tensors(const char* op, at::TensorList tensors);

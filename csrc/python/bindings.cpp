@@ -1,7 +1,10 @@
 // The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever takes tensors is an
-// op.
+// op; EagerOp is a way to call one.
 #include <ampfuse/build_info.h>
 #include <pybind11/pybind11.h>
+
+#include "eager_op.h"
+#include "survey.h"
 
 namespace py = pybind11;
 
@@ -15,4 +18,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("cpu_capability") = info.cpu_capability);
   });
   m.def("has_cuda", &ampfuse::has_cuda);
+  m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
+  m.def("version_sum", &ampfuse::version_sum);
+  py::class_<ampfuse::EagerOp>(m, "EagerOp")
+      .def(py::init<const std::string&, const std::string&>())
+      .def("__call__", &ampfuse::EagerOp::call);
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse import _C
 from ampfuse import _adam_state as adam_state
 
 
@@ -64,60 +65,65 @@ class GroupColumns:
 
     def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:
         self._params: list[Tensor] = list(group["params"])
-        self._absent = [param.grad is None for param in self._params]
+        self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
-        self._states: dict[int, dict[str, Any]] = {}
+        self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
+        grads, self._kinds = self._survey()
         for index, param in enumerate(self._params):
-            if self._absent[index]:
+            if grads[index] is None:
                 continue
             refuse_sparse(param)
             adam_state.ensure(state[param], param, group)
-            self._states[index] = state[param]
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
-        self._is_plain = all(is_plain(param) for param in self._params)
+            self._states.setdefault(kind, []).append(state[param])
         self._options = kept_options(group)
-        self._dtypes = dtypes(self._params)
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
         """The columns as they are now, or None when this has to be made anew."""
         params = group["params"]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
-        # A model may be moved or cast, which leaves its parameters the same objects.
-        if dtypes(params) != self._dtypes or kept_options(group) != self._options:
-            return None
-        grads = [param.grad for param in params]
-        if [grad is None for grad in grads] != self._absent:
+        grads, kinds = self._survey()
+        if kinds != self._kinds or kept_options(group) != self._options:
             return None
         try:
             return [
-                self._read(has_masters, members, grads, group["amsgrad"])
-                for (_, has_masters), members in self._members.items()
+                self._read(has_masters, members, self._states[device, has_masters], grads, group)
+                for (device, has_masters), members in self._members.items()
             ]
         except KeyError:  # somebody took something out of a state dictionary
             return None
+
+    def _survey(self) -> tuple[list[Any], Any]:
+        """All gradients; all dtypes, and where there is a gradient.
+
+        Dtypes, because a model may be cast, which leaves its parameters the same objects.
+        """
+        if self._is_plain:
+            return _C.grads_and_kinds(self._params)
+        grads = [param.grad for param in self._params]
+        return grads, [(p.dtype, g is None) for p, g in zip(self._params, grads, strict=True)]
 
     def _read(
         self,
         has_masters: bool,
         members: list[int],
-        all_grads: list[Tensor | None],
-        amsgrad: bool,
+        states: list[dict[str, Any]],
+        all_grads: list[Any],
+        group: dict[str, Any],
     ) -> Columns:
         everything = len(members) == len(self._params)
         params = self._params if everything else [self._params[i] for i in members]
-        grads: list[Any] = all_grads if everything else [all_grads[i] for i in members]
-        states = [self._states[i] for i in members]
         columns = Columns(
             device=params[0].device,
             params=params,
-            grads=grads,
+            grads=all_grads if everything else [all_grads[i] for i in members],
             exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             state_steps=[state["step"] for state in states],
         )
-        if amsgrad:
+        if group["amsgrad"]:
             columns.max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states]
         if has_masters:
             columns.masters = [state["master_param"] for state in states]
@@ -206,8 +212,8 @@ def versions(columns: list[list[Columns]]) -> tuple[int, int, int] | None:
     try:
         for part in chain.from_iterable(columns):
             if part.masters:
-                written += sum(map(attrgetter("_version"), part.params))
-                stepped += sum(map(attrgetter("_version"), part.state_steps))
+                written += _C.version_sum(part.params)
+                stepped += _C.version_sum(part.state_steps)
                 counters += sum(map(id, part.state_steps))
     except RuntimeError:
         return None
@@ -218,10 +224,6 @@ def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
     """What the gradients have of which the op might refuse some."""
     kind = attrgetter("dtype", "layout")
     return [list(map(kind, part.grads)) for part in chain.from_iterable(columns)]
-
-
-def dtypes(params: list[Tensor]) -> list[torch.dtype]:
-    return list(map(attrgetter("dtype"), params))
 
 
 def kept_options(group: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,8 +13,16 @@ for it; on a GPU strided tensors have then been copied out and are copied back.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
+
+from ampfuse._op import Op
+
+_multi_tensor_norm = Op("multi_tensor_norm")
+_multi_tensor_unscale = Op("multi_tensor_unscale")
+_multi_tensor_unscale_norm = Op("multi_tensor_unscale_norm")
+_multi_tensor_clip = Op("multi_tensor_clip")
+_fused_adam = Op("fused_adam")
+_fused_adam_write_back_grads = Op("fused_adam", "write_back_grads")
 
 
 class MultiTensorNorm(NamedTuple):
@@ -50,7 +58,7 @@ def multi_tensor_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> MultiTenso
     (tensor(5.), tensor([3., 4.]))
     """
     try:
-        return MultiTensorNorm(*torch.ops.ampfuse.multi_tensor_norm(tensors, ord))
+        return MultiTensorNorm(*_multi_tensor_norm(tensors, ord))
     except RuntimeError as error:
         _explain("multi_tensor_norm", error, tensors)
 
@@ -67,7 +75,7 @@ def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale
     ([tensor([1., 4.])], tensor(0.))
     """
     try:
-        torch.ops.ampfuse.multi_tensor_unscale(tensors, found_inf, inv_scale)
+        _multi_tensor_unscale(tensors, found_inf, inv_scale)
     except RuntimeError as error:
         _explain("multi_tensor_unscale", error, tensors, found_inf=found_inf, inv_scale=inv_scale)
 
@@ -83,9 +91,7 @@ def multi_tensor_unscale_norm(
     tensor(5.)
     """
     try:
-        return UnscaledNorm(
-            *torch.ops.ampfuse.multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord)
-        )
+        return UnscaledNorm(*_multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord))
     except RuntimeError as error:
         _explain(
             "multi_tensor_unscale_norm", error, tensors, found_inf=found_inf, inv_scale=inv_scale
@@ -104,7 +110,7 @@ def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: f
     [tensor([0.6000, 0.8000])]
     """
     try:
-        torch.ops.ampfuse.multi_tensor_clip(tensors, total_norm, max_norm)
+        _multi_tensor_clip(tensors, total_norm, max_norm)
     except RuntimeError as error:
         _explain("multi_tensor_clip", error, tensors, total_norm=total_norm)
 
@@ -166,9 +172,8 @@ def fused_adam(
         "state_steps": state_steps,
         "masters": masters,
     }
-    op = torch.ops.ampfuse.fused_adam
     try:
-        (op.write_back_grads if write_back_grads else op.default)(
+        (_fused_adam_write_back_grads if write_back_grads else _fused_adam)(
             *columns.values(),
             lr=lr,
             beta1=beta1,

@@ -1,0 +1,151 @@
+#include "adam_tensors.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/COW.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <atomic>
+
+#include "tensor_list.h"
+
+namespace ampfuse {
+
+namespace {
+
+// Thousands of small tensors are scattered over memory: a tensor's header is four cache lines, and
+// that of its storage another. The CPU brings those of later tensors into its cache while it looks
+// at this one. The address of a storage stands in the header, which therefore comes first.
+void prefetch(const FusedAdamArguments& arguments, size_t t) {
+  const auto for_each_header = [&arguments](size_t tensor, const auto& visit) {
+    if (tensor >= arguments.count()) return;
+    for (int column = 0; column < math::kAdamColumns; ++column) {
+      if (arguments.has(column)) visit(arguments.tensor(column, tensor).unsafeGetTensorImpl());
+    }
+    visit(arguments.state_steps[tensor].toTensor().unsafeGetTensorImpl());
+  };
+  for_each_header(t + 8, [](const c10::TensorImpl* header) {
+    for (int line = 0; line < 4; ++line) {
+      __builtin_prefetch(reinterpret_cast<const char*>(header) + 64 * line);
+    }
+  });
+  for_each_header(t + 4, [](const c10::TensorImpl* header) {
+    if (header->has_storage()) {
+      __builtin_prefetch(header->unsafe_storage().unsafeGetStorageImpl());
+    }
+  });
+}
+
+// Whether two dense tensors of one shape have their elements in the same order. Strides of
+// dimensions with one element say nothing: the gradients of 1×1 convolutions have others than the
+// weights.
+bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// Whether kernels can work on the tensor itself, in the order that the parameter's elements have if
+// it leaves no gaps.
+bool fits(const at::Tensor& tensor, const at::Tensor& param) {
+  return param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
+         same_order(tensor, param) && is_aligned(tensor);
+}
+
+// A lazy clone gets memory of its own when it is written, which is not to happen on many threads.
+bool is_lazy_clone(const at::Tensor& tensor) {
+  return c10::impl::cow::is_cow_data_ptr(tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr());
+}
+
+// Null where that takes more than looking.
+void* own_data(const at::Tensor& tensor, const at::Tensor& param, bool is_written) {
+  if (!fits(tensor, param) || (is_written && is_lazy_clone(tensor))) return nullptr;
+  return const_cast<void*>(tensor.const_data_ptr());
+}
+
+AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
+  check_adam_tensor(arguments, t);
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& step = arguments.state_steps[t].toTensor();
+  const auto dtype_of = [&](int column) { return arguments.tensor(column, t).scalar_type(); };
+  AdamTensor tensor = {};
+  tensor.size = param.numel();
+  tensor.dtypes = {
+      dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kExpAvg),
+      arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    if (!arguments.has(column)) continue;
+    tensor.data[column] =
+        own_data(arguments.tensor(column, t), param, arguments.is_written(column));
+  }
+  tensor.step = static_cast<float*>(own_data(step, step, true));
+  return tensor;
+}
+
+}  // namespace
+
+AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(arguments.count()) {
+  std::atomic<bool> refused = false;
+  // A tensor takes up to a microsecond, most of it waiting for memory: a thread gets 0.1 ms of it.
+  at::parallel_for(0, static_cast<int64_t>(tensors_.size()), 128, [&](int64_t begin, int64_t end) {
+    try {
+      for (int64_t t = begin; t < end; ++t) {
+        prefetch(arguments, t);
+        tensors_[t] = look_at(arguments, t);
+      }
+    } catch (const c10::Error&) {
+      refused = true;
+    }
+  });
+  if (refused) {  // whichever thread was first: the message is about the first tensor
+    for (size_t t = 0; t < tensors_.size(); ++t) check_adam_tensor(arguments, t);
+  }
+  ska::flat_hash_map<const void*, size_t> seen;
+  seen.reserve(tensors_.size());
+  for (size_t t = 0; t < tensors_.size(); ++t) {
+    if (tensors_[t].size > 0) {
+      // Where the parameter itself is, for which a copy may stand in.
+      const void* own = tensors_[t].data[math::kParam];
+      if (own == nullptr) own = arguments.tensor(math::kParam, t).mutable_data_ptr();
+      const auto [first, fresh] = seen.emplace(own, t);
+      TORCH_CHECK_VALUE(fresh, "fused_adam: params[", t,
+                        "]: expected distinct tensors, got params[", first->second, "] again");
+    }
+    complete(arguments, t);
+  }
+}
+
+// Finds places for those columns whose own memory was not enough to look at.
+void AdamTensors::complete(const FusedAdamArguments& arguments, size_t t) {
+  AdamTensor& tensor = tensors_[t];
+  for (int column = 0; column < math::kAdamColumns && tensor.size > 0; ++column) {
+    if (tensor.data[column] == nullptr && arguments.has(column)) {
+      tensor.data[column] = data(arguments, column, t);
+    }
+  }
+  if (tensor.step == nullptr) {
+    tensor.step = arguments.state_steps[t].toTensor().mutable_data_ptr<float>();
+  }
+}
+
+void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t t) {
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& tensor = arguments.tensor(column, t);
+  const bool is_written = arguments.is_written(column);
+  if (fits(tensor, param)) return tensor.mutable_data_ptr();
+  const at::Tensor copy =
+      param.is_non_overlapping_and_dense()
+          ? at::empty_strided(param.sizes(), param.strides(), tensor.options()).copy_(tensor)
+          : tensor.clone(at::MemoryFormat::Contiguous);
+  stand_ins_.push_back({tensor, copy, is_written});
+  return copy.mutable_data_ptr();
+}
+
+void AdamTensors::write_back() const {
+  for (const StandIn& stand_in : stand_ins_) {
+    if (stand_in.is_written) stand_in.original.copy_(stand_in.copy);
+  }
+}
+
+}  // namespace ampfuse

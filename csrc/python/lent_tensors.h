@@ -1,0 +1,33 @@
+// Tensor lists as the dispatcher takes them, without counting references.
+//
+// torch counts one for each tensor that it copies from a Python list. Where the count goes from one
+// to two, and back, it also takes Python's lock, to keep the Python object with the tensor: for
+// thousands of small tensors that is half of a call. While it lasts, the caller's objects keep the
+// tensors, so the list may hold them without a count of its own.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <pybind11/pybind11.h>
+
+namespace ampfuse {
+
+/// Whether it is a list or tuple of tensors as such: subclasses may want to see the call.
+bool may_be_lent(pybind11::handle sequence);
+
+/// A list that holds its tensors only as long as this object lives: afterwards it is empty,
+/// whoever has kept it. Made and destroyed while holding Python's lock.
+class LentTensors {
+ public:
+  explicit LentTensors(pybind11::handle sequence);
+  ~LentTensors();
+  LentTensors(LentTensors&&) = default;
+  LentTensors& operator=(LentTensors&&) = delete;
+
+  const c10::IValue& list() const { return list_; }
+
+ private:
+  pybind11::tuple owners_;  // another thread may clear the caller's list
+  c10::IValue list_;
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,46 @@
+#include "survey.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+
+namespace py = pybind11;
+
+namespace ampfuse {
+
+namespace {
+
+constexpr int kNoGrad = 0x80;  // beside the dtype
+
+template <typename Visit>
+void for_each_tensor(const py::list& list, const Visit& visit) {
+  const size_t count = list.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + 4 < count) __builtin_prefetch(PyList_GET_ITEM(list.ptr(), i + 4));
+    PyObject* const object = PyList_GET_ITEM(list.ptr(), i);
+    if (!THPVariable_Check(object)) throw py::type_error("expected a list of tensors");
+    visit(THPVariable_Unpack(object), i);
+  }
+}
+
+}  // namespace
+
+py::tuple grads_and_kinds(const py::list& params) {
+  py::list grads(params.size());
+  std::string kinds(params.size(), '\0');
+  for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
+    const at::Tensor& grad = param.grad();
+    PyList_SET_ITEM(grads.ptr(), i, THPVariable_Wrap(grad));  // None when undefined
+    kinds[i] =
+        static_cast<char>(static_cast<int>(param.scalar_type()) | (grad.defined() ? 0 : kNoGrad));
+  });
+  return py::make_tuple(grads, py::bytes(kinds));
+}
+
+int64_t version_sum(const py::list& tensors) {
+  int64_t sum = 0;
+  for_each_tensor(tensors, [&sum](const at::Tensor& tensor, size_t) { sum += tensor._version(); });
+  return sum;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,141 @@
+"""fused_adam on thousands of small tensors, which threads look at and count side by side."""
+
+import pytest
+import torch
+from adam_reference import (
+    OPTIONS,
+    SOME_COMBINATIONS,
+    AdamLists,
+    Dtypes,
+    adam_lists,
+    assert_step,
+    exact_step,
+)
+from ampfuse.ops import fused_adam
+
+COUNT = 3000
+SINGLE = Dtypes()
+
+
+def thousands(device, dtypes=SINGLE):
+    """Tensors of shape (2, 3), each in memory of its own; one step has been taken."""
+    one = adam_lists([(COUNT, 2, 3)], device, dtypes, steps=1)
+    one.state_steps = [torch.ones(COUNT, device=device)]
+    return AdamLists(
+        *([x.clone() for column in columns for x in column] for columns in one.columns())
+    )
+
+
+def step(lists, lr=1e-3):
+    fused_adam(*lists.columns(), lr=torch.tensor(lr, dtype=torch.float64), **OPTIONS)
+
+
+def assert_same_lists(a, b):
+    for ours, theirs in zip(a.tensors(), b.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_each_is_stepped_by_its_own_count(device, threads):
+    lists = thousands(device)
+    for place, counter in enumerate(lists.state_steps):
+        counter.fill_(place // 7)
+    alone = [lists.only(place).clone() for place in range(0, COUNT, 100)]
+
+    step(lists)
+
+    assert [x.item() for x in lists.state_steps] == [place // 7 + 1 for place in range(COUNT)]
+    for place, one in zip(range(0, COUNT, 100), alone, strict=True):
+        step(one)
+        assert_same_lists(lists.only(place), one)
+
+
+@SOME_COMBINATIONS
+def test_lazy_clones_and_strided_ones_among_them(device, threads, dtypes):
+    expected = thousands(device, dtypes)
+    originals = expected.clone()
+    lists = AdamLists(*(list(column) for column in originals.columns()))
+    for column in lists.columns():
+        for place in range(5, len(column), 50):
+            column[place] = torch._lazy_clone(column[place])
+        for place in range(7, len(column), 50):
+            x = column[place]
+            column[place] = x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x
+
+    step(lists)
+    step(expected)
+
+    assert_same_lists(lists, expected)
+
+
+def askew(x):
+    """The same numbers one byte beside their place."""
+    raw = bytearray(x.numel() * x.element_size() + 1)
+    copy = torch.frombuffer(raw, dtype=x.dtype, count=x.numel(), offset=1).view(x.shape)
+    assert copy.data_ptr() % x.element_size() != 0
+    return copy.copy_(x)
+
+
+@SOME_COMBINATIONS
+def test_elements_need_not_lie_at_multiples_of_their_size(dtypes):
+    expected = adam_lists([33, 8193], torch.device("cpu"), dtypes, steps=1)
+    crooked = AdamLists(*([askew(x) for x in column] for column in expected.columns()))
+
+    step(crooked)
+    step(expected)
+
+    assert_same_lists(crooked, expected)
+
+
+def test_the_first_that_is_refused_is_named_and_none_is_stepped(device, threads):
+    lists = thousands(device)
+    before = lists.clone()
+    wrong = [COUNT - 1, 2 * COUNT // 3, COUNT // 2 + 1, 1234]
+    for place in wrong:
+        lists.grads[place] = torch.ones(3, device=device)
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match=r"grads\[1234\]: expected shape \[2, 3\]"):
+            step(lists)
+
+    for place in wrong:
+        lists.grads[place] = before.grads[place]
+    assert_same_lists(lists, before)
+    assert {x._version for x in lists.params} == {0}
+
+
+def test_one_named_twice_is_refused(device, threads):
+    lists = thousands(device)
+    lists.params[2500] = lists.params[17].view(2, 3)
+    before = lists.clone()
+
+    with pytest.raises(ValueError, match=r"params\[2500\]: expected distinct.*params\[17\] again"):
+        step(lists)
+
+    assert_same_lists(lists, before)
+
+
+def test_versions_move_once(device, threads):
+    lists = thousands(device)
+
+    step(lists)
+
+    written = [lists.params, lists.exp_avgs, lists.exp_avg_sqs, lists.state_steps]
+    assert {x._version for column in written for x in column} == {1}
+    assert {x._version for x in lists.grads} == {0}
+
+
+def test_against_float64(device, threads):
+    lists = thousands(device)
+    exact = exact_step(lists, 1e-3, **OPTIONS)
+
+    step(lists)
+
+    assert_step(lists, exact)
