@@ -7,12 +7,12 @@ from ampfuse import _library
 _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
-from ampfuse._cpp_archive import (  # noqa: E402
+from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
+from ampfuse.optim import Adam, AdamW  # noqa: E402
+from ampfuse.optim._cpp_archive import (  # noqa: E402
     load_cpp_optimizer_state,
     save_cpp_optimizer_state,
 )
-from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
-from ampfuse.optim import Adam, AdamW  # noqa: E402
 
 __all__ = [
     "Adam",

@@ -5,7 +5,7 @@ import copy
 import ampfuse
 import pytest
 import torch
-from ampfuse import _adam_columns
+from ampfuse.optim import _columns
 from optim_models import assert_same_bits
 
 
@@ -184,4 +184,4 @@ def test_only_copies_to_the_cpu_are_waited_for(device_type, waits):
 
     device = torch.device(device_type)
 
-    assert _adam_columns.on_device(Scalar(), device) == (device, not waits)
+    assert _columns.on_device(Scalar(), device) == (device, not waits)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
-from ampfuse._adam_columns import Columns, Sharding, on_device
+from ampfuse.optim._columns import Columns, Sharding, on_device
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse import _adam_state as adam_state
+from ampfuse.optim import _state as adam_state
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,6 @@
+"""Optimizers in the place of torch's."""
+
+from ampfuse.optim.adam import Adam
+from ampfuse.optim.adamw import AdamW
+
+__all__ = ["Adam", "AdamW"]
