@@ -16,8 +16,8 @@ function(ampfuse_add_vec_sources target)
     set(object ${target}_vec_${capability})
     add_library(${object} OBJECT ${ARGN})
     target_compile_definitions(${object} PRIVATE CPU_CAPABILITY=${capability} ${x86})
-    # Without contraction into fused multiply-adds the instruction sets agree to the bit; where a
-    # formula wants one, it says so.
+    # Without contraction into fused multiply-adds results are the formulae's, whatever the compiler
+    # makes of a loop; where a formula wants one, it says so.
     target_compile_options(${object} PRIVATE ${flags_${capability}} -fno-math-errno
                                              -fno-trapping-math -ffp-contract=off)
     target_link_libraries(${object} PRIVATE ampfuse::torch)

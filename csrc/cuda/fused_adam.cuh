@@ -21,8 +21,8 @@ namespace ampfuse {
 // Where the number that is stepped lives, when the tensor itself is only its 16-bit copy.
 enum class Master { kNone, kFloat, kRemainder };
 
-// Small, so that the last of a warp's chunks is soon done; 40 KiB are on their way at a time in any
-// case.
+// Small, so that the last of a warp's chunks is soon done. What a multiprocessor has on its way at
+// a time, some 40 KiB, is a matter of its warps and lots, not of this.
 inline constexpr int kAdamChunk = 2048;
 
 using AdamTable = TensorTable<math::kAdamColumns, kAdamChunk>;

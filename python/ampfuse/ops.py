@@ -143,8 +143,9 @@ def fused_adam(
 
     Lists are as long as `params`, but `max_exp_avg_sqs`, empty without `amsgrad`, and `masters`,
     which may be empty; entries with the same index have the same shape. Parameters, gradients:
-    float16, bfloat16 or float32 in any mixture, or float64 throughout. Moments: float32 or
-    bfloat16. Masters, of 16-bit parameters: float32, or int16 for the bits that a bfloat16 lacks.
+    float16, bfloat16 or float32 in any mixture. Moments: float32 or bfloat16. Of a float64
+    parameter all are float64. Masters, of 16-bit parameters: float32, or int16 for the bits that a
+    bfloat16 lacks.
     `state_steps`: float32 scalars, counted up here.
 
     Gradients are divided by `grad_scale`, and scaled so that their norm is at most `max_norm`,

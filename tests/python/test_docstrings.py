@@ -9,9 +9,9 @@ import ampfuse
 import pytest
 
 MODULES = ["ampfuse"] + [
-    f"ampfuse.{module.name}"
-    for module in pkgutil.iter_modules(ampfuse.__path__)
-    if not module.name.startswith("_")
+    module.name
+    for module in pkgutil.walk_packages(ampfuse.__path__, "ampfuse.")
+    if "._" not in module.name
 ]
 OPS = [
     name

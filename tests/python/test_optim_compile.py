@@ -5,6 +5,7 @@ import pytest
 import torch
 from optim_models import BOTH, assert_same_bits, assert_same_state, feed, parameters, state_values
 from torch._dynamo.testing import CompileCounter
+from torch.nn import Parameter
 
 pytestmark = [  # torch's own, of no concern here
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
@@ -156,6 +157,24 @@ def test_mixed_dtypes_in_one_group(device):
     for number in range(3):
         for params, step in zip(models, steps, strict=True):
             feed(params, number)
+            step()
+
+    assert_same_bits(*models)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_complex_parameters(device, clip):
+    models = [
+        [Parameter(torch.tensor([3 + 4j, 1 - 2j], device=device)), *parameters(device)]
+        for _ in range(2)
+    ]
+    optimizers = [ampfuse.AdamW(params, max_grad_norm=clip) for params in models]
+    compiled = torch.compile(optimizers[0].step, fullgraph=True, backend="aot_eager")
+
+    for number in range(3):
+        for params, step in zip(models, [compiled, optimizers[1].step], strict=True):
+            feed(params[1:], number)
+            params[0].grad = torch.tensor([1 - 1j, number + 2j], device=device)
             step()
 
     assert_same_bits(*models)

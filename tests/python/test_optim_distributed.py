@@ -1,22 +1,17 @@
-"""ampfuse.AdamW over two processes: inside ZeroRedundancyOptimizer, and on DTensors (FSDP2).
-
-Processes are slow to start, so that one pair runs all scenarios and each test looks at one result.
-"""
+"""ampfuse.AdamW over two processes, on DTensors (FSDP2)."""
 
 import copy
-import traceback
-import warnings
 
 import ampfuse
 import pytest
 import torch
 import torch.distributed as dist
-from optim_models import assert_near, assert_same_bits, clones, feed, parameters, trained
+from optim_models import assert_near, assert_same_bits, clones
+from processes import Scenarios
 from reference import exact_norm, heavy_tailed
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
@@ -25,51 +20,14 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 CLIP = 0.5
-SCENARIOS = {}
-
-
-def scenario(*arguments):
-    """Run the function in both processes with each of the arguments."""
-
-    def register(function):
-        for argument in arguments:
-            SCENARIOS[function.__name__, argument] = function
-        return function
-
-    return register
-
-
-def run_scenarios(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
-    results = {}
-    for (name, argument), function in SCENARIOS.items():
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                results[name, argument] = function(argument)
-            stale = [str(w.message) for w in caught if "sync_masters" in str(w.message)]
-            results[name, argument]["warnings"] = stale
-        except Exception:
-            results[name, argument] = traceback.format_exc()
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+scenario = Scenarios()
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of each scenario."""
-    folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(run_scenarios, (str(folder),), nprocs=2)
-    loaded = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
-
-    def of(name, argument):
-        results = [results[name, argument] for results in loaded]
-        for result in results:
-            assert not isinstance(result, str), result
-            assert result["warnings"] == []
-        return results
-
-    return of
+    """What each process made of a scenario."""
+    scenario.play(tmp_path_factory.mktemp("processes"))
+    return scenario.results
 
 
 def model(dtype):
@@ -93,38 +51,6 @@ def train(network, optimizer, dtype, steps=4, scaler=None):
 
 def whole(tensors):
     return [(x.full_tensor() if isinstance(x, DTensor) else x).detach() for x in tensors]
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@scenario(*DTYPES)
-def zero_redundancy(dtype):
-    params = parameters(CPU, dtype)
-    optimizer = ZeroRedundancyOptimizer(params, ampfuse.AdamW, **OPTIONS)
-    for step in range(5):
-        feed(params, step)
-        optimizer.step()
-    optimizer.consolidate_state_dict(to=0)
-    saved = optimizer.state_dict() if dist.get_rank() == 0 else None
-    owned = len(optimizer.optim.state)
-    return {"params": clones(params), "saved": saved, "owned": owned}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_inside_zero_redundancy_optimizer_it_steps_as_alone(outcomes, dtype):
-    params = parameters(CPU, dtype)
-    alone = trained(lambda p: ampfuse.AdamW(p, **OPTIONS), params, range(5))
-
-    results = outcomes("zero_redundancy", dtype)
-
-    for result in results:
-        assert_same_bits(result["params"], params)
-    assert sum(result["owned"] for result in results) == len(params)
-    saved = results[0]["saved"]["state"]
-    for index, state in alone.state_dict()["state"].items():
-        assert saved[index].keys() == state.keys()
-        assert_same_bits([saved[index][name] for name in state], state.values())
 
 
 CASES = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remainder"))
@@ -314,3 +240,22 @@ def test_gradients_that_are_not_added_up_yet_are_refused(outcomes, clip):
     for result in outcomes("partial_gradient", clip):
         assert "expected sharded or replicated gradients" in result["error"]
         assert_same_bits(result["params"], [torch.ones(4)])
+
+
+@scenario(*CASES)
+def fsdp_compiled(case):
+    dtype, master_weights = case
+    results = {}
+    for name in ("eager", "compiled"):
+        network, optimizer = sharded(dtype, master_weights=master_weights, max_grad_norm=CLIP)
+        if name == "compiled":
+            optimizer.step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+        norms = train(network, optimizer, dtype)
+        results[name] = [*whole(network.parameters()), *whole(optimizer.master_params()), *norms]
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_step_of_a_fully_sharded_model(outcomes, case):
+    for result in outcomes("fsdp_compiled", case):
+        assert_same_bits(result["compiled"], result["eager"])

@@ -233,3 +233,60 @@ def test_parameters_swapped_in_a_group_are_stepped_in_its_place(device):
     assert_same_bits(params, left)
     assert not torch.equal(others[0], before[0])
     assert optimizer.state[others[0]]["step"] == 1
+
+
+@WITH_MASTERS
+@pytest.mark.parametrize("model_first", [True, False])
+def test_checkpoint_of_torchs_renews_masters_in_their_place(
+    device, dtype, master_weights, model_first
+):
+    saved_params = parameters(device, dtype)
+    saved = trained(torch.optim.AdamW, saved_params, range(2)).state_dict()
+    params = parameters(device, dtype, seed=9)
+    optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(1))
+    fresh_params = copies(saved_params)
+    fresh = ampfuse.AdamW(fresh_params, master_weights=master_weights)
+    fresh.load_state_dict(saved)
+    masters = [optimizer.state[param]["master_param"] for param in params]
+
+    if model_first:
+        overwrite(params, saved_params)
+    optimizer.load_state_dict(saved)
+    if model_first:  # a captured graph may take the next step
+        assert_same_bits(optimizer.master_params(), [param.float() for param in saved_params])
+    else:
+        overwrite(params, saved_params)
+    train(optimizer, params, range(2, 4))
+    train(fresh, fresh_params, range(2, 4))
+
+    assert all(
+        optimizer.state[p]["master_param"] is x for p, x in zip(params, masters, strict=True)
+    )
+    assert_same_bits(params, fresh_params)
+    assert_same_bits(optimizer.master_params(), fresh.master_params())
+
+
+def test_masters_that_are_gone_after_loading_are_no_trouble(device):
+    params = parameters(device, torch.bfloat16)
+    saved = trained(torch.optim.AdamW, parameters(device, torch.bfloat16), range(2)).state_dict()
+    optimizer = trained(ampfuse.AdamW, params, range(1))
+    optimizer.load_state_dict(saved)
+    del optimizer.state[params[0]]["master_param"]
+
+    train(optimizer, params, range(1))
+
+    assert "master_param" in optimizer.state[params[0]]
+
+
+@WITH_MASTERS
+def test_float32_parameters_take_the_masters_of_a_16_bit_run(device, dtype, master_weights):
+    narrow = parameters(device, dtype)
+    saved = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), narrow, range(3))
+    wide = copies(narrow, torch.float32)  # what loading the model gives
+    optimizer = ampfuse.AdamW(wide)
+
+    optimizer.load_state_dict(saved.state_dict())
+    train(saved, narrow, range(3, 5))
+    train(optimizer, wide, range(3, 5))
+
+    assert_same_bits(wide, saved.master_params())

@@ -3,9 +3,9 @@
 From `torch.testing._internal.common_optimizers`: its option sets for every device (they differ in
 what torch implements where), its invalid options, its schedulers. Left out, and why:
 
-- `capturable`: dropped from the sets that have it. Every step of ours can be captured in a CUDA
-  graph, so that there is nothing to choose. torch's result on the CPU, where it refuses
-  `capturable`, is the reference.
+- `capturable`: dropped from the sets that have it. Ours has one implementation, whose counters
+  are on the device, so that there is nothing to choose. torch's result on the CPU, where it
+  refuses `capturable`, is the reference.
 - Tensor betas: refused, as DEVIATIONS says; they are numbers that do not change in training.
 - `foreach`, `fused`, `differentiable`: not accepted. They choose between implementations, of which
   ours is one; a step that is differentiated itself would have to keep what it overwrites.

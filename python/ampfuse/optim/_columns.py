@@ -41,6 +41,12 @@ class Columns:
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
     shardings: Sequence[Sharding | None] = ()  # of the gradients; empty: none is sharded
+    copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what was, and its copy here
+
+    def write_back(self) -> None:
+        """What the op wrote into copies."""
+        for tensor, copy in self.copied:
+            tensor.copy_(copy)
 
     def scalar(self, scalar: Tensor | None) -> Tensor | None:
         """A scaler's tensor where the op wants it."""
@@ -242,7 +248,8 @@ def traced_columns(optimizer: Any, group: dict[str, Any]) -> list[Columns]:
             max_exp_avg_sqs = []
         if params:
             moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-            columns.append(Columns(params[0].device, params, grads, *moments, state_steps, masters))
+            part = Columns(params[0].device, params, grads, *moments, state_steps, masters)
+            columns.append(part if all(map(is_plain, params)) else localized(part))
     return columns
 
 
@@ -263,22 +270,28 @@ def localized(columns: Columns) -> Columns:
     """The same with this process's shards for DTensors and pairs of numbers for complex ones."""
     columns.shardings = [sharding(grad) for grad in columns.grads]
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
-        setattr(columns, name, [_local(tensor) for tensor in getattr(columns, name)])
-    columns.state_steps = [_local(step) for step in columns.state_steps]
+        tensors = [adam_state.local(tensor) for tensor in getattr(columns, name)]
+        setattr(columns, name, [_real(tensor, columns.copied) for tensor in tensors])
+    columns.state_steps = [adam_state.local(step) for step in columns.state_steps]
     return columns
 
 
 def sharding(tensor: Tensor) -> Sharding | None:
     """None for what is no DTensor."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
+    if not adam_state.is_sharded(tensor):
         return None
     placements = tensor.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"expected sharded or replicated gradients, got placements {placements}")
-    return Sharding(mesh, placements)
+    return Sharding(tensor.device_mesh, placements)  # type: ignore[attr-defined]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    tensor = adam_state.local(tensor)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
+    if not tensor.is_complex():
+        return tensor
+    real = torch.view_as_real(tensor)
+    if not torch.compiler.is_compiling():
+        return real
+    # In a graph the op cannot write into a view that has another dtype than its tensor.
+    copied.append((real, real.clone()))
+    return copied[-1][1]

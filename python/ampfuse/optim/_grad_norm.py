@@ -49,6 +49,10 @@ class Measured:
     total_norm: Tensor
     found_inf: Tensor
 
+    def to(self, device: torch.device) -> "Measured":
+        """The same there."""
+        return Measured(self.total_norm.to(device), self.found_inf.to(device))
+
 
 def group_clips(
     groups: list[dict[str, Any]],
@@ -56,28 +60,39 @@ def group_clips(
     shared_limit: float | None,
     grad_norm: Tensor | None,
     *,
+    grad_scale: Tensor | None,
     check: bool,
+    process_group: Any,
 ) -> tuple[list[Clip | None], Tensor | None]:
     """What each group is clipped by: its own norm where it has a limit, else that of the others.
 
-    With `check` also whether any gradient is not finite, for which all are read.
+    With `check` also whether any gradient is not finite, for which all are read. Whether there are
+    gradients makes no difference to the collectives: other processes may have some.
     """
+
+    def measured_by_all(columns: Sequence[Columns]) -> Measured:
+        measured = measure(columns)
+        if process_group is None:
+            return measured
+        return reduced(measured.to(device_of(groups, process_group)), process_group)
+
     limits: list[float | None] = [group["max_grad_norm"] for group in groups]
     clips: list[Clip | None] = [None] * len(groups)
     flags = []
     for index, limit in enumerate(limits):
         if limit is not None and (check or not math.isinf(limit)):
-            measured = measure(columns[index])
+            measured = measured_by_all(columns[index])
             clips[index] = Clip(measured.total_norm, limit, None)
             flags.append(measured.found_inf)
     sharing = [index for index, limit in enumerate(limits) if limit is None]
-    nothing_shared = not any(columns[index] for index in sharing)
-    if shared_limit is not None and grad_norm is not None and nothing_shared:
-        grad_norm.zero_()  # no step will write it
     if shared_limit is not None or (check and sharing):
-        measured = measure([part for index in sharing for part in columns[index]])
+        measured = measured_by_all([part for index in sharing for part in columns[index]])
         flags.append(measured.found_inf)
         if shared_limit is not None:
+            if grad_norm is not None and not any(columns[index] for index in sharing):
+                # No step will write it.
+                norm = measured.total_norm
+                grad_norm.copy_(norm if grad_scale is None else norm / grad_scale)
             for index in sharing:
                 clips[index] = Clip(measured.total_norm, shared_limit, grad_norm)
     return clips, largest(flags) if check else None
@@ -115,12 +130,26 @@ def _measure_list(grads: list[Tensor], sharding: Sharding | None) -> Measured:
     result = ops.multi_tensor_norm(grads)
     if sharding is None:
         return Measured(result.total_norm, result.found_inf)
-    square = result.total_norm.double().square()
+    measured = Measured(result.total_norm, result.found_inf)
     for dimension, placement in enumerate(sharding.placements):
         if not placement.is_replicate():
-            process_group = sharding.mesh.get_group(dimension)
-            torch.distributed.all_reduce(square, group=process_group)
-            torch.distributed.all_reduce(
-                result.found_inf, torch.distributed.ReduceOp.MAX, process_group
-            )
-    return Measured(square.sqrt().to(result.total_norm.dtype), result.found_inf)
+            measured = reduced(measured, sharding.mesh.get_group(dimension))
+    return measured
+
+
+def reduced(measured: Measured, process_group: Any) -> Measured:
+    """Over processes that each have measured a part."""
+    sums = torch.stack([measured.total_norm.double().square(), measured.found_inf.double()])
+    torch.distributed.all_reduce(sums, group=process_group)
+    norm = sums[0].sqrt().to(measured.total_norm.dtype)
+    return Measured(norm, (sums[1] > 0).float())
+
+
+def device_of(groups: list[dict[str, Any]], process_group: Any) -> torch.device:
+    """Where the processes of a group meet: where the parameters are, if there are any here."""
+    for group in groups:
+        for param in group["params"]:
+            device: torch.device = param.device
+            return device
+    has_nccl = "nccl" in torch.distributed.get_backend(process_group)
+    return torch.device("cuda" if has_nccl and torch.cuda.is_available() else "cpu")

@@ -43,7 +43,11 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
         )
-    max_grad_norm = options["max_grad_norm"]
+    check_limit(options["max_grad_norm"])
+
+
+def check_limit(max_grad_norm: float | None) -> None:
+    """Refuse a norm that none is below."""
     if max_grad_norm is not None and not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
@@ -95,6 +99,12 @@ def new_master(param: Tensor, dtype: torch.dtype) -> Tensor:
     return param.detach().to(dtype, memory_format=torch.preserve_format)
 
 
+def renew_master(state: dict[str, Any], param: Tensor) -> None:
+    """Make it from the parameter again, in its place."""
+    master = state["master_param"]
+    master.copy_(new_master(param, master.dtype))
+
+
 Owner = tuple[Tensor, dict[str, Any]]  # a parameter and its group
 
 
@@ -117,8 +127,13 @@ def check_all(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
 @torch.no_grad()
 def load_all(
     state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: dict[str, Any]
-) -> None:
-    """Take over a state dictionary that was checked."""
+) -> list[Tensor]:
+    """Take over a state dictionary that was checked.
+
+    Returns the parameters that have a master of which it knows nothing: made anew for now, but the
+    model may be loaded after its optimizer.
+    """
+    without_master = []
     owner = owners(groups, saved)
     loaded = {owner[key][0] if key in owner else key for key in saved["state"]}
     for key in [key for key in state if key not in loaded]:
@@ -127,8 +142,12 @@ def load_all(
         if key in owner:
             param, group = owner[key]
             load(state[param], value, param, group)
+            if "master_param" in state[param] and "master_param" not in value:
+                renew_master(state[param], param)
+                without_master.append(param)
         else:
             state[key] = value
+    return without_master
 
 
 def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
@@ -156,8 +175,10 @@ def load(
 
     Dtypes are those of the group's options: torch would cast everything to the parameter's.
     """
+    of_master = master_dtype(param, group)
     for name in [name for name in state if name not in saved]:
-        del state[name]
+        if name != "master_param" or of_master is None:
+            del state[name]
     for name, value in saved.items():
         if name == "step":
             value = torch.as_tensor(value, dtype=torch.float32, device=param.device)
@@ -165,7 +186,7 @@ def load(
         elif name in MOMENTS:
             _put(state, name, value, moment_dtype(param, group), param)
         elif name == "master_param":
-            _put_master(state, value, param, master_dtype(param, group))
+            _put_master(state, value, param, of_master)
         else:
             state[name] = value.clone() if isinstance(value, Tensor) else value
 
@@ -191,6 +212,8 @@ def _put_master(
 ) -> None:
     if dtype is None:
         state.pop("master_param", None)
+        if param.dtype not in HALVES:  # it is its own master now
+            param.copy_(value)
     elif dtype == torch.int16:
         parameter, remainder = split(value.to(param.device, torch.float32))
         param.copy_(parameter)
@@ -239,13 +262,20 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor; another tensor as it is."""
-    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not is_sharded(tensor):
+        return tensor
+    shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. The compiler knows of their attributes, not of their methods."""
+    return getattr(tensor, "device_mesh", None) is not None
 
 
 def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     """A shard as a DTensor, if the other tensor is one."""
-    if not hasattr(tensor, "to_local"):
+    if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor
 

@@ -4,7 +4,7 @@ Unscaling, clipping and the decision to skip are part of that pass: gradients ar
 written unless asked, and the host never waits for a GPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class Adam(Optimizer):
       here, to a norm over all groups but those that have their own; given in a group, to the norm
       of that group (inf: not at all).
     - `write_back_grads`: leave the unscaled, clipped gradients in `.grad`.
+    - `process_group`: processes that step other parameters of the same model. Norms, and whether
+      all gradients are finite, are then told of all. DTensors need none. ZeroRedundancyOptimizer
+      would make these options its groups': hand it `functools.partial(ampfuse.AdamW,
+      max_grad_norm=..., process_group=...)` as the class.
 
     Loss scaling: `grad_scale` and `found_inf`, attributes that torch's GradScaler sets for a step,
     are honoured, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. Where only
@@ -43,7 +47,8 @@ class Adam(Optimizer):
     when there are any.
 
     A learning rate in a tensor is read on its device: change it in place under CUDA graphs and
-    torch.compile. Masters are made at a parameter's first step. After changing parameters later
+    torch.compile. A number, or a tensor on the CPU, is for a captured graph what it was when it was
+    captured. Masters are made at a parameter's first step. After changing parameters later
     (loading a model, say), call `sync_masters_from_model()`, or the masters overwrite the change.
 
     >>> import torch, ampfuse
@@ -57,6 +62,7 @@ class Adam(Optimizer):
 
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
+    _masters_to_renew: Sequence[Tensor] = ()  # parameters whose masters were not loaded
     _grad_norm: Tensor | None = None
 
     def __init__(
@@ -74,6 +80,7 @@ class Adam(Optimizer):
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
+        process_group: Any = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -88,8 +95,10 @@ class Adam(Optimizer):
             "max_grad_norm": None,
             "write_back_grads": write_back_grads,
         }
-        adam_state.check_options({**defaults, "max_grad_norm": max_grad_norm})
+        adam_state.check_options(defaults)
+        adam_state.check_limit(max_grad_norm)
         self.max_grad_norm = max_grad_norm
+        self.process_group = process_group
         self._columns = ColumnCache()
         super().__init__(params, defaults)
 
@@ -108,7 +117,8 @@ class Adam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+        own = {"max_grad_norm": self.max_grad_norm, "process_group": self.process_group}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For pickle, deepcopy and load_state_dict, which keeps what is there of the state."""
@@ -123,7 +133,7 @@ class Adam(Optimizer):
         super().__setstate__(state)
         self._columns = ColumnCache()
         if loading is not None:
-            adam_state.load_all(self.state, self.param_groups, loading)
+            self._masters_to_renew = adam_state.load_all(self.state, self.param_groups, loading)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -155,8 +165,11 @@ class Adam(Optimizer):
         if torch.compiler.is_compiling():
             columns = [traced_columns(self, group) for group in self.param_groups]
         else:
+            adam_state.check_limit(self.max_grad_norm)
             for group in self.param_groups:
-                adam_state.check_options({**group, "max_grad_norm": self.max_grad_norm})
+                adam_state.check_options(group)
+            self._renew_masters(self._masters_to_renew)
+            self._masters_to_renew = ()
             columns = self._columns.read(self.param_groups, self.state)
             self._place_grad_norm(columns)
             self._check_before_writing(columns)
@@ -167,12 +180,15 @@ class Adam(Optimizer):
             columns,
             self.max_grad_norm,
             self._grad_norm,
+            grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
+            process_group=self.process_group,
         )
         found_inf = found_here if found_inf is None else found_inf
         for group, of_group, clip in zip(self.param_groups, columns, clips, strict=True):
             for of_device in of_group:
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
+                of_device.write_back()
         if not torch.compiler.is_compiling():
             self._columns.note_step(columns)
 
@@ -260,9 +276,10 @@ class Adam(Optimizer):
         """Load what this class or torch's saved, without moving state that is there already.
 
         How state is kept is not loaded: `master_weights` and `state_dtype` stay as they were given,
-        and what was saved is converted. A checkpoint without masters, torch's say, leaves them to
-        be made from the parameters at the next step; one that has masters, loaded into remainders,
-        sets the parameters too. What torch's has no options for stays as it is.
+        and what was saved is converted. After a checkpoint without masters, torch's say, they are
+        made from the parameters as these are at the next step; one that has masters sets the
+        parameters too, where these have remainders or are float32 themselves. What torch's has no
+        options for stays as it is.
         """
         loading: dict[str, Any] = {}
 
@@ -294,8 +311,11 @@ class Adam(Optimizer):
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
         """Make the masters anew from the parameters, after something else changed these."""
-        for param, state in self.state.items():
-            if "master_param" in state:
-                master = state["master_param"]
-                master.copy_(adam_state.new_master(param, master.dtype))
+        self._renew_masters(self.state)
         self._columns.note_sync()
+
+    def _renew_masters(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            state = self.state.get(param, {})
+            if "master_param" in state:
+                adam_state.renew_master(state, param)

@@ -26,6 +26,7 @@ class AdamW(Adam):
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
+        process_group: Any = None,
     ) -> None:
         super().__init__(
             params,
@@ -40,6 +41,7 @@ class AdamW(Adam):
             state_dtype=state_dtype,
             max_grad_norm=max_grad_norm,
             write_back_grads=write_back_grads,
+            process_group=process_group,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

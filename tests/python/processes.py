@@ -1,0 +1,61 @@
+"""Scenarios that two processes play together.
+
+Processes are slow to start, so that one pair plays all scenarios of a test module, and each of its
+tests looks at one result.
+"""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Scenarios:
+    """A module's: functions of one argument that return a dictionary, the tests' to judge."""
+
+    def __init__(self) -> None:
+        self._functions: dict[tuple[str, Any], Callable[[Any], dict[str, Any]]] = {}
+        self._results: list[dict[tuple[str, Any], Any]] = []  # of each process
+
+    def __call__(self, *arguments: Any) -> Callable[[Any], Any]:
+        """Have both processes call the function with each of the arguments."""
+
+        def register(function: Any) -> Any:
+            for argument in arguments:
+                self._functions[function.__name__, argument] = function
+            return function
+
+        return register
+
+    def play(self, folder: Path) -> None:
+        """All of them, with files in the folder."""
+        torch.multiprocessing.spawn(_play, (str(folder), self._functions), nprocs=2)
+        self._results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    def results(self, name: str, argument: Any) -> list[dict[str, Any]]:
+        """What each process made of one, without an error or a warning of stale masters."""
+        results = [of_process[name, argument] for of_process in self._results]
+        for result in results:
+            assert not isinstance(result, str), result
+            assert result["warnings"] == []
+        return results
+
+
+def _play(rank: int, folder: str, functions: dict[tuple[str, Any], Any]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    results: dict[tuple[str, Any], Any] = {}
+    for (name, argument), function in functions.items():
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                results[name, argument] = function(argument)
+            stale = [str(w.message) for w in caught if "sync_masters" in str(w.message)]
+            results[name, argument]["warnings"] = stale
+        except Exception:
+            results[name, argument] = traceback.format_exc()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

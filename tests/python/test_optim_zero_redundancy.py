@@ -1,0 +1,120 @@
+"""ampfuse.AdamW over two processes, inside ZeroRedundancyOptimizer."""
+
+from functools import partial
+
+import ampfuse
+import pytest
+import torch
+import torch.distributed as dist
+from optim_models import assert_near, assert_same_bits, clones, feed, parameters, trained
+from processes import Scenarios
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import Parameter
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
+CLIP = 0.5
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+scenario = Scenarios()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each process made of a scenario."""
+    scenario.play(tmp_path_factory.mktemp("processes"))
+    return scenario.results
+
+
+@scenario(*DTYPES)
+def zero_redundancy(dtype):
+    params = parameters(CPU, dtype)
+    optimizer = ZeroRedundancyOptimizer(params, ampfuse.AdamW, **OPTIONS)
+    for step in range(5):
+        feed(params, step)
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    saved = optimizer.state_dict() if dist.get_rank() == 0 else None
+    owned = len(optimizer.optim.state)
+    return {"params": clones(params), "saved": saved, "owned": owned}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inside_zero_redundancy_optimizer_it_steps_as_alone(outcomes, dtype):
+    params = parameters(CPU, dtype)
+    alone = trained(lambda p: ampfuse.AdamW(p, **OPTIONS), params, range(5))
+
+    results = outcomes("zero_redundancy", dtype)
+
+    for result in results:
+        assert_same_bits(result["params"], params)
+    assert sum(result["owned"] for result in results) == len(params)
+    saved = results[0]["saved"]["state"]
+    for index, state in alone.state_dict()["state"].items():
+        assert saved[index].keys() == state.keys()
+        assert_same_bits([saved[index][name] for name in state], state.values())
+
+
+def over_all_processes():
+    """The class to hand ZeroRedundancyOptimizer, with a limit for the norm of all gradients."""
+    return partial(ampfuse.AdamW, max_grad_norm=CLIP, process_group=dist.group.WORLD)
+
+
+@scenario(*DTYPES)
+def zero_redundancy_clip(dtype):
+    params = parameters(CPU, dtype)
+    optimizer = ZeroRedundancyOptimizer(params, over_all_processes(), **OPTIONS)
+    norms = []
+    for step in range(5):
+        feed(params, step)
+        optimizer.step()
+        norms.append(optimizer.optim.grad_norm)
+    return {"params": clones(params), "norms": norms}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inside_zero_redundancy_optimizer_it_clips_to_the_norm_of_all(outcomes, dtype):
+    params = parameters(CPU, dtype)
+    alone = ampfuse.AdamW(params, max_grad_norm=CLIP, **OPTIONS)
+    norms = []
+    for step in range(5):
+        feed(params, step)
+        alone.step()
+        norms.append(alone.grad_norm)
+
+    for result in outcomes("zero_redundancy_clip", dtype):
+        for norm, expected in zip(result["norms"], norms, strict=True):
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        if dtype == torch.float32:
+            assert_near(result["params"], params, steps=5, lr=0.01)
+        else:
+            for param, other in zip(result["params"], params, strict=True):
+                torch.testing.assert_close(param, other, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@scenario("finite", "overflow", "no gradients")
+def one_parameter_for_two_processes(case):
+    """The second process has no parameter, and so no gradient to measure."""
+    param = Parameter(torch.ones(3))
+    optimizer = ZeroRedundancyOptimizer([param], over_all_processes(), lr=0.25, weight_decay=0)
+    inner = optimizer.optim
+    inner.grad_scale = torch.tensor(2.0)
+    if case != "no gradients":
+        param.grad = torch.tensor([6.0, 8.0, float("inf") if case == "overflow" else 0.0])
+    optimizer.step()
+    return {"param": clones([param])[0], "norm": inner.grad_norm}
+
+
+@pytest.mark.parametrize(
+    ("case", "norm", "param"),
+    [
+        ("finite", 5.0, [0.75, 0.75, 1.0]),
+        ("overflow", float("inf"), [1.0] * 3),
+        ("no gradients", 0.0, [1.0] * 3),
+    ],
+)
+def test_processes_without_gradients_take_part(outcomes, case, norm, param):
+    for result in outcomes("one_parameter_for_two_processes", case):
+        assert result["norm"].item() == norm
+        torch.testing.assert_close(result["param"], torch.tensor(param))
