@@ -51,7 +51,8 @@ class Provider:
 
     `run` is timed. `restore` puts back what `run` overwrote, and is not. `mutates` lists the
     tensors `run` writes to: their values, and what `run` returns when it is a tensor, must agree
-    with those of the first provider of the case. `skipped`, when set, says why it does not run.
+    with those of the first provider of the case. `moves` is what its passes read and write, in
+    bytes per element, where that is known. `skipped`, when set, says why it does not run.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Provider:
     restore: Callable[[], object] = lambda: None
     mutates: Sequence[torch.Tensor] = ()
     skipped: str = ""
+    moves: float | None = None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def run_case(case: Case, settings: Settings, ceilings: Ceilings, bar: Progress) 
         result = measure(providers, settings.device, settings.rounds, bar.advance, bar.stage)
     except Exception as error:
         return [unmeasured(case, EVERY_PROVIDER, f"failed: {first_line(error)}")]
-    return rows_of(case, [provider.name for provider in providers], result, ceilings)
+    return rows_of(case, providers, result, ceilings)
 
 
 def run_cases(

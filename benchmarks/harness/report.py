@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from harness.case import OURS, Case, Ceilings
+from harness.case import OURS, Case, Ceilings, Provider
 from harness.contention import BUSY_CORES
 from harness.machine import Machine
 from harness.timing import Measurement
@@ -29,7 +29,8 @@ class Row:
     median_ms: float | None = None
     lower_ms: float | None = None
     upper_ms: float | None = None
-    bytes_per_element: float | None = None  # of the floor, not of what this provider moves
+    bytes_per_element: float | None = None  # of the floor
+    moved_per_element: float | None = None  # bytes that this provider's passes read and write
     gb_per_s: float | None = None
     ceiling: str = ""
     ceiling_gb_per_s: float | None = None
@@ -47,11 +48,11 @@ def unmeasured(case: Case, provider: str, status: str) -> Row:
 
 def measured(
     case: Case,
-    provider: str,
+    provider: Provider,
     measurement: Measurement,
     ceiling: float,
 ) -> Row:
-    timing = measurement.timings[provider]
+    timing = measurement.timings[provider.name]
     ours = measurement.timings.get(OURS)
     rate = case.traffic.total / timing.median / 1e9
     return Row(
@@ -59,7 +60,7 @@ def measured(
         shape=case.shape,
         dtype=case.dtype_name,
         elements=case.elements,
-        provider=provider,
+        provider=provider.name,
         status="ok",
         method=measurement.method,
         rounds=timing.rounds,
@@ -67,6 +68,7 @@ def measured(
         lower_ms=timing.lower * 1e3,
         upper_ms=timing.upper * 1e3,
         bytes_per_element=case.traffic.total / case.elements,
+        moved_per_element=provider.moves,
         gb_per_s=rate,
         ceiling=case.traffic.against,
         ceiling_gb_per_s=ceiling,
@@ -78,16 +80,17 @@ def measured(
 
 def rows_of(
     case: Case,
-    providers: Sequence[str],
+    providers: Sequence[Provider],
     measurement: Measurement,
     ceilings: Ceilings,
 ) -> list[Row]:
     """One row a provider, in the case's order, whatever became of it."""
     ceiling = ceilings[case.traffic.against]
     rows = []
-    for name in providers:
+    for provider in providers:
+        name = provider.name
         if name in measurement.timings:
-            rows.append(measured(case, name, measurement, ceiling))
+            rows.append(measured(case, provider, measurement, ceiling))
         elif name in measurement.skipped:
             rows.append(unmeasured(case, name, f"skipped: {measurement.skipped[name]}"))
         else:
@@ -116,20 +119,21 @@ def csv_file(path: Path, machine: Machine) -> Iterator[Callable[[Sequence[Row]],
 
 
 TABLE_HEADINGS = ["operation", "case", "provider", "ms", "quartiles"]
-TABLE_HEADINGS += ["B/elem", "GB/s", "ceiling", "ampfuse"]
+TABLE_HEADINGS += ["B/elem", "moves", "GB/s", "ceiling", "ampfuse"]
 
 
 def table_cells(row: Row) -> list[str]:
     """The row as the terminal shows it: rounded, and one word where nothing was measured."""
     start = [row.operation, f"{row.shape} {row.dtype}", row.provider]
     if row.median_ms is None or row.lower_ms is None or row.upper_ms is None:
-        return [*start, row.status.partition(":")[0], "", "", "", "", ""]
+        return [*start, row.status.partition(":")[0], "", "", "", "", "", ""]
     ratio = "" if row.time_over_ampfuse is None else f"{row.time_over_ampfuse:.2f}x"
     return [
         *start,
         f"{row.median_ms:.3f}",
         f"{row.lower_ms:.3f} - {row.upper_ms:.3f}",
         f"{row.bytes_per_element:.3g}",
+        "" if row.moved_per_element is None else f"{row.moved_per_element:.3g}",
         f"{row.gb_per_s:.1f}",
         f"{row.of_ceiling:.0%}",
         ratio,

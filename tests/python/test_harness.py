@@ -161,10 +161,12 @@ def test_rates_are_the_floor_over_the_median_and_ratios_are_over_our_time() -> N
     measurement = Measurement("wall", 0.0, timings, skipped={}, failed={})
     ceilings: Ceilings = {"read": 1.0, "copy": 2.0, "update": 24.0}
 
-    peer, ours = rows_of(make_case(), ["torch", OURS], measurement, ceilings)
+    providers = [Provider("torch", nothing, moves=20.0), Provider(OURS, nothing)]
+    peer, ours = rows_of(make_case(), providers, measurement, ceilings)
 
     # 8 MB read and 4 MB written over a million elements; 12 MB in 4 ms and in 1 ms.
     assert peer.bytes_per_element == 12.0
+    assert (peer.moved_per_element, ours.moved_per_element) == (20.0, None)
     assert peer.gb_per_s == pytest.approx(3.0)
     assert peer.of_ceiling == pytest.approx(3.0 / 24.0)
     assert peer.time_over_ampfuse == pytest.approx(4.0)
