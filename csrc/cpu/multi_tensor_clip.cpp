@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "../math/multi_tensor_clip.h"
+#include "../ops/borrowed_list.h"
 #include "../ops/tensor_list.h"
 #include "chunks.h"
 #include "vec/multi_tensor_scale.h"
@@ -16,19 +17,19 @@ void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm,
   const double factor = math::clip_factor(total_norm.item<double>(), max_norm);
   if (factor == 1) return;
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
-  for (auto& round : distinct_rounds(tensors)) {
-    const DenseTensors dense(std::move(round));
-    const Chunks chunks(writable_runs(dense.get(), Complex::kAsReal));
-    chunks.parallel_for(
-        [&](const Chunk& chunk) { scale_chunk(chunk.dtype, chunk.data, chunk.size, factor); });
+  for_each_distinct(tensors, [&](at::TensorList distinct) {
+    const DenseRuns dense(distinct, Complex::kAsReal, Use::kWrite);
+    Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
+      scale_chunk(chunk.dtype, chunk.data, chunk.size, factor);
+    });
     dense.write_back();
-  }
+  });
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
-  m.impl("multi_tensor_clip", multi_tensor_clip_cpu);
+  m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cpu>());
 }
 
 }  // namespace ampfuse

@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 #include <torch/library.h>
 
+#include "../ops/borrowed_list.h"
 #include "../ops/tensor_list.h"
 #include "vec/multi_tensor_norm.h"
 
@@ -41,8 +42,8 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
 NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
-  const DenseTensors dense(tensors.vec());
-  const Chunks chunks(readable_runs(dense.get(), norm_cut(type)));
+  const DenseRuns dense(tensors, norm_cut(type), Use::kRead);
+  const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
   chunks.parallel_for([&](const Chunk& chunk) {
@@ -68,7 +69,7 @@ void write_norms(math::NormType type, const Chunks& chunks,
 }
 
 TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
-  m.impl("multi_tensor_norm", multi_tensor_norm_cpu);
+  m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cpu>());
 }
 
 }  // namespace ampfuse

@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "../ops/borrowed_list.h"
 #include "../ops/tensor_list.h"
 #include "multi_tensor_norm.h"
 #include "vec/multi_tensor_norm.h"
@@ -19,16 +20,15 @@ void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_in
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   std::atomic<bool> finite = true;
-  for (auto& round : distinct_rounds(tensors)) {
-    const DenseTensors dense(std::move(round));
-    const Chunks chunks(writable_runs(dense.get(), Complex::kAsReal));
-    chunks.parallel_for([&](const Chunk& chunk) {
+  for_each_distinct(tensors, [&](at::TensorList distinct) {
+    const DenseRuns dense(distinct, Complex::kAsReal, Use::kWrite);
+    Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
       if (!scale_chunk(chunk.dtype, chunk.data, chunk.size, factor)) {
         finite.store(false, std::memory_order_relaxed);
       }
     });
     if (factor != 1) dense.write_back();
-  }
+  });
   if (!finite) found_inf.fill_(1);
 }
 
@@ -42,8 +42,8 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
-  const DenseTensors dense(tensors.vec());
-  const Chunks chunks(writable_runs(dense.get(), norm_cut(type)));
+  const DenseRuns dense(tensors, norm_cut(type), Use::kWrite);
+  const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   chunks.parallel_for([&](const Chunk& chunk) {
     // At most 64 KiB of real numbers, 128 of complex ones: what the first call wrote, the second
@@ -62,8 +62,8 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
-  m.impl("multi_tensor_unscale", multi_tensor_unscale_cpu);
-  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_cpu);
+  m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cpu>());
+  m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cpu>());
 }
 
 }  // namespace ampfuse

@@ -14,11 +14,11 @@ namespace ampfuse {
 /// come as real ones of twice the size.
 template <typename Table, typename Launch>
 void for_each_written_table(at::TensorList tensors, const Launch& launch) {
-  for (auto& round : distinct_rounds(tensors)) {
-    if (round.empty()) continue;
-    const LaunchStream stream(round[0]);
-    const DenseTensors dense(std::move(round));
-    for (const DtypeGroup& group : dtype_groups(writable_runs(dense.get(), Complex::kAsReal))) {
+  for_each_distinct(tensors, [&](at::TensorList distinct) {
+    if (distinct.empty()) return;
+    const LaunchStream stream(distinct[0]);
+    const DenseRuns dense(distinct, Complex::kAsReal, Use::kWrite);
+    for (const DtypeGroup& group : dtype_groups(dense.get())) {
       dispatch_real(group.dtype, [&]<typename scalar_t>() {
         auto builder = build_tables<Table>(
             [&](const Table& table) { launch.template operator()<scalar_t>(stream, table); });
@@ -27,7 +27,7 @@ void for_each_written_table(at::TensorList tensors, const Launch& launch) {
       });
     }
     dense.write_back();
-  }
+  });
 }
 
 }  // namespace ampfuse

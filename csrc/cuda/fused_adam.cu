@@ -55,7 +55,7 @@ class PlanMemory {
 // Tensors in the order in which the plan has their steps.
 template <typename acc_t>
 void launch_prepare(const LaunchStream& stream, const FusedAdamArguments& arguments,
-                    const std::vector<DtypeGroup>& groups, const AdamPlan<acc_t>& plan) {
+                    const std::vector<AdamDtypeGroup>& groups, const AdamPlan<acc_t>& plan) {
   const AdamSignals signals = signals_of(arguments);
   int64_t first = 0;
   auto builder = build_tables<StepTable>([&](const StepTable& table) {
@@ -63,7 +63,7 @@ void launch_prepare(const LaunchStream& stream, const FusedAdamArguments& argume
                   arguments.options, signals, plan);
     first += table.count;
   });
-  for (const DtypeGroup& group : groups) {
+  for (const AdamDtypeGroup& group : groups) {
     for (const AdamTensor& tensor : group.tensors) builder.add({tensor.step}, 1);
   }
   builder.flush();
@@ -85,14 +85,14 @@ void launch_update(const LaunchStream& stream, const math::AdamOptions& options,
 // One preparation for all groups whose arithmetic is in acc_t, and one update for each.
 template <typename acc_t>
 void launch_groups(const LaunchStream& stream, const FusedAdamArguments& arguments,
-                   const std::vector<DtypeGroup>& groups) {
+                   const std::vector<AdamDtypeGroup>& groups) {
   size_t tensors = 0;
-  for (const DtypeGroup& group : groups) tensors += group.tensors.size();
+  for (const AdamDtypeGroup& group : groups) tensors += group.tensors.size();
   if (tensors == 0) return;
   const PlanMemory<acc_t> memory(tensors, arguments.tensor(math::kParam, 0).device());
   launch_prepare(stream, arguments, groups, memory.plan);
   int64_t first = 0;
-  for (const DtypeGroup& group : groups) {
+  for (const AdamDtypeGroup& group : groups) {
     dispatch_adam<acc_t>(group.dtypes, arguments.options.amsgrad, [&]<typename Types>() {
       launch_update<Types>(stream, arguments.options, group.tensors, first, memory.plan);
     });
@@ -104,11 +104,11 @@ void fused_adam_cuda(const FusedAdamArguments& arguments) {
   if (arguments.count() == 0) return;
   const AdamTensors tensors(arguments);
   const LaunchStream stream(arguments.tensor(math::kParam, 0));
-  std::vector<DtypeGroup> doubles = group_by_dtypes(tensors.get());
+  std::vector<AdamDtypeGroup> doubles = group_by_dtypes(tensors.get());
   const auto first_double = std::stable_partition(
       doubles.begin(), doubles.end(),
-      [](const DtypeGroup& group) { return group.dtypes.param != at::kDouble; });
-  const std::vector<DtypeGroup> floats(doubles.begin(), first_double);
+      [](const AdamDtypeGroup& group) { return group.dtypes.param != at::kDouble; });
+  const std::vector<AdamDtypeGroup> floats(doubles.begin(), first_double);
   doubles.erase(doubles.begin(), first_double);
   launch_groups<float>(stream, arguments, floats);
   launch_groups<double>(stream, arguments, doubles);

@@ -9,14 +9,14 @@
 
 namespace ampfuse {
 
-struct DtypeGroup {
+struct AdamDtypeGroup {
   AdamDtypes dtypes;
   std::vector<AdamTensor> tensors;
 };
 
 /// In order of appearance; tensors without elements are among them, since their steps count too.
-inline std::vector<DtypeGroup> group_by_dtypes(const std::vector<AdamTensor>& tensors) {
-  std::vector<DtypeGroup> groups;
+inline std::vector<AdamDtypeGroup> group_by_dtypes(const std::vector<AdamTensor>& tensors) {
+  std::vector<AdamDtypeGroup> groups;
   for (const AdamTensor& tensor : tensors) {
     auto group = groups.begin();
     while (group != groups.end() && !(group->dtypes == tensor.dtypes)) ++group;

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "../ops/borrowed_list.h"
 #include "../ops/multi_tensor_clip.h"
 #include "elementwise_launch.h"
 
@@ -30,7 +31,7 @@ void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
-  m.impl("multi_tensor_clip", multi_tensor_clip_cuda);
+  m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
 }
 
 }  // namespace ampfuse

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "../ops/borrowed_list.h"
 #include "norm_launch.h"
 
 namespace ampfuse {
@@ -12,8 +13,8 @@ NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
   const LaunchStream stream(tensors[0]);
-  const DenseTensors dense(tensors.vec());
-  const std::vector<TensorRun> runs = readable_runs(dense.get(), norm_cut(type));
+  const DenseRuns dense(tensors, norm_cut(type), Use::kRead);
+  const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, tensors[0].device());
   const NormOutputs outputs = empty_norm_outputs(tensors);
   dispatch_norm_type(type, [&]<math::NormType kNorm>() {
@@ -31,7 +32,7 @@ NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
-  m.impl("multi_tensor_norm", multi_tensor_norm_cuda);
+  m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
 }
 
 }  // namespace ampfuse

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "../ops/borrowed_list.h"
 #include "../ops/multi_tensor_unscale.h"
 #include "elementwise_launch.h"
 #include "norm_launch.h"
@@ -29,8 +30,8 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
   check_distinct(op, tensors);
   if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device()));
   const LaunchStream stream(found_inf);
-  const DenseTensors dense(tensors.vec());
-  const std::vector<TensorRun> runs = writable_runs(dense.get(), norm_cut(type));
+  const DenseRuns dense(tensors, norm_cut(type), Use::kWrite);
+  const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, found_inf.device());
   const NormOutputs outputs = empty_norm_outputs(tensors);
   dispatch_norm_type(type, [&]<math::NormType kNorm>() {
@@ -49,8 +50,8 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
-  m.impl("multi_tensor_unscale", multi_tensor_unscale_cuda);
-  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_cuda);
+  m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());
+  m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cuda>());
 }
 
 }  // namespace ampfuse

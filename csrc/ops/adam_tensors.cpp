@@ -1,39 +1,21 @@
 #include "adam_tensors.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/COW.h>
 #include <c10/util/flat_hash_map.h>
 
-#include <atomic>
-
+#include "each_tensor.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
 
 namespace {
 
-// Thousands of small tensors are scattered over memory: a tensor's header is four cache lines, and
-// that of its storage another. The CPU brings those of later tensors into its cache while it looks
-// at this one. The address of a storage stands in the header, which therefore comes first.
-void prefetch(const FusedAdamArguments& arguments, size_t t) {
-  const auto for_each_header = [&arguments](size_t tensor, const auto& visit) {
-    if (tensor >= arguments.count()) return;
-    for (int column = 0; column < math::kAdamColumns; ++column) {
-      if (arguments.has(column)) visit(arguments.tensor(column, tensor).unsafeGetTensorImpl());
-    }
-    visit(arguments.state_steps[tensor].toTensor().unsafeGetTensorImpl());
-  };
-  for_each_header(t + 8, [](const c10::TensorImpl* header) {
-    for (int line = 0; line < 4; ++line) {
-      __builtin_prefetch(reinterpret_cast<const char*>(header) + 64 * line);
-    }
-  });
-  for_each_header(t + 4, [](const c10::TensorImpl* header) {
-    if (header->has_storage()) {
-      __builtin_prefetch(header->unsafe_storage().unsafeGetStorageImpl());
-    }
-  });
+template <typename Prefetch>
+void prefetch(const FusedAdamArguments& arguments, size_t t, const Prefetch& prefetch) {
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    if (arguments.has(column)) prefetch(arguments.tensor(column, t));
+  }
+  prefetch(arguments.state_steps[t].toTensor());
 }
 
 // Whether two dense tensors of one shape have their elements in the same order. Strides of
@@ -51,11 +33,6 @@ bool same_order(const at::Tensor& a, const at::Tensor& b) {
 bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
          same_order(tensor, param) && is_aligned(tensor);
-}
-
-// A lazy clone gets memory of its own when it is written, which is not to happen on many threads.
-bool is_lazy_clone(const at::Tensor& tensor) {
-  return c10::impl::cow::is_cow_data_ptr(tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr());
 }
 
 // Null where that takes more than looking.
@@ -86,21 +63,9 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
 }  // namespace
 
 AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(arguments.count()) {
-  std::atomic<bool> refused = false;
-  // A tensor takes up to a microsecond, most of it waiting for memory: a thread gets 0.1 ms of it.
-  at::parallel_for(0, static_cast<int64_t>(tensors_.size()), 128, [&](int64_t begin, int64_t end) {
-    try {
-      for (int64_t t = begin; t < end; ++t) {
-        prefetch(arguments, t);
-        tensors_[t] = look_at(arguments, t);
-      }
-    } catch (const c10::Error&) {
-      refused = true;
-    }
-  });
-  if (refused) {  // whichever thread was first: the message is about the first tensor
-    for (size_t t = 0; t < tensors_.size(); ++t) check_adam_tensor(arguments, t);
-  }
+  for_each_index(
+      tensors_.size(), [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
+      [&](size_t t) { tensors_[t] = look_at(arguments, t); });
   ska::flat_hash_map<const void*, size_t> seen;
   seen.reserve(tensors_.size());
   for (size_t t = 0; t < tensors_.size(); ++t) {

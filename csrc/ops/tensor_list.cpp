@@ -1,7 +1,12 @@
 #include "tensor_list.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/impl/COW.h>
 #include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+
+#include "each_tensor.h"
 
 namespace ampfuse {
 
@@ -19,6 +24,31 @@ bool is_supported(at::ScalarType dtype) {
     default:
       return false;
   }
+}
+
+void check_tensor(const char* op, size_t index, const at::Tensor& tensor, const at::Tensor& first) {
+  check_strided(op, "tensors", index, tensor);
+  TORCH_CHECK_TYPE(is_supported(tensor.scalar_type()), op, ": tensors[", index,
+                   "]: expected a floating-point or complex tensor (half, bfloat16, float, "
+                   "double, complex float or complex double), got dtype ",
+                   tensor.scalar_type());
+  check_device(op, "tensors", index, tensor, "tensors", first);
+}
+
+// Where tensors will be written: a lazy clone shares its original's address until then. Null where
+// there are no elements.
+std::vector<const void*> written_addresses(at::TensorList tensors) {
+  std::vector<const void*> addresses(tensors.size());
+  std::vector<char> is_lazy(tensors.size());
+  for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return;
+    is_lazy[i] = is_lazy_clone(tensor);
+    addresses[i] = tensor.const_data_ptr();
+  });
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (is_lazy[i]) addresses[i] = tensors[i].mutable_data_ptr();
+  }
+  return addresses;
 }
 
 TensorRun as_run(const at::Tensor& dense, void* data, Complex complex) {
@@ -51,34 +81,35 @@ void check_no_overlap(const char* op, const char* list, size_t index, const at::
                     "can't be written; clone() it first");
 }
 
+bool is_lazy_clone(const at::Tensor& tensor) {
+  return c10::impl::cow::is_cow_data_ptr(tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr());
+}
+
 bool is_aligned(const at::Tensor& tensor) {
   const uintptr_t below_size = c10::elementSize(tensor.scalar_type()) - 1;  // a power of two
   return (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & below_size) == 0;
 }
 
 void check_tensors(const char* op, at::TensorList tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_strided(op, "tensors", i, tensors[i]);
-    TORCH_CHECK_TYPE(is_supported(tensors[i].scalar_type()), op, ": tensors[", i,
-                     "]: expected a floating-point or complex tensor (half, bfloat16, float, "
-                     "double, complex float or complex double), got dtype ",
-                     tensors[i].scalar_type());
-    check_device(op, "tensors", i, tensors[i], "tensors", tensors[0]);
-  }
+  for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
+    check_tensor(op, i, tensor, tensors[0]);
+  });
 }
 
 void check_writable_tensors(const char* op, at::TensorList tensors) {
-  check_tensors(op, tensors);
-  for (size_t i = 0; i < tensors.size(); ++i) check_no_overlap(op, "tensors", i, tensors[i]);
+  for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
+    check_tensor(op, i, tensor, tensors[0]);
+    check_no_overlap(op, "tensors", i, tensor);
+  });
 }
 
 void check_distinct(const char* op, at::TensorList tensors) {
+  const std::vector<const void*> addresses = written_addresses(tensors);
   ska::flat_hash_map<const void*, size_t> seen;
   seen.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].numel() == 0) continue;
-    // The address it will be written at: a lazy clone shares its original's until then.
-    const auto [first, fresh] = seen.emplace(tensors[i].mutable_data_ptr(), i);
+    if (addresses[i] == nullptr) continue;
+    const auto [first, fresh] = seen.emplace(addresses[i], i);
     TORCH_CHECK_VALUE(fresh, op, ": tensors[", i, "]: expected distinct tensors, got tensors[",
                       first->second, "] again");
   }
@@ -115,49 +146,50 @@ at::ScalarType norm_dtype(at::TensorList tensors) {
   return at::kFloat;
 }
 
-std::vector<TensorRun> readable_runs(at::TensorList dense, Complex complex) {
-  std::vector<TensorRun> runs;
-  runs.reserve(dense.size());
-  for (const at::Tensor& tensor : dense) {
-    // The run is only read, but a run that is written has the same type.
-    runs.push_back(as_run(tensor, const_cast<void*>(tensor.const_data_ptr()), complex));
-  }
-  return runs;
-}
-
-std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex) {
-  std::vector<TensorRun> runs;
-  runs.reserve(dense.size());
-  for (const at::Tensor& tensor : dense) {
-    runs.push_back(as_run(tensor, tensor.mutable_data_ptr(), complex));
-  }
-  return runs;
-}
-
-DenseTensors::DenseTensors(std::vector<at::Tensor> tensors) : dense_(std::move(tensors)) {
-  for (size_t i = 0; i < dense_.size(); ++i) {
-    if (dense_[i].is_non_overlapping_and_dense() && is_aligned(dense_[i])) continue;
-    copied_.emplace_back(dense_[i], i);
-    dense_[i] = dense_[i].clone(at::MemoryFormat::Contiguous);
+DenseRuns::DenseRuns(at::TensorList tensors, Complex complex, Use use) : runs_(tensors.size()) {
+  std::atomic<bool> complete = true;
+  for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
+    const bool takes_more = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
+                            (use == Use::kWrite && is_lazy_clone(tensor));
+    if (takes_more) complete = false;
+    // A run that is only read has the same type as one that is written.
+    void* const data = takes_more ? nullptr : const_cast<void*>(tensor.const_data_ptr());
+    runs_[i] = as_run(tensor, data, complex);
+  });
+  for (size_t i = 0; i < tensors.size() && !complete; ++i) {
+    if (runs_[i].data != nullptr || runs_[i].size == 0) continue;
+    at::Tensor dense = tensors[i];
+    if (!dense.is_non_overlapping_and_dense() || !is_aligned(dense)) {
+      dense = dense.clone(at::MemoryFormat::Contiguous);
+      copied_.emplace_back(tensors[i], dense);
+    }
+    runs_[i].data = dense.mutable_data_ptr();
   }
 }
 
-void DenseTensors::write_back() const {
-  for (const auto& [original, place] : copied_) original.copy_(dense_[place]);
+void DenseRuns::write_back() const {
+  for (const auto& [original, copy] : copied_) original.copy_(copy);
 }
 
-std::vector<std::vector<at::Tensor>> distinct_rounds(at::TensorList tensors) {
-  std::vector<std::vector<at::Tensor>> rounds(1);
-  rounds[0].reserve(tensors.size());
+void for_each_distinct(at::TensorList tensors, const std::function<void(at::TensorList)>& visit) {
+  const std::vector<const void*> addresses = written_addresses(tensors);
+  std::vector<size_t> round_of(tensors.size());
+  size_t rounds = 1;
   ska::flat_hash_map<const void*, size_t> mentions;
   mentions.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    const size_t round = mentions[tensor.const_data_ptr()]++;
-    if (round == rounds.size()) rounds.emplace_back();
-    rounds[round].push_back(tensor);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (addresses[i] == nullptr) continue;
+    round_of[i] = mentions[addresses[i]]++;
+    rounds = std::max(rounds, round_of[i] + 1);
   }
-  return rounds;
+  if (rounds == 1) return visit(tensors);
+  for (size_t round = 0; round < rounds; ++round) {
+    std::vector<at::Tensor> distinct;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (addresses[i] != nullptr && round_of[i] == round) distinct.push_back(tensors[i]);
+    }
+    visit(distinct);
+  }
 }
 
 }  // namespace ampfuse

@@ -1,9 +1,11 @@
 // What the multi-tensor ops ask of their arguments, checked in one place for every backend, and
-// the two stand-ins that let kernels see only dense, distinct tensors.
+// what lets kernels see only dense, distinct tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <utility>
 #include <vector>
 
 namespace ampfuse {
@@ -18,6 +20,9 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
 
 /// Refuses a tensor that overlaps itself (an expanded one, say).
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor);
+
+/// Whether it gets memory of its own when it is written, which is not to happen on many threads.
+bool is_lazy_clone(const at::Tensor& tensor);
 
 /// Whether its elements lie at multiples of their size. Those that came through DLPack, from_blob
 /// or frombuffer may not, complex ones already at multiples of half their size.
@@ -61,28 +66,28 @@ struct TensorRun {
 /// Whether complex tensors are taken as they are or as twice as many real numbers.
 enum class Complex { kWhole, kAsReal };
 
-std::vector<TensorRun> readable_runs(at::TensorList dense, Complex complex);
-std::vector<TensorRun> writable_runs(at::TensorList dense, Complex complex);
+enum class Use { kRead, kWrite };
 
-/// A list in which strided and misaligned tensors are replaced by contiguous copies. Dense ones, in
-/// whatever order of dimensions, are taken as they are: the ops do not care for the order of
-/// elements.
-class DenseTensors {
+/// A list as runs of memory, with contiguous copies in the place of strided and misaligned tensors.
+/// Dense ones, in whatever order of dimensions, are taken as they are: the ops do not care for the
+/// order of elements.
+class DenseRuns {
  public:
-  explicit DenseTensors(std::vector<at::Tensor> tensors);
+  DenseRuns(at::TensorList tensors, Complex complex, Use use);
 
-  at::TensorList get() const { return dense_; }
+  const std::vector<TensorRun>& get() const { return runs_; }
 
   /// Copies the stand-ins back to where they came from.
   void write_back() const;
 
  private:
-  std::vector<at::Tensor> dense_;
-  std::vector<std::pair<at::Tensor, size_t>> copied_;  // the strided original, its place in dense_
+  std::vector<TensorRun> runs_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copied_;  // the original, its stand-in
 };
 
-/// Splits a list in which a tensor is named more than once into rounds in which none is, so that
-/// parallel kernels multiply it once per mention, as a loop over the list would.
-std::vector<std::vector<at::Tensor>> distinct_rounds(at::TensorList tensors);
+/// Calls visit(list) for the list, if it names no tensor twice; else for lists which do not, so
+/// that parallel kernels multiply a tensor once per mention, as a loop over the list would. Tensors
+/// without elements may be left out.
+void for_each_distinct(at::TensorList tensors, const std::function<void(at::TensorList)>& visit);
 
 }  // namespace ampfuse
