@@ -18,7 +18,7 @@ void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm,
   if (factor == 1) return;
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   for_each_distinct(tensors, [&](at::TensorList distinct) {
-    const DenseRuns dense(distinct, Complex::kAsReal, Use::kWrite);
+    const DenseRuns dense("multi_tensor_clip", distinct, Complex::kAsReal, Use::kWrite);
     Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
       scale_chunk(chunk.dtype, chunk.data, chunk.size, factor);
     });

@@ -42,7 +42,7 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
 NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
-  const DenseRuns dense(tensors, norm_cut(type), Use::kRead);
+  const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);

@@ -21,7 +21,7 @@ void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_in
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   std::atomic<bool> finite = true;
   for_each_distinct(tensors, [&](at::TensorList distinct) {
-    const DenseRuns dense(distinct, Complex::kAsReal, Use::kWrite);
+    const DenseRuns dense("multi_tensor_unscale", distinct, Complex::kAsReal, Use::kWrite);
     Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
       if (!scale_chunk(chunk.dtype, chunk.data, chunk.size, factor)) {
         finite.store(false, std::memory_order_relaxed);
@@ -42,7 +42,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
-  const DenseRuns dense(tensors, norm_cut(type), Use::kWrite);
+  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   chunks.parallel_for([&](const Chunk& chunk) {

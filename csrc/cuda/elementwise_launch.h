@@ -13,11 +13,11 @@ namespace ampfuse {
 /// Calls launch.operator()<scalar_t>(stream, table) for each table of each dtype; complex tensors
 /// come as real ones of twice the size.
 template <typename Table, typename Launch>
-void for_each_written_table(at::TensorList tensors, const Launch& launch) {
+void for_each_written_table(const char* op, at::TensorList tensors, const Launch& launch) {
   for_each_distinct(tensors, [&](at::TensorList distinct) {
     if (distinct.empty()) return;
     const LaunchStream stream(distinct[0]);
-    const DenseRuns dense(distinct, Complex::kAsReal, Use::kWrite);
+    const DenseRuns dense(op, distinct, Complex::kAsReal, Use::kWrite);
     for (const DtypeGroup& group : dtype_groups(dense.get())) {
       dispatch_real(group.dtype, [&]<typename scalar_t>() {
         auto builder = build_tables<Table>(

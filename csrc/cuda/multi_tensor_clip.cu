@@ -13,7 +13,8 @@ namespace {
 template <typename norm_t>
 void clip(at::TensorList tensors, const norm_t* total_norm, double max_norm) {
   for_each_written_table<UnscaleTable>(
-      tensors, [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
+      "multi_tensor_clip", tensors,
+      [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
         stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>, table.chunks(), table, total_norm,
                       max_norm);
       });

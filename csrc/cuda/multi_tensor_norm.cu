@@ -13,7 +13,7 @@ NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord) {
   check_multi_tensor_norm(tensors, ord);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
   const LaunchStream stream(tensors[0]);
-  const DenseRuns dense(tensors, norm_cut(type), Use::kRead);
+  const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
   const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, tensors[0].device());
   const NormOutputs outputs = empty_norm_outputs(tensors);

@@ -15,7 +15,8 @@ void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_i
                                const at::Tensor& inv_scale) {
   check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
   for_each_written_table<UnscaleTable>(
-      tensors, [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
+      "multi_tensor_unscale", tensors,
+      [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
         stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
                       inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
       });
@@ -30,7 +31,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
   check_distinct(op, tensors);
   if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device()));
   const LaunchStream stream(found_inf);
-  const DenseRuns dense(tensors, norm_cut(type), Use::kWrite);
+  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
   const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, found_inf.device());
   const NormOutputs outputs = empty_norm_outputs(tensors);

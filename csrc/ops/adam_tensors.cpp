@@ -36,8 +36,8 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
 }
 
 // Null where that takes more than looking.
-void* own_data(const at::Tensor& tensor, const at::Tensor& param, bool is_written) {
-  if (!fits(tensor, param) || (is_written && is_lazy_clone(tensor))) return nullptr;
+void* own_data(const at::Tensor& tensor, const at::Tensor& param) {
+  if (!fits(tensor, param) || is_lazy_clone(tensor)) return nullptr;
   return const_cast<void*>(tensor.const_data_ptr());
 }
 
@@ -53,10 +53,10 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
       arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
   for (int column = 0; column < math::kAdamColumns; ++column) {
     if (!arguments.has(column)) continue;
-    tensor.data[column] =
-        own_data(arguments.tensor(column, t), param, arguments.is_written(column));
+    check_allocated("fused_adam", adam_column_name(column), t, arguments.tensor(column, t));
+    tensor.data[column] = own_data(arguments.tensor(column, t), param);
   }
-  tensor.step = static_cast<float*>(own_data(step, step, true));
+  tensor.step = static_cast<float*>(own_data(step, step));
   return tensor;
 }
 
@@ -64,7 +64,8 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
 
 AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(arguments.count()) {
   for_each_index(
-      tensors_.size(), [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
+      tensors_.size(), tensors_.empty() ? nullptr : &arguments.tensor(math::kParam, 0),
+      [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
       [&](size_t t) { tensors_[t] = look_at(arguments, t); });
   ska::flat_hash_map<const void*, size_t> seen;
   seen.reserve(tensors_.size());

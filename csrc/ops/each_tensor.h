@@ -22,12 +22,24 @@ inline void prefetch_storage(const at::Tensor& tensor) {
   if (header->has_storage()) __builtin_prefetch(header->unsafe_storage().unsafeGetStorageImpl());
 }
 
+/// Whether threads may look at tensors like this one. Not at those that ask Python for their
+/// properties, whose lock this thread holds, perhaps, and waits for them.
+inline bool is_for_threads(const at::Tensor& tensor) {
+  const c10::DispatchKeySet keys = tensor.key_set();
+  return !keys.has_any(c10::python_ks) && !keys.has_backend(c10::BackendComponent::MetaBit);
+}
+
 /// Calls visit(t) for t < count from torch's threads, and prefetch(t, use) for those to come. Where
 /// visits throw, the error is that of the first t: whichever thread met one, the calls are repeated
-/// in order.
+/// in order. `first`: one of the tensors, or null where there is none.
 template <typename Prefetch, typename Visit>
-void for_each_index(size_t count, const Prefetch& prefetch, const Visit& visit) {
+void for_each_index(size_t count, const at::Tensor* first, const Prefetch& prefetch,
+                    const Visit& visit) {
   std::atomic<bool> refused = false;
+  if (first != nullptr && first->defined() && !is_for_threads(*first)) {
+    for (size_t t = 0; t < count; ++t) visit(t);
+    return;
+  }
   // Up to a microsecond each: a thread gets 0.1 ms of it.
   at::parallel_for(0, static_cast<int64_t>(count), 128, [&](int64_t begin, int64_t end) {
     try {
@@ -36,7 +48,7 @@ void for_each_index(size_t count, const Prefetch& prefetch, const Visit& visit) 
         if (t + 4 < count) prefetch(t + 4, prefetch_storage);
         visit(t);
       }
-    } catch (const c10::Error&) {
+    } catch (...) {
       refused = true;
     }
   });
@@ -47,7 +59,8 @@ void for_each_index(size_t count, const Prefetch& prefetch, const Visit& visit) 
 template <typename Visit>
 void for_each_tensor(at::TensorList tensors, const Visit& visit) {
   for_each_index(
-      tensors.size(), [&](size_t t, const auto& prefetch) { prefetch(tensors[t]); },
+      tensors.size(), tensors.empty() ? nullptr : &tensors[0],
+      [&](size_t t, const auto& prefetch) { prefetch(tensors[t]); },
       [&](size_t t) { visit(t, tensors[t]); });
 }
 

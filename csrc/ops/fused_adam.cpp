@@ -170,6 +170,10 @@ FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
   return arguments;
 }
 
+const char* adam_column_name(int column) {
+  return kNames[column];
+}
+
 void check_adam_tensor(const FusedAdamArguments& arguments, size_t t) {
   for (int column = 0; column < math::kAdamColumns; ++column) {
     if (arguments.has(column)) check_column(arguments, column, t);

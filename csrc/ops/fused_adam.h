@@ -37,6 +37,9 @@ struct FusedAdamArguments {
 FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
                                         const torch::jit::Stack& stack);
 
+/// What messages call a column.
+const char* adam_column_name(int column);
+
 /// Refuses a tensor whose columns do not fit together.
 void check_adam_tensor(const FusedAdamArguments& arguments, size_t t);
 

@@ -74,6 +74,11 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
                     tensor.device());
 }
 
+void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, op, ": ", list, "[",
+                    index, "]: expected a tensor with memory, got one whose storage has none");
+}
+
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": ", list, "[",
                     index,
@@ -146,9 +151,11 @@ at::ScalarType norm_dtype(at::TensorList tensors) {
   return at::kFloat;
 }
 
-DenseRuns::DenseRuns(at::TensorList tensors, Complex complex, Use use) : runs_(tensors.size()) {
+DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Use use)
+    : runs_(tensors.size()) {
   std::atomic<bool> complete = true;
   for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
+    check_allocated(op, "tensors", i, tensor);
     const bool takes_more = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
                             (use == Use::kWrite && is_lazy_clone(tensor));
     if (takes_more) complete = false;

@@ -18,6 +18,9 @@ void check_strided(const char* op, const char* list, size_t index, const at::Ten
 void check_device(const char* op, const char* list, size_t index, const at::Tensor& tensor,
                   const char* first_list, const at::Tensor& first);
 
+/// Refuses a tensor whose memory was given back (FSDP1 resizes storages to nothing, say).
+void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor);
+
 /// Refuses a tensor that overlaps itself (an expanded one, say).
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor);
 
@@ -73,7 +76,7 @@ enum class Use { kRead, kWrite };
 /// order of elements.
 class DenseRuns {
  public:
-  DenseRuns(at::TensorList tensors, Complex complex, Use use);
+  DenseRuns(const char* op, at::TensorList tensors, Complex complex, Use use);
 
   const std::vector<TensorRun>& get() const { return runs_; }
 

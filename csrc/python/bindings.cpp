@@ -1,5 +1,6 @@
-// The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever takes tensors is an
-// op; EagerOp is a way to call one.
+// The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever computes with tensors
+// is an op; EagerOp is a way to call one, and survey.h asks many tensors what Python could ask
+// each.
 #include <ampfuse/build_info.h>
 #include <pybind11/pybind11.h>
 

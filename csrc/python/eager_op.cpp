@@ -1,6 +1,7 @@
 #include "eager_op.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,8 +19,10 @@ namespace {
 
 // Modes, like subclasses, want to see the call as Python made it.
 bool somebody_is_watching() {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
   return at::impl::torch_function_mode_enabled() ||
-         c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing();
+         c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing() ||
+         !(included - c10::default_included_set).empty();
 }
 
 // The arguments in the order of the schema, lists lent.
@@ -29,15 +32,19 @@ class Arguments {
   bool push(const c10::Type& type, py::handle value) {
     switch (type.kind()) {
       case c10::TypeKind::ListType:
-        if (!may_be_lent(value)) return false;
-        stack.emplace_back(lent_.emplace_back(value).list());
-        return true;
+        return push_list(value);
       case c10::TypeKind::TensorType:
         if (!THPVariable_CheckExact(value.ptr())) return false;
         stack.emplace_back(THPVariable_Unpack(value.ptr()));
         return true;
       case c10::TypeKind::FloatType:
         return push_number(value);
+      case c10::TypeKind::IntType:
+        return push_integer(value);
+      case c10::TypeKind::StringType:
+        if (!PyUnicode_CheckExact(value.ptr())) return false;
+        stack.emplace_back(value.cast<std::string>());
+        return true;
       case c10::TypeKind::BoolType:
         if (!PyBool_Check(value.ptr())) return false;
         stack.emplace_back(value.ptr() == Py_True);
@@ -54,6 +61,12 @@ class Arguments {
   torch::jit::Stack stack;
 
  private:
+  bool push_list(py::handle value) {
+    std::optional<LentTensors> lent = LentTensors::of(value);
+    if (lent) stack.emplace_back(lent_.emplace_back(std::move(*lent)).list());
+    return lent.has_value();
+  }
+
   bool push_number(py::handle value) {
     if (!PyFloat_CheckExact(value.ptr()) && !PyLong_CheckExact(value.ptr())) return false;
     const double number = PyFloat_AsDouble(value.ptr());
@@ -61,6 +74,15 @@ class Arguments {
       PyErr_Clear();
       return false;
     }
+    stack.emplace_back(number);
+    return true;
+  }
+
+  bool push_integer(py::handle value) {
+    if (!PyLong_CheckExact(value.ptr())) return false;
+    int overflow = 0;
+    const int64_t number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    if (overflow != 0) return false;
     stack.emplace_back(number);
     return true;
   }

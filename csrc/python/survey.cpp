@@ -1,5 +1,6 @@
 #include "survey.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
@@ -26,15 +27,19 @@ void for_each_tensor(const py::list& list, const Visit& visit) {
 }  // namespace
 
 py::tuple grads_and_kinds(const py::list& params) {
+  HANDLE_TH_ERRORS
   py::list grads(params.size());
   std::string kinds(params.size(), '\0');
   for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
     const at::Tensor& grad = param.grad();
-    PyList_SET_ITEM(grads.ptr(), i, THPVariable_Wrap(grad));  // None when undefined
+    PyObject* const wrapped = THPVariable_Wrap(grad);  // None when undefined
+    if (wrapped == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(grads.ptr(), i, wrapped);
     kinds[i] =
         static_cast<char>(static_cast<int>(param.scalar_type()) | (grad.defined() ? 0 : kNoGrad));
   });
   return py::make_tuple(grads, py::bytes(kinds));
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 int64_t version_sum(const py::list& tensors) {

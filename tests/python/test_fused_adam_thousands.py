@@ -75,6 +75,20 @@ def test_lazy_clones_and_strided_ones_among_them(device, threads, dtypes):
     assert_same_lists(lists, expected)
 
 
+def test_lazy_clones_of_one_storage_are_read_and_written_apart():
+    shared = torch.arange(20.0) / 10
+    expected = adam_lists([10, 10], torch.device("cpu"), steps=1)
+    expected.params, expected.grads = ([shared[:10].clone(), shared[10:].clone()] for _ in range(2))
+    lazy = expected.clone()
+    first, second = torch._lazy_clone(shared), torch._lazy_clone(shared)
+    lazy.params, lazy.grads = [first[:10], second[10:]], [second[:10], first[10:]]
+
+    step(lazy, lr=0.25)
+    step(expected, lr=0.25)
+
+    assert_same_lists(lazy.only(0), expected.only(0))
+
+
 def askew(x):
     """The same numbers one byte beside their place."""
     raw = bytearray(x.numel() * x.element_size() + 1)

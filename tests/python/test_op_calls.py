@@ -1,5 +1,6 @@
 """Eager calls lend tensor lists to the operators: nobody may notice, and nothing may be kept."""
 
+import contextlib
 import gc
 import sys
 import threading
@@ -13,8 +14,10 @@ from ampfuse import _C, ops
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+COUNT = 100  # short lists are counted
 
-def tensors(count=3):
+
+def tensors(count=COUNT):
     return [torch.full((4,), float(i + 1)) for i in range(count)]
 
 
@@ -38,7 +41,7 @@ def test_lists_and_tuples_are_written(kind):
     assert lent("multi_tensor_clip", lists, torch.tensor(2.0), 1.0) is None
 
     torch.testing.assert_close(lists[2], torch.full((4,), 1.5), rtol=1e-5, atol=0)
-    assert [x._version for x in lists] == [1, 1, 1]
+    assert [x._version for x in lists] == [1] * COUNT
 
 
 def references(xs):
@@ -57,6 +60,47 @@ def test_no_reference_is_left_or_lost():
     assert references(xs) == before
 
 
+UNUSUAL = {
+    "conjugates": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "negatives": lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
+    "zeros": lambda: torch._efficientzerotensor((4,)),
+}
+
+
+@pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("count", [2, COUNT])
+def test_tensors_that_torch_resolves_on_the_way_are_counted(make, count):
+    xs = [make() for _ in range(count)]
+    before = [x._use_count() for x in xs]
+
+    for _ in range(3):
+        ops.multi_tensor_norm(xs)
+        with contextlib.suppress(RuntimeError):  # torch does not write through all of them
+            ops.multi_tensor_clip(xs, torch.tensor(2.0), 1.0)
+    gc.collect()
+
+    assert [x._use_count() for x in xs] == before
+
+
+def test_the_list_may_change_while_it_is_looked_at():
+    xs, had = tensors(1000), gc.get_threshold()
+
+    def spoil(phase, info):
+        if phase == "start" and isinstance(xs[500], torch.Tensor):
+            xs[500] = "no tensor"
+
+    gc.callbacks.append(spoil)
+    gc.set_threshold(1)
+    try:
+        for _ in range(20):
+            xs[500] = torch.ones(4)
+            with contextlib.suppress(TypeError):
+                ops.multi_tensor_norm(xs)
+    finally:
+        gc.callbacks.remove(spoil)
+        gc.set_threshold(*had)
+
+
 def test_tensors_die_after_a_call_as_before_it():
     xs = tensors()
     ghosts = [weakref.ref(x) for x in xs]
@@ -65,7 +109,7 @@ def test_tensors_die_after_a_call_as_before_it():
     del xs
     gc.collect()
 
-    assert [ghost() for ghost in ghosts] == [None] * 3
+    assert [ghost() for ghost in ghosts] == [None] * COUNT
 
 
 def test_a_profiler_may_remember_the_arguments():

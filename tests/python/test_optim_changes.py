@@ -50,6 +50,93 @@ def test_a_model_cast_to_16_bits_has_masters_from_its_next_step_on(device, half)
         assert optimizer.state[param]["master_param"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("before", [True, "remainder"])
+def test_a_model_cast_back_to_float32_goes_on_from_its_masters(device, before):
+    model = linear(device, torch.bfloat16)
+    optimizer = ampfuse.AdamW(model.parameters(), master_weights=before)
+    give_gradients(model.parameters())
+    optimizer.step()
+    masters = [master.clone() for master in optimizer.master_params()]
+
+    model.float()
+    give_gradients(model.parameters())
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+
+    assert all("master_param" not in state for state in optimizer.state.values())
+    if before is True:  # of a remainder nothing is left without its bfloat16
+        assert_same_bits(model.parameters(), masters)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(True, "remainder"), ("remainder", True), (True, False)]
+)
+def test_masters_are_converted_when_their_group_says_so(device, before, after):
+    model = linear(device, torch.bfloat16)
+    optimizer = ampfuse.AdamW(model.parameters(), lr=1e-4, master_weights=before)
+    give_gradients(model.parameters())
+    optimizer.step()
+    masters = [master.clone() for master in optimizer.master_params()]
+
+    optimizer.param_groups[0].update(master_weights=after, lr=0.0)
+    optimizer.step()
+
+    expected = {"remainder": torch.int16, True: torch.float32}.get(after)
+    for state in optimizer.state.values():
+        assert getattr(state.get("master_param"), "dtype", None) == expected
+    if after is not False:
+        assert_same_bits(optimizer.master_params(), masters)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_moments_are_converted_when_their_group_says_so(device, dtype):
+    model = linear(device)
+    optimizer = ampfuse.AdamW(model.parameters())
+    give_gradients(model.parameters())
+    optimizer.step()
+
+    optimizer.param_groups[0]["state_dtype"] = dtype
+    optimizer.step()
+
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+
+
+def test_a_refusal_names_the_parameter_and_its_group(device):
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(4)]
+    optimizer = ampfuse.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    give_gradients(params)
+    params[1].grad = None
+    params[3].grad.data = torch.ones(3, device=device, dtype=torch.float64)
+
+    with pytest.raises(TypeError, match=r"\(parameter 2 of group 1, torch.float32 of shape \(3,\)"):
+        optimizer.step()
+
+
+def test_a_first_step_that_is_refused_leaves_no_state(device):
+    params = [torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))]
+    optimizer = ampfuse.AdamW(params)
+    params[0].grad = torch.ones(3, device=device, dtype=torch.bfloat16)
+    params[0].grad.data = torch.ones(3, device=device, dtype=torch.float64)
+
+    with pytest.raises(TypeError, match="Double"):
+        optimizer.step()
+
+    assert not optimizer.state
+
+
+def test_a_step_that_would_make_state_in_a_graph_is_refused(device, monkeypatch):
+    model = linear(device)
+    optimizer = ampfuse.AdamW(model.parameters())
+    give_gradients(model.parameters())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    with pytest.raises(RuntimeError, match="take one step before"):
+        optimizer.step()
+
+    assert not optimizer.state
+
+
 def test_masters_switched_on_later_are_made_at_the_next_step(device):
     model = linear(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(model.parameters(), master_weights=False)

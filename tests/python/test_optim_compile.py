@@ -176,6 +176,7 @@ def test_complex_parameters(device, clip):
             feed(params[1:], number)
             params[0].grad = torch.tensor([1 - 1j, number + 2j], device=device)
             step()
+            assert params[0].grad._version == 0
 
     assert_same_bits(*models)
 
@@ -226,6 +227,42 @@ def test_eager_and_compiled_steps_may_alternate(device, dtype, recwarn):
         twins.step(number)
         twins.assert_same()
     assert not [w for w in recwarn if "sync_masters_from_model" in str(w.message)]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_hundreds_of_parameters(device, clip):
+    params = [Parameter(torch.ones(3, device=device)) for _ in range(200)]
+    for param in params:
+        param.grad = torch.ones(3, device=device)
+    optimizer = ampfuse.AdamW(params, lr=0.25, weight_decay=0, max_grad_norm=clip)
+    threads = torch.get_num_threads()
+
+    torch.set_num_threads(3)
+    try:
+        torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")()
+    finally:
+        torch.set_num_threads(threads)
+
+    torch.testing.assert_close(torch.stack(params), torch.full((200, 3), 0.75, device=device))
+
+
+@pytest.mark.parametrize("master_weights", [True, "remainder"])
+def test_masters_that_were_not_loaded_are_made_from_the_model_as_it_is(device, master_weights):
+    params = parameters(device, torch.bfloat16)
+    optimizer = ampfuse.AdamW(params, lr=0.0, master_weights=master_weights)
+    compiled = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    feed(params, 0)
+    compiled()
+    saved = torch.optim.AdamW(parameters(device, torch.bfloat16)).state_dict()
+
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        for param in params:
+            param.fill_(3.0)
+    compiled()
+
+    assert all((param == 3).all() for param in params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,6 @@
 """ampfuse.AdamW over two processes, inside ZeroRedundancyOptimizer."""
 
+import copy
 from functools import partial
 
 import ampfuse
@@ -104,6 +105,31 @@ def one_parameter_for_two_processes(case):
         param.grad = torch.tensor([6.0, 8.0, float("inf") if case == "overflow" else 0.0])
     optimizer.step()
     return {"param": clones([param])[0], "norm": inner.grad_norm}
+
+
+@scenario(None)
+def one_process_overflows(_):
+    """A scaler sees the gradients of its process alone."""
+    param = Parameter(torch.ones(3))
+    optimizer = ampfuse.AdamW([param], process_group=dist.group.WORLD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(param.sum()).backward()
+    if dist.get_rank() == 1:
+        param.grad[0] = float("inf")
+    scaler.step(optimizer)
+    copied = copy.deepcopy(optimizer)
+    return {
+        "param": clones([param])[0],
+        "steps": optimizer.state[param]["step"].item(),
+        "shared": copied.process_group is optimizer.process_group,
+    }
+
+
+def test_all_skip_what_one_cannot_step(outcomes):
+    for result in outcomes("one_process_overflows", None):
+        assert torch.equal(result["param"], torch.ones(3))
+        assert result["steps"] == 0
+        assert result["shared"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ looked at anew when it no longer holds. The tensors themselves are looked up eve
 people move optimizer state to the host and back.
 """
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Columns:
     def lr(self, lr: float | Tensor) -> Tensor:
         """A learning rate as the op takes it: one on the host stays there."""
         if not isinstance(lr, Tensor):
-            return torch.tensor(lr, dtype=torch.float64)
+            return torch.tensor(lr, dtype=torch.float64, device="cpu")
         if lr.device.type != "cpu":
             lr = on_device(lr, self.device)
         return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
@@ -69,7 +70,12 @@ def on_device(scalar: Tensor, device: torch.device) -> Tensor:
 class GroupColumns:
     """A parameter group's columns, kept from step to step."""
 
-    def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        group: dict[str, Any],
+        state: dict[Tensor, dict[str, Any]],
+        spares: adam_state.Spares,
+    ) -> None:
         self._params: list[Tensor] = list(group["params"])
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
@@ -79,7 +85,7 @@ class GroupColumns:
             if grads[index] is None:
                 continue
             refuse_sparse(param)
-            adam_state.ensure(state[param], param, group)
+            adam_state.ensure(state[param], param, group, spares)
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
             self._states.setdefault(kind, []).append(state[param])
@@ -133,7 +139,9 @@ class GroupColumns:
             columns.max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states]
         if has_masters:
             columns.masters = [state["master_param"] for state in states]
-        return columns if self._is_plain else localized(columns)
+        if self._is_plain:
+            return columns
+        return localized(columns, group["write_back_grads"])
 
 
 class ColumnCache:
@@ -146,15 +154,20 @@ class ColumnCache:
         self._versions: tuple[int, int, int] | None = None  # after the last step
         self._warned = False
         self._checked: list[Any] | None = None  # kinds of gradients that the op does not refuse
+        self._before_step: set[Tensor] | None = None  # who had state, if some may be new
 
     def read(
-        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        spares: adam_state.Spares,
     ) -> list[list[Columns]]:
         """Of each group; state is made where it is missing."""
         columns = self._read_known(groups, state)
         if columns is None:
             self._checked = None
-            self._groups = [GroupColumns(group, state) for group in groups]
+            self._before_step = set(state)
+            self._groups = [GroupColumns(group, state, spares) for group in groups]
             self._states = list(state.values())
             self._versions = None
             columns = self._read_known(groups, state)
@@ -187,7 +200,15 @@ class ColumnCache:
 
     def note_step(self, columns: list[list[Columns]]) -> None:
         """To be called after a step: what it changed is no change by somebody else."""
+        self._before_step = None
         self._versions = None if self._warned else versions(columns)
+
+    def forget_step(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """To be called when a step was refused: it leaves no state behind."""
+        if self._before_step is not None:
+            for param in [param for param in state if param not in self._before_step]:
+                del state[param]
+        self._before_step = None
 
     def note_sync(self) -> None:
         """To be called when the masters have been made anew."""
@@ -249,7 +270,9 @@ def traced_columns(optimizer: Any, group: dict[str, Any]) -> list[Columns]:
         if params:
             moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
             part = Columns(params[0].device, params, grads, *moments, state_steps, masters)
-            columns.append(part if all(map(is_plain, params)) else localized(part))
+            if not all(map(is_plain, params)):
+                part = localized(part, group["write_back_grads"])
+            columns.append(part)
     return columns
 
 
@@ -266,12 +289,13 @@ def refuse_sparse(param: Tensor) -> None:
         )
 
 
-def localized(columns: Columns) -> Columns:
+def localized(columns: Columns, write_back_grads: bool) -> Columns:
     """The same with this process's shards for DTensors and pairs of numbers for complex ones."""
     columns.shardings = [sharding(grad) for grad in columns.grads]
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
         tensors = [adam_state.local(tensor) for tensor in getattr(columns, name)]
-        setattr(columns, name, [_real(tensor, columns.copied) for tensor in tensors])
+        copied = columns.copied if name != "grads" or write_back_grads else []
+        setattr(columns, name, [_real(tensor, copied) for tensor in tensors])
     columns.state_steps = [adam_state.local(step) for step in columns.state_steps]
     return columns
 
@@ -289,9 +313,21 @@ def sharding(tensor: Tensor) -> Sharding | None:
 def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     if not tensor.is_complex():
         return tensor
-    real = torch.view_as_real(tensor)
+    real = torch.view_as_real(tensor.resolve_conj())
     if not torch.compiler.is_compiling():
         return real
     # In a graph the op cannot write into a view that has another dtype than its tensor.
     copied.append((real, real.clone()))
     return copied[-1][1]
+
+
+def about_parameter(error: Exception, columns: Columns, groups: list[dict[str, Any]]) -> Exception:
+    """The op's complaint about an entry of its lists, with the parameter that it is about."""
+    found = re.match(r"fused_adam: \w+\[(\d+)\]", str(error))
+    param = columns.params[int(found[1])] if found else None
+    for index, group in enumerate(groups):
+        for place, candidate in enumerate(group["params"]):
+            if candidate is param:
+                what = f"parameter {place} of group {index}, {param.dtype} of shape "
+                return type(error)(f"{error} ({what}{tuple(param.shape)})")
+    return error

@@ -61,13 +61,15 @@ def group_clips(
     grad_norm: Tensor | None,
     *,
     grad_scale: Tensor | None,
+    known_norm: Tensor | None,
     check: bool,
     process_group: Any,
 ) -> tuple[list[Clip | None], Tensor | None]:
     """What each group is clipped by: its own norm where it has a limit, else that of the others.
 
     With `check` also whether any gradient is not finite, for which all are read. Whether there are
-    gradients makes no difference to the collectives: other processes may have some.
+    gradients makes no difference to the collectives: other processes may have some. `known_norm` is
+    that of all gradients, if somebody has measured it.
     """
 
     def measured_by_all(columns: Sequence[Columns]) -> Measured:
@@ -85,6 +87,9 @@ def group_clips(
             clips[index] = Clip(measured.total_norm, limit, None)
             flags.append(measured.found_inf)
     sharing = [index for index, limit in enumerate(limits) if limit is None]
+    if known_norm is not None and len(sharing) == len(groups) and not check:
+        clip = None if shared_limit is None else Clip(known_norm, shared_limit, grad_norm)
+        return [clip] * len(groups), None
     if shared_limit is not None or (check and sharing):
         measured = measured_by_all([part for index in sharing for part in columns[index]])
         flags.append(measured.found_inf)
@@ -111,7 +116,8 @@ def measure(columns: Sequence[Columns]) -> Measured:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return Measured(torch.zeros(()), torch.zeros(()))
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+        return Measured(nothing, nothing.clone())
     norms = [part.total_norm.to(parts[0].total_norm.device) for part in parts]
     return Measured(
         ops.multi_tensor_norm(norms).total_norm, largest([part.found_inf for part in parts])
@@ -143,6 +149,13 @@ def reduced(measured: Measured, process_group: Any) -> Measured:
     torch.distributed.all_reduce(sums, group=process_group)
     norm = sums[0].sqrt().to(measured.total_norm.dtype)
     return Measured(norm, (sums[1] > 0).float())
+
+
+def found_by_any(found_inf: Tensor, process_group: Any) -> Tensor:
+    """A flag that any process has set."""
+    flag = found_inf.clone()
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, process_group)
+    return flag
 
 
 def device_of(groups: list[dict[str, Any]], process_group: Any) -> torch.device:

@@ -39,7 +39,7 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    if options["state_dtype"] not in STATE_DTYPES:
+    if state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
         )
@@ -64,23 +64,62 @@ def check_params(group: dict[str, Any], index: int) -> None:
             )
 
 
-def ensure(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
-    """Create what is missing of a parameter's state."""
+Spares = dict[Tensor, Tensor]  # of parameters: masters that are to be made anew, in their place
+
+
+def ensure(state: dict[str, Any], param: Tensor, group: dict[str, Any], spares: Spares) -> None:
+    """Create what is missing of a parameter's state, and convert what is kept in another way."""
     if "step" not in state:
+        refuse_in_capture()
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    dtype = moment_dtype(param, group)
     for name in MOMENTS[: 3 if group["amsgrad"] else 2]:
         if name not in state:
-            dtype = moment_dtype(param, group)
+            refuse_in_capture()
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    of_master = master_dtype(param, group)
-    if of_master is not None and "master_param" not in state:
-        state["master_param"] = new_master(param, of_master)
+        elif isinstance(state[name], Tensor) and state[name].dtype != dtype:
+            state[name] = state[name].to(dtype)
+    ensure_master(state, param, master_dtype(param, group), spares)
+
+
+@torch.no_grad()
+def ensure_master(
+    state: dict[str, Any], param: Tensor, dtype: torch.dtype | None, spares: Spares
+) -> None:
+    """Of this dtype, or none."""
+    master = state.get("master_param")
+    if master is None and dtype is not None:
+        refuse_in_capture()
+        spare = spares.pop(param, None)
+        fresh = new_master(param, dtype)
+        if spare is not None and (spare.dtype, spare.shape) == (dtype, fresh.shape):
+            state["master_param"] = spare.copy_(fresh)
+        else:
+            state["master_param"] = fresh
+    elif master is not None and master.dtype != dtype:
+        # A model that was cast, or a group that keeps its masters in another way from now on.
+        numbers = master
+        if master.dtype == torch.int16:
+            numbers = join(param, master) if param.dtype == torch.bfloat16 else param.detach()
+        del state["master_param"]
+        _put_master(state, numbers, param, dtype)
+
+
+def refuse_in_capture() -> None:
+    """State that a graph makes it would make anew at every replay."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this step would make the optimizer's state, and so would each replay of the graph "
+            "that is being captured: take one step before"
+        )
 
 
 def moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
     """Of a parameter's moments: `state_dtype`, but what is more precise stays as it is."""
     if param.dtype in (*HALVES, torch.float32):
-        return STATE_DTYPES[group["state_dtype"]]
+        return STATE_DTYPES[state_dtype_name(group["state_dtype"])]
     return param.dtype
 
 
@@ -127,13 +166,13 @@ def check_all(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
 @torch.no_grad()
 def load_all(
     state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: dict[str, Any]
-) -> list[Tensor]:
+) -> Spares:
     """Take over a state dictionary that was checked.
 
-    Returns the parameters that have a master of which it knows nothing: made anew for now, but the
-    model may be loaded after its optimizer.
+    Returns the masters of which it knows nothing. They are made anew at once, since a captured
+    graph may take the next step, and at the next step again, since the model may be loaded last.
     """
-    without_master = []
+    spares: Spares = {}
     owner = owners(groups, saved)
     loaded = {owner[key][0] if key in owner else key for key in saved["state"]}
     for key in [key for key in state if key not in loaded]:
@@ -144,10 +183,30 @@ def load_all(
             load(state[param], value, param, group)
             if "master_param" in state[param] and "master_param" not in value:
                 renew_master(state[param], param)
-                without_master.append(param)
+                spares[param] = state[param].pop("master_param")
         else:
             state[key] = value
-    return without_master
+    return spares
+
+
+# Options that torch's groups have and ours do not.
+TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
+
+
+def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dictionary, and where torch's class saved it, no masters and no options of torch's.
+
+    torch's class keeps masters that it was given, but does not step them.
+    """
+    groups, state = [], dict(saved["state"])
+    for group in saved["param_groups"]:
+        if any(name in group for name in TORCHS_OWN):
+            for param in group["params"]:
+                if param in state:
+                    entries = state[param].items()
+                    state[param] = {k: v for k, v in entries if k != "master_param"}
+        groups.append({k: v for k, v in group.items() if k not in TORCHS_OWN})
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ Unscaling, clipping and the decision to skip are part of that pass: gradients ar
 written unless asked, and the host never waits for a GPU.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
 from ampfuse.optim import _state as adam_state
-from ampfuse.optim._columns import ColumnCache, Columns, refuse_sparse, traced_columns
-from ampfuse.optim._grad_norm import Clip, group_clips, shared_device
+from ampfuse.optim._columns import (
+    ColumnCache,
+    Columns,
+    about_parameter,
+    refuse_sparse,
+    traced_columns,
+)
+from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, shared_device
 
 
 class Adam(Optimizer):
@@ -37,7 +44,8 @@ class Adam(Optimizer):
       of that group (inf: not at all).
     - `write_back_grads`: leave the unscaled, clipped gradients in `.grad`.
     - `process_group`: processes that step other parameters of the same model. Norms, and whether
-      all gradients are finite, are then told of all. DTensors need none. ZeroRedundancyOptimizer
+      to skip, are then decided for all (a scaler's scale is its own: give it one, too). Not
+      pickled, which raises. DTensors need none. ZeroRedundancyOptimizer
       would make these options its groups': hand it `functools.partial(ampfuse.AdamW,
       max_grad_norm=..., process_group=...)` as the class.
 
@@ -48,8 +56,12 @@ class Adam(Optimizer):
 
     A learning rate in a tensor is read on its device: change it in place under CUDA graphs and
     torch.compile. A number, or a tensor on the CPU, is for a captured graph what it was when it was
-    captured. Masters are made at a parameter's first step. After changing parameters later
-    (loading a model, say), call `sync_masters_from_model()`, or the masters overwrite the change.
+    captured; and before one is captured, a step must have been taken.
+
+    Masters are made at a parameter's first step. After changing parameters later (loading a model,
+    say), call `sync_masters_from_model()`, or the masters overwrite the change: with a warning,
+    unless it was made through `.data`. Tensors that lie in memory in another order than their
+    parameter are copied for the step.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
@@ -62,7 +74,6 @@ class Adam(Optimizer):
 
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
-    _masters_to_renew: Sequence[Tensor] = ()  # parameters whose masters were not loaded
     _grad_norm: Tensor | None = None
 
     def __init__(
@@ -100,6 +111,7 @@ class Adam(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.process_group = process_group
         self._columns = ColumnCache()
+        self._spare_masters: adam_state.Spares = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -120,6 +132,13 @@ class Adam(Optimizer):
         own = {"max_grad_norm": self.max_grad_norm, "process_group": self.process_group}
         return {**super().__getstate__(), **own}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
+        """Another one for the same processes."""
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For pickle, deepcopy and load_state_dict, which keeps what is there of the state."""
         loading = self._loading
@@ -130,10 +149,13 @@ class Adam(Optimizer):
                 new.update({name: old[name] for name in ("master_weights", "state_dtype")})
                 for name, value in old.items():  # a checkpoint of torch's has not all options
                     new.setdefault(name, value)
+                if isinstance(old["lr"], Tensor):  # which a captured graph may read
+                    new["lr"] = old["lr"].copy_(torch.as_tensor(new["lr"]))
         super().__setstate__(state)
         self._columns = ColumnCache()
+        self._spare_masters = {}
         if loading is not None:
-            self._masters_to_renew = adam_state.load_all(self.state, self.param_groups, loading)
+            self._spare_masters = adam_state.load_all(self.state, self.param_groups, loading)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -154,7 +176,8 @@ class Adam(Optimizer):
                 loss = closure()
         try:
             self._step()
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, TypeError):
+            self._columns.forget_step(self.state)
             for group in self.param_groups:
                 for param in group["params"]:
                     refuse_sparse(param)  # clearer than what the ops say
@@ -168,9 +191,7 @@ class Adam(Optimizer):
             adam_state.check_limit(self.max_grad_norm)
             for group in self.param_groups:
                 adam_state.check_options(group)
-            self._renew_masters(self._masters_to_renew)
-            self._masters_to_renew = ()
-            columns = self._columns.read(self.param_groups, self.state)
+            columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
             self._place_grad_norm(columns)
             self._check_before_writing(columns)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -181,10 +202,14 @@ class Adam(Optimizer):
             self.max_grad_norm,
             self._grad_norm,
             grad_scale=grad_scale,
+            known_norm=getattr(self, "known_norm", None) if self.process_group is None else None,
             check=grad_scale is not None and found_inf is None,
             process_group=self.process_group,
         )
-        found_inf = found_here if found_inf is None else found_inf
+        if found_inf is None:
+            found_inf = found_here
+        elif self.process_group is not None:
+            found_inf = found_by_any(found_inf, self.process_group)
         for group, of_group, clip in zip(self.param_groups, columns, clips, strict=True):
             for of_device in of_group:
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
@@ -202,9 +227,9 @@ class Adam(Optimizer):
                 continue
             refuse_sparse(param)
             if self._grad_norm is None and group["max_grad_norm"] is None:
-                self._grad_norm = torch.zeros((), device=param.device)
+                self._grad_norm = torch.zeros((), dtype=torch.float32, device=param.device)
             state = self.state[param]
-            adam_state.ensure(state, param, group)
+            adam_state.ensure(state, param, group, self._spare_masters)
             if ("master_param" in state) != has_masters:
                 continue
             names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "master_param")
@@ -218,7 +243,8 @@ class Adam(Optimizer):
         """Where steps leave the norm: always the same tensor, unless the parameters move."""
         device = shared_device(self.param_groups, columns)
         if self._grad_norm is None or (device and self._grad_norm.device != device):
-            self._grad_norm = torch.zeros((), device=device)
+            device = device or torch.device("cpu")
+            self._grad_norm = torch.zeros((), dtype=torch.float32, device=device)
 
     def _check_before_writing(self, columns: list[list[Columns]]) -> None:
         """A step that is skipped, and so only checked, before several calls of the op begin.
@@ -229,7 +255,7 @@ class Adam(Optimizer):
             return
         for group, of_group in zip(self.param_groups, columns, strict=True):
             for of_device in of_group:
-                skip = torch.ones((), device=of_device.device)
+                skip = torch.ones((), dtype=torch.float32, device=of_device.device)
                 self._step_columns(group, of_device, None, None, found_inf=skip)
         self._columns.note_check(columns)
 
@@ -242,27 +268,30 @@ class Adam(Optimizer):
         found_inf: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
-        ops.fused_adam(
-            columns.params,
-            columns.grads,
-            columns.exp_avgs,
-            columns.exp_avg_sqs,
-            columns.max_exp_avg_sqs,
-            columns.state_steps,
-            columns.masters,
-            lr=columns.lr(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            write_back_grads=group["write_back_grads"],
-            grad_scale=columns.scalar(grad_scale),
-            found_inf=columns.scalar(found_inf),
-            **(clip.on(columns.device) if clip else {}),
-        )
+        try:
+            ops.fused_adam(
+                columns.params,
+                columns.grads,
+                columns.exp_avgs,
+                columns.exp_avg_sqs,
+                columns.max_exp_avg_sqs,
+                columns.state_steps,
+                columns.masters,
+                lr=columns.lr(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=group["amsgrad"],
+                maximize=group["maximize"],
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                write_back_grads=group["write_back_grads"],
+                grad_scale=columns.scalar(grad_scale),
+                found_inf=columns.scalar(found_inf),
+                **(clip.on(columns.device) if clip else {}),
+            )
+        except (TypeError, ValueError) as error:
+            raise about_parameter(error, columns, self.param_groups) from None
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Remainders are saved as the float32 masters that they stand for."""
@@ -284,6 +313,7 @@ class Adam(Optimizer):
         loading: dict[str, Any] = {}
 
         def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            given = adam_state.without_what_torch_ignored(given)
             loading.update(given)
             return {**given, "state": {}}
 
@@ -311,11 +341,7 @@ class Adam(Optimizer):
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
         """Make the masters anew from the parameters, after something else changed these."""
-        self._renew_masters(self.state)
-        self._columns.note_sync()
-
-    def _renew_masters(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            state = self.state.get(param, {})
+        for param, state in self.state.items():
             if "master_param" in state:
                 adam_state.renew_master(state, param)
+        self._columns.note_sync()

@@ -10,7 +10,21 @@ from ampfuse.optim.adam import Adam
 
 
 class AdamW(Adam):
-    """`Adam` with decoupled weight decay: `torch.optim.AdamW`."""
+    """`torch.optim.AdamW` with master weights, clipping and unscaling inside the step.
+
+    That is `Adam`, whose documentation says more, with decoupled weight decay. What torch does not
+    have: `master_weights` (`"auto"`, True, `"remainder"`, False), `state_dtype` of the moments,
+    `max_grad_norm` (over all groups; in a group, of that group), `write_back_grads`, and
+    `process_group` for norms over processes. What it does not take: `foreach`, `fused`,
+    `capturable` and `differentiable`, which choose between torch's implementations. The limit given
+    here is no group's option: it is not saved in state dictionaries, nor shown with the groups'.
+
+    >>> import torch, ampfuse
+    >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+    >>> optimizer = ampfuse.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    >>> optimizer.step()
+    """
 
     def __init__(
         self,
