@@ -23,6 +23,7 @@ _multi_tensor_unscale_norm = Op("multi_tensor_unscale_norm")
 _multi_tensor_clip = Op("multi_tensor_clip")
 _fused_adam = Op("fused_adam")
 _fused_adam_write_back_grads = Op("fused_adam", "write_back_grads")
+_update_scale = Op("update_scale")
 
 
 class MultiTensorNorm(NamedTuple):
@@ -199,6 +200,62 @@ def fused_adam(
         }
         given = {name: scalar for name, scalar in optional.items() if scalar is not None}
         _explain("fused_adam", error, columns, lr=lr, **given)
+
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    counters: Tensor,
+    found_infs: Sequence[Tensor],
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
+    hysteresis: int = 1,
+    hysteresis_refill: str = "growth",
+    dynamic: bool = True,
+    history: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> None:
+    """One update of a loss scale: what `ampfuse.GradScaler` calls, and decides its options mean.
+
+    Any of `found_infs`, float32 scalars, that is not 0 is an overflow. With the defaults it is
+    torch's `_amp_update_scale_`, bit by bit, but that a growth interval which has been passed
+    already is over. `scale`: float32 scalar. `growth_tracker`: int32 scalar. `counters`: int64, the
+    hysteresis left (start with `hysteresis`), skips in a row, updates. `history`: float32, (n, 3):
+    of the last n updates the scale before it, whether it was skipped, and `norm`, a float32 scalar;
+    update i is in row i mod n.
+
+    >>> import torch, ampfuse
+    >>> scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+    >>> counters, flags = torch.tensor([1, 0, 0]), [torch.tensor(0.0), torch.tensor(1.0)]
+    >>> options = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+    >>> ampfuse.ops.update_scale(scale, tracker, counters, flags, **options)
+    >>> scale, counters
+    (tensor(4.), tensor([1, 1, 1]))
+    """
+    tensors = {"scale": scale, "growth_tracker": growth_tracker, "counters": counters}
+    try:
+        _update_scale(
+            *tensors.values(),
+            found_infs,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+            hysteresis_refill=hysteresis_refill,
+            dynamic=dynamic,
+            history=history,
+            norm=norm,
+        )
+    except RuntimeError as error:
+        optional = {"history": history, "norm": norm}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        _explain("update_scale", error, {"found_infs": found_infs}, **tensors, **given)
 
 
 def _explain(

@@ -41,7 +41,14 @@ OPCHECK_SAMPLES = {
     "multi_tensor_clip": lambda tensors, device: (tensors, scalar(5.0, device), 1.0),
     "fused_adam": lambda tensors, device: adam_columns(tensors, device),
     "fused_adam.write_back_grads": lambda tensors, device: adam_columns(tensors, device),
+    "update_scale": lambda tensors, device: (
+        scalar(8.0, device),
+        torch.zeros((), dtype=torch.int32, device=device),
+        torch.tensor([1, 0, 0], device=device),
+        [scalar(0.0, device), scalar(1.0, device)],
+    ),
 }
+SCALE_OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 ADAM_OPTIONS = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
 ADAM_OPTIONS |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
@@ -57,7 +64,9 @@ def adam_columns(tensors, device):
 
 def keywords(op, device):
     """Arguments that the op takes by name alone."""
-    return ADAM_OPTIONS | {"lr": scalar(1e-3, device)} if op.startswith("fused_adam") else {}
+    if op.startswith("fused_adam"):
+        return ADAM_OPTIONS | {"lr": scalar(1e-3, device)}
+    return SCALE_OPTIONS if op == "update_scale" else {}
 
 
 def registered_ops():

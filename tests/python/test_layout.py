@@ -24,7 +24,13 @@ MAY_INCLUDE = {
 
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")
 
-STEMS = ["fused_adam", "multi_tensor_norm", "multi_tensor_unscale", "multi_tensor_clip"]
+STEMS = [
+    "fused_adam",
+    "multi_tensor_norm",
+    "multi_tensor_unscale",
+    "multi_tensor_clip",
+    "update_scale",
+]
 
 
 def tracked(*patterns: str) -> list[Path]:

@@ -7,4 +7,5 @@
 #include <ampfuse/multi_tensor_norm.h>
 #include <ampfuse/multi_tensor_unscale.h>
 #include <ampfuse/optim.h>
+#include <ampfuse/update_scale.h>
 #include <ampfuse/version.h>

@@ -1,0 +1,21 @@
+#include "../ops/update_scale.h"
+
+namespace ampfuse {
+
+namespace {
+
+void update_scale_cpu(const UpdateScaleArguments& arguments) {
+  bool overflow = false;
+  for (const c10::IValue& flag : arguments.found_infs) {
+    overflow = overflow || *flag.toTensor().const_data_ptr<float>() != 0;
+  }
+  math::update_scale(arguments.memory(), arguments.policy, overflow);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+  register_update_scale<update_scale_cpu>(m);
+}
+
+}  // namespace ampfuse

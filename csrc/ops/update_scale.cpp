@@ -1,0 +1,149 @@
+#include "update_scale.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ampfuse/update_scale.h>
+
+#include <limits>
+
+#include "tensor_list.h"
+
+namespace ampfuse {
+
+namespace {
+
+constexpr const char* kOp = "update_scale";
+constexpr size_t kArguments = 14;
+
+math::HysteresisRefill refill_named(std::string_view name) {
+  if (name == "growth") return math::HysteresisRefill::kGrowth;
+  // Of these two one says what refills, the other what it makes count: overflows in a row.
+  if (name == "clean_step" || name == "consecutive") return math::HysteresisRefill::kCleanStep;
+  TORCH_CHECK_VALUE(false, kOp, ": hysteresis_refill: expected growth, clean_step or consecutive, ",
+                    "got ", name);
+}
+
+void check_policy(const math::ScalePolicy& policy) {
+  const auto check = [](const char* name, auto value, bool in_range, const char* range) {
+    TORCH_CHECK_VALUE(in_range, kOp, ": ", name, ": expected ", range, ", got ", value);
+  };
+  check("growth_factor", policy.growth_factor, policy.growth_factor > 1, "more than 1");
+  check("backoff_factor", policy.backoff_factor, policy.backoff_factor < 1, "less than 1");
+  check("growth_interval", policy.growth_interval, policy.growth_interval >= 1, "at least 1");
+  check("hysteresis", policy.hysteresis, policy.hysteresis >= 1, "at least 1");
+  check("max_scale", policy.max_scale, policy.max_scale >= policy.min_scale, "at least min_scale");
+}
+
+// Refuses a tensor that is not of this shape and dtype, or elsewhere than the scale.
+void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t size,
+                 const at::Tensor& scale) {
+  TORCH_CHECK_TYPE(tensor.defined(), kOp, ": ", name, ": expected a tensor, got none");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kOp, ": ", name,
+                    ": expected a strided tensor, got layout ", tensor.layout());
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kOp, ": ", name, ": expected dtype ", dtype,
+                   ", got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.sym_numel() == size && tensor.is_contiguous(), kOp, ": ", name,
+                    ": expected a contiguous tensor with ", size, " elements, got shape ",
+                    tensor.sym_sizes());
+  TORCH_CHECK_VALUE(tensor.device() == scale.device(), kOp, ": ", name, ": expected device ",
+                    scale.device(), " as scale, got ", tensor.device());
+}
+
+void check_history(const at::Tensor& history, const at::Tensor& scale) {
+  TORCH_CHECK_TYPE(history.scalar_type() == at::kFloat, kOp,
+                   ": history: expected dtype Float, got ", history.scalar_type());
+  TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) > 0 &&
+                        history.sym_size(1) == math::kScaleRecord && history.is_contiguous(),
+                    kOp, ": history: expected a contiguous tensor of shape [n, ",
+                    math::kScaleRecord, "], n > 0, got shape ", history.sym_sizes());
+  TORCH_CHECK_VALUE(history.device() == scale.device(), kOp, ": history: expected device ",
+                    scale.device(), " as scale, got ", history.device());
+}
+
+}  // namespace
+
+UpdateScaleArguments update_scale_arguments(const torch::jit::Stack& stack) {
+  size_t next = stack.size() - kArguments;
+  const auto tensor = [&] { return stack[next++].toTensor(); };
+  const auto optional = [&] { return stack[next++].toOptional<at::Tensor>(); };
+  const auto number_or = [&](double otherwise) {
+    return stack[next++].toOptional<double>().value_or(otherwise);
+  };
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+  UpdateScaleArguments arguments;
+  arguments.scale = tensor();
+  arguments.growth_tracker = tensor();
+  arguments.counters = tensor();
+  arguments.found_infs = stack[next++].toListRef();
+  math::ScalePolicy& policy = arguments.policy;
+  policy.growth_factor = stack[next++].toDouble();
+  policy.backoff_factor = stack[next++].toDouble();
+  policy.growth_interval = stack[next++].toInt();
+  policy.min_scale = number_or(-kInfinity);
+  policy.max_scale = number_or(kInfinity);
+  policy.hysteresis = stack[next++].toInt();
+  policy.refill = refill_named(stack[next++].toStringView());
+  policy.dynamic = stack[next++].toBool();
+  arguments.history = optional();
+  arguments.norm = optional();
+
+  check_policy(policy);
+  TORCH_CHECK_TYPE(arguments.scale.defined(), kOp, ": scale: expected a tensor, got none");
+  const at::Tensor& scale = arguments.scale;
+  check_state("scale", scale, at::kFloat, 1, scale);
+  check_state("growth_tracker", arguments.growth_tracker, at::kInt, 1, scale);
+  check_state("counters", arguments.counters, at::kLong, math::kScaleCounters, scale);
+  for (size_t i = 0; i < arguments.found_infs.size(); ++i) {
+    const std::string name = "found_infs[" + std::to_string(i) + "]";
+    check_state(name.c_str(), arguments.found_infs[i].toTensor(), at::kFloat, 1, scale);
+  }
+  if (arguments.history) check_history(*arguments.history, scale);
+  if (arguments.norm) check_state("norm", *arguments.norm, at::kFloat, 1, scale);
+  return arguments;
+}
+
+math::ScaleMemory UpdateScaleArguments::memory() const {
+  return {
+      scale.mutable_data_ptr<float>(),      growth_tracker.mutable_data_ptr<int32_t>(),
+      counters.mutable_data_ptr<int64_t>(), history ? history->mutable_data_ptr<float>() : nullptr,
+      history ? history->size(0) : 0,       norm ? norm->const_data_ptr<float>() : nullptr};
+}
+
+void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
+                  const UpdateScaleOptions& options) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::update_scale", "")
+          .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList,
+                      double, double, int64_t, std::optional<double>, std::optional<double>,
+                      int64_t, c10::string_view, bool, const std::optional<at::Tensor>&,
+                      const std::optional<at::Tensor>&)>();
+  op.call(tensors.scale, tensors.growth_tracker, tensors.counters, found_infs,
+          options.growth_factor, options.backoff_factor, options.growth_interval, options.min_scale,
+          options.max_scale, options.hysteresis, options.hysteresis_refill, options.dynamic,
+          tensors.history, options.norm);
+}
+
+namespace {
+
+void update_scale_no_backend(const UpdateScaleArguments& arguments) {
+  refuse_backend(kOp, {arguments.scale});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  m.def(
+      "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) counters, "
+      "Tensor[] found_infs, *, float growth_factor, float backoff_factor, int growth_interval, "
+      "float? min_scale=None, float? max_scale=None, int hysteresis=1, "
+      "str hysteresis_refill=\"growth\", bool dynamic=True, Tensor(d!)? history=None, "
+      "Tensor? norm=None) -> ()",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+  register_update_scale<update_scale_no_backend>(m);
+}
+
+}  // namespace ampfuse

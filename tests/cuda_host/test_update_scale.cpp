@@ -1,0 +1,124 @@
+#include "simt/simt.h"
+
+#include "cuda/update_scale.cuh"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "catch.h"
+
+namespace math = ampfuse::math;
+
+namespace {
+
+// A loss scale in memory that ends where its numbers do.
+struct FakeScale {
+  std::vector<float> scale;
+  std::vector<int32_t> growth_tracker = {0};
+  std::vector<int64_t> counters;
+  std::vector<float> history;
+  math::ScalePolicy policy = {2,
+                              0.5,
+                              3,
+                              -std::numeric_limits<double>::infinity(),
+                              std::numeric_limits<double>::infinity(),
+                              1,
+                              math::HysteresisRefill::kGrowth,
+                              true};
+
+  explicit FakeScale(float scale, int64_t hysteresis = 1)
+      : scale{scale}, counters{hysteresis, 0, 0} {
+    policy.hysteresis = hysteresis;
+  }
+
+  float update(const std::vector<float>& flags, const float* norm = nullptr) {
+    ampfuse::ScaleFlags found_infs = {};
+    for (const float& flag : flags) found_infs.flags[found_infs.count++] = &flag;
+    const math::ScaleMemory memory = {scale.data(),
+                                      growth_tracker.data(),
+                                      counters.data(),
+                                      history.empty() ? nullptr : history.data(),
+                                      static_cast<int64_t>(history.size()) / math::kScaleRecord,
+                                      norm};
+    simt::launch(ampfuse::update_scale_kernel, 1, ampfuse::kThreads, 0, found_infs, policy, memory);
+    return scale[0];
+  }
+};
+
+}  // namespace
+
+TEST_CASE("one thread updates the scale, however many are launched") {
+  simt::for_each_schedule([] {
+    FakeScale scale(1024);
+    CHECK(scale.update({0}) == 1024);
+    CHECK(scale.update({0}) == 1024);
+    CHECK(scale.update({0}) == 2048);
+    CHECK(scale.update({1}) == 1024);
+    CHECK(scale.counters == std::vector<int64_t>{1, 1, 4});
+  });
+}
+
+TEST_CASE("any flag but 0 is an overflow, wherever it stands") {
+  std::vector<float> flags(ampfuse::kScaleFlags, 0.0f);
+  for (const float flag : {1.0f, 3.0f, -1.0f, std::nanf(""), INFINITY, 1e-44f}) {
+    for (const size_t place : {size_t{0}, flags.size() - 1}) {
+      flags[place] = flag;
+      FakeScale scale(8);
+      CHECK(scale.update(flags) == 4);
+      flags[place] = 0;
+    }
+  }
+  FakeScale scale(8);
+  CHECK(scale.update(flags) == 8);
+}
+
+TEST_CASE("hysteresis forgives the first overflows of a row") {
+  FakeScale scale(64, 3);
+  CHECK(scale.update({1}) == 64);
+  CHECK(scale.update({1}) == 64);
+  CHECK(scale.update({1}) == 32);
+  CHECK(scale.update({0}) == 32);
+  CHECK(scale.update({1}) == 16);  // only growth refills it
+  scale.policy.refill = math::HysteresisRefill::kCleanStep;
+  CHECK(scale.update({0}) == 16);
+  CHECK(scale.update({1}) == 16);
+}
+
+TEST_CASE("the history is a ring of records") {
+  FakeScale scale(8);
+  scale.history.assign(2 * math::kScaleRecord, -1);
+  const float norm = 2.5f;
+  scale.update({0}, &norm);
+  scale.update({1});
+  CHECK(std::isnan(scale.history[5]));
+  scale.update({0}, &norm);
+  CHECK(scale.history[0] == 4);
+  CHECK(scale.history[1] == 0);
+  CHECK(scale.history[2] == 2.5f);
+  CHECK(scale.history[3] == 8);
+  CHECK(scale.history[4] == 1);
+}
+
+TEST_CASE("a scale stays finite, within its limits, and where it is if it is fixed") {
+  FakeScale large(3e38f);
+  large.policy.growth_interval = 1;
+  CHECK(large.update({0}) == 3e38f);
+  FakeScale limited(8);
+  limited.policy.growth_interval = 1;
+  limited.policy.min_scale = 5;
+  limited.policy.max_scale = 9;
+  CHECK(limited.update({1}) == 5);
+  CHECK(limited.update({0}) == 9);
+  limited.policy.dynamic = false;
+  CHECK(limited.update({1}) == 9);
+  CHECK(limited.counters[math::kConsecutiveSkips] == 1);
+}
+
+TEST_CASE("a growth tracker ends at the largest number it can hold") {
+  FakeScale scale(8);
+  scale.policy.growth_interval = int64_t{1} << 40;
+  scale.growth_tracker[0] = std::numeric_limits<int32_t>::max();
+  CHECK(scale.update({0}) == 8);
+  CHECK(scale.growth_tracker[0] == std::numeric_limits<int32_t>::max());
+}

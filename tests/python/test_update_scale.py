@@ -1,0 +1,287 @@
+"""update_scale: the loss-scale policy, against those of torch and of others, step by step."""
+
+import math
+
+import pytest
+import torch
+from ampfuse.ops import update_scale
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scale_reference import REFERENCES, Policy, as_float32, torch_scales
+
+OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+
+
+class Scale:
+    """A loss scale and what belongs to it."""
+
+    def __init__(self, device, scale=1024.0, hysteresis=1, history=0):
+        self.device = device
+        self.scale = torch.tensor(scale, device=device)
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
+        self.counters = torch.tensor([hysteresis, 0, 0], device=device)
+        self.history = torch.zeros(history, 3, device=device) if history else None
+
+    def update(self, *flags, norm=None, **options):
+        """The scale after a step with these flags."""
+        found_infs = [torch.tensor(float(flag), device=self.device) for flag in flags]
+        norm = None if norm is None else torch.tensor(norm, device=self.device)
+        tensors = (self.scale, self.growth_tracker, self.counters, found_infs)
+        update_scale(*tensors, history=self.history, norm=norm, **OPTIONS | options)
+        return self.scale.item()
+
+    def skips(self):
+        return self.counters[1].item()
+
+
+def test_grows_after_the_interval_and_backs_off_at_once(device):
+    scale = Scale(device)
+
+    scales = [scale.update(flag) for flag in (0, 0, 0, 0, 1, 0, 0, 0)]
+
+    assert scales == [1024, 1024, 2048, 2048, 1024, 1024, 1024, 2048]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.booleans(), max_size=40),
+    st.floats(2.0**-100, 2.0**126, width=32),
+    st.floats(1.0625, 16.0),
+    st.floats(0.0, 0.9375),
+    st.integers(1, 5),
+)
+def test_same_bits_as_torch(flags, init_scale, growth, backoff, interval):
+    ours = Scale(torch.device("cpu"), init_scale)
+    scale, tracker = ours.scale.clone(), ours.growth_tracker.clone()
+    options = {
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+    }
+
+    for flag in flags:
+        ours.update(flag, **options)
+        torch._amp_update_scale_(
+            scale, tracker, torch.tensor(float(flag)), growth, backoff, interval
+        )
+        assert torch.equal(ours.scale, scale)
+        assert torch.equal(ours.growth_tracker, tracker)
+
+
+@pytest.mark.parametrize("refill", REFERENCES)
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.booleans(), max_size=60),
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_hysteresis_is_that_of_others(refill, flags, hysteresis, interval):
+    policy = Policy(hysteresis=hysteresis, growth_interval=interval)
+
+    for name, reference in REFERENCES[refill]:
+        ours = Scale(torch.device("cpu"), 1024.0, hysteresis)
+        scales = [
+            ours.update(
+                flag, growth_interval=interval, hysteresis=hysteresis, hysteresis_refill=refill
+            )
+            for flag in flags
+        ]
+        assert scales == reference(1024.0, flags, policy), name
+
+
+@pytest.mark.parametrize(
+    ("refill", "expected"),
+    [
+        # Once used up, it forgives nothing until the scale has grown.
+        ("growth", [64, 32, 32, 16, 16, 16, 32, 32, 16]),
+        ("clean_step", [64, 32, 32, 32, 32, 32, 64, 64, 32]),
+        ("consecutive", [64, 32, 32, 32, 32, 32, 64, 64, 32]),
+    ],
+)
+def test_what_refills_the_hysteresis(device, refill, expected):
+    scale = Scale(device, 64.0, hysteresis=2)
+    options = {"hysteresis": 2, "hysteresis_refill": refill}
+
+    assert [scale.update(flag, **options) for flag in (1, 1, 0, 1, 0, 0, 0, 1, 1)] == expected
+
+
+def test_backing_off_ends_at_the_floor_and_growing_at_the_ceiling(device):
+    scale = Scale(device, 8.0)
+    limits = {"min_scale": 3.0, "max_scale": 20.0, "growth_interval": 1}
+
+    assert [scale.update(1, **limits) for _ in range(3)] == [4, 3, 3]
+    assert [scale.update(0, **limits) for _ in range(4)] == [6, 12, 20, 20]
+
+
+def test_a_scale_outside_of_the_limits_is_left_there(device):
+    limits = {"min_scale": 4.0, "max_scale": 16.0, "growth_interval": 1}
+
+    assert Scale(device, 1.0).update(1, **limits) == 1.0
+    assert Scale(device, 1.0).update(0, **limits) == 2.0
+    assert Scale(device, 64.0).update(0, **limits) == 64.0
+    assert Scale(device, 64.0).update(1, **limits) == 32.0
+
+
+def test_never_grows_to_infinity_and_has_no_floor_by_itself(device):
+    large = Scale(device, 3e38)
+    small = Scale(device, 1e-44)
+
+    assert large.update(0, growth_interval=1) == as_float32(3e38)
+    assert [small.update(1) for _ in range(4)][-1] == 0.0
+
+
+def test_fixed_scale_stays_and_skips_are_counted_all_the_same(device):
+    scale = Scale(device)
+
+    scales = [scale.update(flag, dynamic=False, growth_interval=1) for flag in (0, 1, 1, 0, 1)]
+
+    assert scales == [1024] * 5
+    assert scale.skips() == 1
+    assert scale.growth_tracker.item() == 0
+
+
+def test_skips_in_a_row_are_counted(device):
+    scale = Scale(device)
+
+    counts = []
+    for flag in (1, 1, 0, 1, 1, 1):
+        scale.update(flag)
+        counts.append(scale.skips())
+
+    assert counts == [1, 2, 0, 1, 2, 3]
+
+
+def test_growth_interval_that_has_passed_already_is_over(device):
+    scale = Scale(device)
+    for _ in range(5):
+        scale.update(0, growth_interval=100)
+
+    assert scale.update(0, growth_interval=3) == 2048
+
+
+@pytest.mark.parametrize("flag", [1.0, 2.0, 3.0, -1.0, 1e-40, math.inf, math.nan])
+def test_any_flag_but_zero_is_an_overflow(device, flag):
+    assert Scale(device).update(0.0, flag, 0.0) == 512
+    assert Scale(device).update(0.0, -0.0) == 1024
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 99])
+def test_more_flags_than_a_launch_carries(device, place):
+    flags = [0.0] * 100
+    assert Scale(device).update(*flags, growth_interval=1) == 2048
+
+    flags[place] = math.nan
+    assert Scale(device).update(*flags) == 512
+
+
+def test_history_is_a_ring(device):
+    scale = Scale(device, history=3)
+
+    for flag, norm in ((0, 1.5), (1, math.inf), (0, None), (1, 2.5), (0, 3.5)):
+        scale.update(flag, norm=norm)
+
+    rows = scale.history.tolist()
+    assert rows[0] == [512, 1, 2.5]
+    assert rows[1] == [256, 0, 3.5]
+    assert rows[2][:2] == [512, 0]
+    assert math.isnan(rows[2][2])
+    assert scale.counters[2].item() == 5
+
+
+def test_without_flags_a_step_is_clean(device):
+    assert Scale(device).update(growth_interval=1) == 2048
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"growth_factor": 1.0}, "growth_factor: expected more than 1, got 1"),
+        ({"growth_factor": math.nan}, "growth_factor"),
+        ({"backoff_factor": 1.0}, "backoff_factor: expected less than 1, got 1"),
+        ({"growth_interval": 0}, "growth_interval: expected at least 1, got 0"),
+        ({"hysteresis": 0}, "hysteresis: expected at least 1, got 0"),
+        ({"min_scale": 2.0, "max_scale": 1.0}, "max_scale: expected at least min_scale, got 1"),
+        ({"min_scale": math.nan}, "max_scale"),
+        ({"hysteresis_refill": "never"}, "hysteresis_refill: expected growth.*got never"),
+    ],
+)
+def test_policy_that_makes_no_sense_is_refused(device, options, message):
+    scale = Scale(device)
+
+    with pytest.raises(ValueError, match=message):
+        scale.update(1, **options)
+
+    assert scale.scale.item() == 1024
+    assert scale.counters.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("scale", torch.tensor(1.0, dtype=torch.float64), TypeError, "scale: expected dtype Float"),
+        ("scale", torch.ones(2), ValueError, "scale: expected a contiguous tensor with 1"),
+        ("growth_tracker", torch.tensor(0), TypeError, "growth_tracker: expected dtype Int"),
+        ("counters", torch.zeros(2, dtype=torch.int64), ValueError, "counters.*with 3 elements"),
+        ("counters", torch.zeros(6, dtype=torch.int64)[::2], ValueError, "counters.*contiguous"),
+        ("found_infs", [torch.ones(2)], ValueError, r"found_infs\[0\]: expected.*1 elements"),
+        ("found_infs", [torch.tensor(1)], TypeError, r"found_infs\[0\]: expected dtype Float"),
+        ("history", torch.zeros(2, 2), ValueError, r"history: expected.*shape \[n, 3\]"),
+        ("history", torch.zeros(0, 3), ValueError, r"history: expected.*shape \[n, 3\]"),
+        ("history", torch.zeros(3, 3).int(), TypeError, "history: expected dtype Float"),
+        ("norm", torch.ones(1, 2), ValueError, "norm: expected"),
+        ("scale", torch.tensor(1.0).to_sparse(), ValueError, "scale: expected a strided tensor"),
+    ],
+)
+def test_tensor_that_does_not_fit_is_refused(device, name, value, error, message):
+    scale = Scale(device)
+    value = [x.to(device) for x in value] if isinstance(value, list) else value.to(device)
+    tensors = {
+        "scale": scale.scale,
+        "growth_tracker": scale.growth_tracker,
+        "counters": scale.counters,
+        "found_infs": [],
+    }
+
+    with pytest.raises(error, match=message):
+        update_scale(**tensors | {name: value}, **OPTIONS)
+
+    assert scale.counters.tolist() == [1, 0, 0]
+
+
+def test_compiled_updates_share_a_graph_and_are_the_eager_ones(device):
+    eager, compiled = Scale(device, history=2), Scale(device, history=2)
+
+    @torch.compile(fullgraph=True)
+    def step(flag):
+        tensors = (compiled.scale, compiled.growth_tracker, compiled.counters, [flag])
+        update_scale(*tensors, history=compiled.history, **OPTIONS)
+
+    for flag in (0.0, 1.0, 0.0, 0.0, 0.0):
+        eager.update(flag)
+        step(torch.tensor(flag, device=device))
+
+    assert torch.equal(compiled.scale, eager.scale)
+    assert torch.equal(compiled.growth_tracker, eager.growth_tracker)
+    assert torch.equal(compiled.counters, eager.counters)
+    assert torch.equal(compiled.history[:, :2], eager.history[:, :2])
+
+
+def test_versions_move(device):
+    scale = Scale(device, history=2)
+
+    scale.update(0)
+
+    written = (scale.scale, scale.growth_tracker, scale.counters, scale.history)
+    assert [x._version for x in written] == [1] * 4
+
+
+def test_torch_is_what_the_reference_says():
+    flags = [bool(int(c)) for c in "0010001101000000"]
+    scale, tracker = torch.tensor(64.0), torch.tensor(0, dtype=torch.int32)
+
+    scales = []
+    for flag in flags:
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(flag)), 2.0, 0.5, 3)
+        scales.append(scale.item())
+
+    assert scales == torch_scales(64.0, flags, Policy())
