@@ -7,6 +7,7 @@ from ampfuse import _library
 _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
+from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from ampfuse.optim import Adam, AdamW  # noqa: E402
 from ampfuse.optim._cpp_archive import (  # noqa: E402
@@ -17,6 +18,9 @@ from ampfuse.optim._cpp_archive import (  # noqa: E402
 __all__ = [
     "Adam",
     "AdamW",
+    "GradScaler",
+    "ScaleCollapseError",
+    "ScaleRecord",
     "build_info",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

@@ -1,0 +1,123 @@
+"""What a scaler remembers on the device: counters, the last updates, the last steps."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampfuse.amp._gradients import Inspection
+from ampfuse.amp._mirror import Mirror
+
+REMEMBERED = 16  # steps that a report can look back
+
+
+class ScaleRecord(NamedTuple):
+    """One update of the scale, as `GradScaler.history` tells it."""
+
+    scale: float
+    """The scale that the step was taken with."""
+    skipped: bool
+    """Whether gradients were not finite."""
+    norm: float
+    """Of all unscaled gradients; NaN where nobody measured it."""
+
+
+class Memory:
+    """Everything but the scale and torch's growth tracker, which are attributes of torch's."""
+
+    def __init__(self, counters: Sequence[int], history: int) -> None:
+        self._first_counters = list(counters)
+        self.length = history
+        self._counters: Tensor | None = None
+        self._history: Tensor | None = None
+        self._found_inf: Tensor | None = None  # of the last step
+        self._counters_mirror = Mirror()
+        self._skips_in_a_row = 0  # that the host knows of
+        self._found_inf_mirror: Mirror | None = None  # once somebody has asked
+        self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REMEMBERED)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """The counters and the history, which are made where they are first needed."""
+        if self._counters is None or self._counters.device != device:
+            counts = self.counts()
+            self._counters = torch.zeros(len(counts), dtype=torch.int64, device=device)
+            self.set_counts(counts)
+            self._history = None
+            if self.length:
+                self._history = torch.zeros(self.length, 3, device=device)
+        return self._counters, self._history
+
+    def counts(self) -> list[int]:
+        """Hysteresis left, skips in a row, updates."""
+        return self._first_counters if self._counters is None else self._counters.tolist()
+
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """In place, where they are on a device already."""
+        self._first_counters = list(counts)
+        if self._counters is not None:
+            for place, count in enumerate(counts):
+                self._counters[place].fill_(count)
+
+    def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
+        """A step is about to be taken, unless the flag says otherwise."""
+        self._found_inf = found_inf
+        if self._found_inf_mirror is not None:
+            self._found_inf_mirror.send(found_inf)
+        if inspection is not None:
+            self._steps.append((found_inf, inspection))
+
+    def step_skipped(self) -> Tensor:
+        """Of the last step, on the device."""
+        return torch.tensor(False) if self._found_inf is None else self._found_inf != 0
+
+    def was_skipped(self) -> bool:
+        """The same on the host, to which it has been on its way since the step."""
+        if self._found_inf is None:
+            return False
+        if self._found_inf_mirror is None:
+            self._found_inf_mirror = Mirror()
+            self._found_inf_mirror.send(self._found_inf)
+        flag = self._found_inf_mirror.wait()
+        assert flag is not None
+        return bool(flag.item() != 0)
+
+    def skips_in_a_row(self) -> int:
+        """As of the last update of which the host has heard."""
+        if self._counters is None or not self._counters.is_cuda:
+            return self.counts()[1]
+        arrived = self._counters_mirror.latest()
+        if arrived is not None:
+            self._skips_in_a_row = int(arrived[1].item())
+        # One that is on its way still is not overtaken, or none would ever arrive.
+        if arrived is not None or self._counters_mirror.is_idle():
+            self._counters_mirror.send(self._counters)
+        return self._skips_in_a_row
+
+    def records(self) -> list[ScaleRecord]:
+        """Oldest first."""
+        if self._history is None or self._counters is None:
+            return []
+        copied = torch.cat([self._history.flatten().double(), self._counters.double()]).tolist()
+        rows = [copied[3 * i : 3 * i + 3] for i in range(self.length)]
+        updates = int(copied[-1])
+        oldest = max(0, updates - self.length)
+        numbers = (rows[i % self.length] for i in range(oldest, updates))
+        return [ScaleRecord(scale, bool(skipped), norm) for scale, skipped, norm in numbers]
+
+    def offenders(self) -> list[Tensor]:
+        """Parameters whose gradients were not finite in the last skipped step that is known."""
+        for found_inf, inspection in reversed(self._steps):
+            if found_inf.item() != 0:
+                norms = [norm for norms in inspection.norms for norm in norms.tolist()]
+                pairs = zip(inspection.params, norms, strict=True)
+                return [param for param, norm in pairs if not math.isfinite(norm)]
+        return []
+
+
+def names_of(params: Iterable[Tensor], model: torch.nn.Module) -> list[str]:
+    """What the model calls them; those that it does not have are left out."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    return [names[param] for param in params if param in names]

@@ -1,0 +1,346 @@
+"""GradScaler: torch's, without host waits, with limits, hysteresis, and a memory."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ampfuse import ops
+from ampfuse.amp._gradients import Inspection, gather
+from ampfuse.amp._gradients import inspect as inspect_gradients
+from ampfuse.amp._memory import Memory, ScaleRecord, names_of
+from ampfuse.amp._policy import Policy
+from ampfuse.optim import Adam
+from ampfuse.optim._grad_norm import largest
+
+
+class ScaleCollapseError(RuntimeError):
+    """As many steps in a row were skipped as `max_consecutive_skips` allows."""
+
+
+class GradScaler(torch.amp.grad_scaler.GradScaler):
+    """`torch.amp.GradScaler` that never makes the host wait for the device where it need not.
+
+    Arguments, attributes, private hooks, state dictionary and error messages are torch's. With an
+    optimizer that takes scale and flag as tensors (`ampfuse.Adam`, `AdamW`, torch's with
+    `fused=True`) nothing here waits; any other is waited for once per step, as in torch.
+
+    How the scale moves, once per `update()`:
+
+        overflow ──▶ hysteresis left? ──yes──▶ one less of it; the scale stays
+                         │ no
+                         └──▶ scale ← max(backoff_factor · scale, min_scale)
+        no overflow ──▶ growth_interval of them in a row?
+                         │ yes ──▶ scale ← min(growth_factor · scale, max_scale)
+                         └ no ──▶ the scale stays
+
+    | hysteresis_refill       | hysteresis is restored by | as in                            |
+    | ----------------------- | ------------------------- | -------------------------------- |
+    | `"growth"`              | growth of the scale       | Megatron-LM, DeepSpeed           |
+    | `"clean_step"`          | any step that is taken    | apex                             |
+    | `"consecutive"`         | the same by another name  | DeepSpeed, consecutive_hysteresis |
+
+    Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY, and
+    from READY step() unscales by itself, or has the optimizer do it.
+
+    Beyond torch's arguments, all by keyword:
+
+    - `min_scale`, `max_scale`: where backing off and growing end.
+    - `hysteresis`: the overflow in this place of a row is the first to cost (1: every one).
+    - `dynamic`: False keeps the scale where it is; overflowing steps are skipped all the same.
+    - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` when so many steps in a row
+      were skipped. On a GPU it looks at what has arrived, so that this may be some steps later.
+    - `history`: how many updates `history()` remembers.
+    - `process_group`: processes that are to skip together, though each sees other gradients.
+    - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
+    - `allow_no_grads`: a step of an optimizer without gradients is no error.
+
+    >>> import torch, ampfuse
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
+    >>> scaler = ampfuse.GradScaler("cpu", history=100)
+    >>> scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.history()[0].scale, scaler.was_skipped()
+    (65536.0, False)
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        hysteresis_refill: str = "growth",
+        dynamic: bool = True,
+        max_consecutive_skips: int | None = None,
+        history: int = 0,
+        process_group: Any = None,
+        allow_fp16_grads: bool = False,
+        allow_no_grads: bool = False,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        if not self._enabled:
+            return
+        self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
+        if max_consecutive_skips is not None and not max_consecutive_skips >= 1:
+            raise ValueError(
+                f"max_consecutive_skips: expected None or at least 1, got {max_consecutive_skips}"
+            )
+        if not history >= 0:
+            raise ValueError(f"history: expected at least 0, got {history}")
+        self.max_consecutive_skips = max_consecutive_skips
+        self.process_group = process_group
+        self._allow_fp16_grads = allow_fp16_grads
+        self._allow_no_grads = allow_no_grads
+        self._memory = Memory([hysteresis, 0, 0], history)
+        self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """As torch's hook of this name; also takes norms, which cost nothing more."""
+        with torch.no_grad():
+            gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
+            flags, inspection = inspect_gradients(
+                gradients, inv_scale, found_inf, self.process_group
+            )
+        self._inspections[id(optimizer)] = inspection
+        return flags
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step(*args, **kwargs)` on unscaled gradients, or nothing if one is not finite.
+
+        Returns what that returns, or None. Whether it happened: `step_skipped`, `was_skipped()`.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        takes_tensors = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if takes_tensors and wants_the_scaler(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if state["stage"] is OptState.READY:
+            if takes_tensors:
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:  # no gradients
+            if not (takes_tensors or self._allow_no_grads):
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+            result = optimizer.step(*args, **kwargs)
+        elif takes_tensors:
+            result = self._step_with_tensors(optimizer, state, args, kwargs)
+        else:
+            self._note_step(optimizer, state)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_with_tensors(
+        self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The step of an optimizer that takes scale and flag as attributes for its duration."""
+        users_own = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.UNSCALED:
+            optimizer.grad_scale = users_own
+        else:
+            optimizer.grad_scale = self._scale if users_own is None else self._scale * users_own
+        optimizer.found_inf = self._note_step(optimizer, state)
+        norm = self._norm_of(optimizer, state["stage"], users_own)
+        try:
+            if norm is not None:
+                optimizer.known_norm = norm
+            return optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf", "known_norm"):
+                optimizer.__dict__.pop(name, None)
+
+    def _norm_of(self, optimizer: Any, stage: OptState, users_own: Any) -> Tensor | None:
+        """The norm that our own optimizers clip by, if the check before the step told it.
+
+        After `unscale_` somebody may have changed the gradients.
+        """
+        inspection = self._inspections.get(id(optimizer))
+        known = (
+            isinstance(optimizer, Adam)
+            and stage is OptState.READY
+            and users_own is None
+            and inspection is not None
+            and inspection.is_whole
+            and len(inspection.total_norms) == 1
+            and self.process_group is None
+        )
+        return inspection.total_norms[0] if known and inspection is not None else None
+
+    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
+        """Remember what the step's fate is: the flag, where the scale is."""
+        assert self._scale is not None
+        flags = [flag.to(self._scale.device) for flag in state["found_inf_per_device"].values()]
+        found_inf = largest(flags)
+        inspection = self._inspections.get(id(optimizer))
+        if inspection is not None:
+            inspection.is_scaled = state["stage"] is OptState.READY
+        self._memory.note_step(found_inf, inspection)
+        return found_inf
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As torch's hook of this name: the one place that waits, and once for all devices."""
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        return None if largest(flags).item() else optimizer.step(*args, **kwargs)
+
+    # --- the scale ------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale as the steps since the last update say, or set it to `new_scale`."""
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+                new_scale = new_scale.reshape(())
+            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+            self._inspections.clear()
+            return
+        found_infs = [
+            flag.to(scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if not found_infs and not self._allow_no_grads:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if found_infs:
+            counters, history = self._memory.tensors(scale.device)
+            ops.update_scale(
+                scale,
+                growth_tracker,
+                counters,
+                found_infs,
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+                history=history,
+                norm=None if history is None else self._unscaled_norm(scale),
+                **self._policy.as_options(),
+            )
+        self._per_optimizer_states.clear()
+        self._inspections.clear()
+        self._raise_if_collapsed()
+
+    def _unscaled_norm(self, scale: Tensor) -> Tensor | None:
+        """Of the gradients of all optimizers, as the checks before their steps told it."""
+        norms = []
+        for inspection in self._inspections.values():
+            for norm in inspection.total_norms:
+                norm = norm.to(scale.device, torch.float32, non_blocking=True)
+                norms.append(norm / scale if inspection.is_scaled else norm)
+        return ops.multi_tensor_norm(norms).total_norm if norms else None
+
+    def _raise_if_collapsed(self) -> None:
+        limit = self.max_consecutive_skips
+        if limit is None:
+            return
+        skips = self._memory.skips_in_a_row()
+        if skips >= limit:
+            raise ScaleCollapseError(
+                f"{skips} steps in a row were skipped, of at most {limit}: the gradients are not "
+                "finite at any scale that was tried. GradScaler.overflow_report(model) names "
+                "the parameters"
+            )
+
+    def scale_tensor(self) -> Tensor:
+        """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""
+        if not self._enabled:
+            return torch.ones(())
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale
+
+    # --- what happened --------------------------------------------------------------------------
+
+    @property
+    def step_skipped(self) -> Tensor:
+        """Whether the last step was skipped: 0-dim bool, on the device."""
+        return self._memory.step_skipped() if self._enabled else torch.tensor(False)
+
+    def was_skipped(self) -> bool:
+        """The same on the host, which waits for that step's check if it is still to come."""
+        return self._enabled and self._memory.was_skipped()
+
+    def history(self) -> list[ScaleRecord]:
+        """The last updates, the oldest first, by one copy to the host."""
+        return self._memory.records() if self._enabled else []
+
+    def overflow_report(self, model: torch.nn.Module) -> list[str]:
+        """Names of the parameters whose gradients were not finite in the last skipped step.
+
+        Of the last 16 steps, that is; empty if none of them was skipped. The host waits for it.
+        """
+        return names_of(self._memory.offenders(), model) if self._enabled else []
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, which load into torch's scaler, and ours: plain numbers and words.
+
+        The history is not saved.
+        """
+        if not self._enabled:
+            return {}
+        hysteresis, skips, updates = self._memory.counts()
+        own = {"_hysteresis_tracker": hysteresis, "_consecutive_skips": skips, "_updates": updates}
+        return {**super().state_dict(), **self._policy.as_options(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or torch's saved; what torch's has no entry for stays as it is."""
+        if self._enabled and state_dict:
+            self._policy = self._policy.updated(state_dict)
+            hysteresis, skips, updates = self._memory.counts()
+            self._memory.set_counts(
+                [
+                    state_dict.get("_hysteresis_tracker", hysteresis),
+                    state_dict.get("_consecutive_skips", skips),
+                    state_dict.get("_updates", updates),
+                ]
+            )
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy, between updates: tensors are made anew where they are used."""
+        state = super().__getstate__()
+        if self._enabled:
+            state["_memory"] = Memory(self._memory.counts(), self._memory.length)
+            state["_inspections"] = {}
+        return state
+
+
+def wants_the_scaler(optimizer: Any) -> bool:
+    """Whether a step takes the scaler itself, as torch once had it."""
+    if isinstance(optimizer, Adam):
+        return False
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -1,0 +1,111 @@
+"""ampfuse.GradScaler over two processes: they skip together, or not at all."""
+
+import ampfuse
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Scenarios
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import Parameter
+
+pytestmark = pytest.mark.slow
+
+scenario = Scenarios()
+OPTIMIZERS = ("ours", "ours, clipping", "fused", "SGD")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each process made of a scenario."""
+    scenario.play(tmp_path_factory.mktemp("processes"))
+    return scenario.results
+
+
+def make(name, params):
+    if name == "SGD":
+        return torch.optim.SGD(params, lr=0.1)
+    if name == "fused":
+        return torch.optim.AdamW(params, fused=True)
+    return ampfuse.AdamW(params, max_grad_norm=1.0 if "clipping" in name else None)
+
+
+@scenario(*((name, unscale) for name in OPTIMIZERS for unscale in (False, True)))
+def one_overflows(case):
+    """Each process has a parameter of its own, the second one also an infinite gradient."""
+    name, unscale = case
+    param = Parameter(torch.ones(2))
+    optimizer = make(name, [param])
+    scaler = ampfuse.GradScaler("cpu", 8.0, process_group=dist.group.WORLD)
+    scaler.scale(param.sum()).backward()
+    if dist.get_rank() == 1:
+        param.grad[0] = float("inf")
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return {
+        "moved": not torch.equal(param.detach(), torch.ones(2)),
+        "scale": scaler.get_scale(),
+        "skipped": scaler.was_skipped(),
+    }
+
+
+@pytest.mark.parametrize("case", [(n, u) for n in OPTIMIZERS for u in (False, True)])
+def test_processes_of_a_group_skip_together(outcomes, case):
+    for result in outcomes("one_overflows", case):
+        assert result["scale"] == 4.0
+        assert result["skipped"]
+        assert not result["moved"]
+
+
+@scenario(None)
+def no_gradients_here(_):
+    """The second process has none; it takes part in deciding all the same."""
+    param = Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    scaler = ampfuse.GradScaler("cpu", 8.0, process_group=dist.group.WORLD, allow_no_grads=True)
+    loss = scaler.scale(param.sum())
+    if dist.get_rank() == 0:
+        loss.backward()
+        param.grad[0] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    return {"scale": scaler.get_scale()}
+
+
+def test_a_process_without_gradients_takes_part(outcomes):
+    assert [result["scale"] for result in outcomes("no_gradients_here", None)] == [4.0, 4.0]
+
+
+@scenario(*((name, unscale) for name in OPTIMIZERS for unscale in (False, True)))
+def fsdp(case):
+    name, unscale = case
+    torch.manual_seed(0)
+    network = torch.nn.Linear(4, 6)
+    fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = make(name, network.parameters())
+    scaler = ampfuse.GradScaler("cpu", 8.0)
+    scales, moved = [], []
+    for overflow in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(network(torch.ones(1, 4)).sum()).backward()
+        if overflow and dist.get_rank() == 1:
+            network.weight.grad.to_local()[0, 0] = float("inf")
+        before = network.weight.to_local().clone()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(not torch.equal(before, network.weight.to_local()))
+    report = scaler.overflow_report(network)
+    return {"scales": scales, "moved": moved, "report": report, "rank": dist.get_rank()}
+
+
+@pytest.mark.parametrize("case", [(n, u) for n in OPTIMIZERS for u in (False, True)])
+def test_a_sharded_model_is_skipped_whole(outcomes, case):
+    for result in outcomes("fsdp", case):
+        assert result["scales"] == [8.0, 4.0]
+        assert result["moved"] == [True, False]
+        assert result["report"] == (["weight"] if result["rank"] == 1 else [])

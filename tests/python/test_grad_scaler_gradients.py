@@ -1,0 +1,183 @@
+"""Gradients of every kind in ampfuse.GradScaler, and the hooks that other libraries rely on."""
+
+import ampfuse
+import pytest
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.nn import Parameter
+
+
+def quarter(device, **options):
+    """A parameter with a gradient that is scaled by 4, its optimizer, and the scaler."""
+    param = Parameter(torch.ones(2, device=device))
+    scaler = ampfuse.GradScaler(device.type, 4.0, **options)
+    scaler.scale(param.sum()).backward()
+    return param, torch.optim.SGD([param], lr=0.5), scaler
+
+
+GRADIENTS = {
+    "float32": lambda: torch.tensor([2.0, 8.0]),
+    "float64": lambda: torch.tensor([2.0, 8.0], dtype=torch.float64),
+    "bfloat16": lambda: torch.tensor([2.0, 8.0], dtype=torch.bfloat16),
+    "complex64": lambda: torch.tensor([2.0 + 4j, 8.0]),
+    "strided": lambda: torch.tensor([2.0, 0.0, 8.0, 0.0])[::2],
+    "sparse": lambda: torch.tensor([2.0, 8.0]).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("make", GRADIENTS.values(), ids=list(GRADIENTS))
+@pytest.mark.parametrize("overflow", [False, True])
+def test_every_kind_of_gradient_is_unscaled_and_looked_through(device, make, overflow):
+    grad = make().to(device)
+    if overflow:
+        (grad._values() if grad.is_sparse else grad)[1] = float("nan")
+    param = Parameter(torch.zeros(2, dtype=grad.dtype, device=device))
+    param.grad = grad
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(torch.ones((), device=device))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+    assert scaler.was_skipped() == overflow
+    unscaled = param.grad.to_dense()
+    assert unscaled[0] == make().to_dense()[0] / 4
+    if not overflow:
+        assert torch.equal(param.detach(), -unscaled)
+
+
+def test_sparse_float16_duplicates_that_overflow_together(device):
+    indices = torch.tensor([[0, 0]])
+    values = torch.tensor([65504.0, 65504.0], dtype=torch.float16)
+    param = Parameter(torch.zeros(2, dtype=torch.float16, device=device))
+    param.grad = torch.sparse_coo_tensor(indices, values, (2,)).to(device)
+    scaler = ampfuse.GradScaler(device.type, 4.0, allow_fp16_grads=True)
+    scaler.scale(torch.ones((), device=device))
+
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+
+    assert scaler.was_skipped()
+
+
+def test_float16_gradients_are_refused_unless_allowed(device):
+    param = Parameter(torch.ones(2, 3, dtype=torch.float16, device=device))
+    param.grad = torch.full_like(param, 8.0)
+    optimizer = torch.optim.SGD([{"params": [param]}], lr=1.0)
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(torch.ones((), device=device))
+
+    with pytest.raises(
+        ValueError, match=r"FP16 gradients. Parameter 0 of group 0.*float16.*\(2, 3\)"
+    ):
+        scaler.unscale_(optimizer)
+
+    kinder = ampfuse.GradScaler(device.type, 4.0, allow_fp16_grads=True)
+    kinder.scale(torch.ones((), device=device))
+    kinder.unscale_(optimizer)
+    assert (param.grad == 2).all()
+
+
+def test_check_hook_leaves_gradients_and_stage_alone(device):
+    param, optimizer, scaler = quarter(device)
+    version = param.grad._version
+
+    flags = scaler._check_inf_per_device(optimizer)
+
+    assert {d.type: flag.item() for d, flag in flags.items()} == {device.type: 0.0}
+    assert (param.grad == 4).all()
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    assert scaler._found_inf_per_device(optimizer) is flags
+    assert param.grad._version <= version + 1
+
+
+def test_unscale_hook_is_torchs(device):
+    param, optimizer, scaler = quarter(device)
+    inverse, found_inf = torch.tensor(0.5, device=device), torch.zeros((), device=device)
+
+    flags = scaler._unscale_grads_(optimizer, inverse, found_inf, True)
+
+    assert [flag.item() for flag in flags.values()] == [0.0]
+    assert (param.grad == 2).all()
+
+
+def test_subclasses_decide_whether_to_step(device):
+    class Never(ampfuse.GradScaler):
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            return "never"
+
+    param = Parameter(torch.ones(1, device=device))
+    scaler = Never(device.type)
+    scaler.scale(param.sum()).backward()
+
+    assert scaler.step(torch.optim.SGD([param], lr=1.0)) == "never"
+    assert param.item() == 1
+
+
+def test_old_protocol_gets_the_scaler_itself(device):
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            self.got = grad_scaler
+
+    param = Parameter(torch.ones(1, device=device))
+    optimizer, scaler = Old([param], lr=1.0), ampfuse.GradScaler(device.type)
+    scaler.scale(param.sum()).backward()
+
+    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+        scaler.step(optimizer)
+
+    assert optimizer.got is scaler
+
+
+def test_attributes_are_the_optimizers_for_the_step_alone(device):
+    class Taking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            self.got = (self.grad_scale, self.found_inf)
+
+    param = Parameter(torch.ones(1, device=device))
+    optimizer, scaler = Taking([param], lr=1.0), ampfuse.GradScaler(device.type, 4.0)
+    for unscale in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        grad_scale, found_inf = optimizer.got
+        assert grad_scale is None if unscale else grad_scale == 4
+        assert found_inf == 0
+        assert not {"grad_scale", "found_inf", "known_norm"} & vars(optimizer).keys()
+
+
+def test_two_optimizers_share_a_scale_and_only_one_is_skipped(device):
+    params = [Parameter(torch.ones(1, device=device)) for _ in range(2)]
+    optimizers = [
+        cls([param], lr=0.5)
+        for cls, param in zip((torch.optim.SGD, ampfuse.AdamW), params, strict=True)
+    ]
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    for param in params:
+        scaler.scale(param.sum()).backward()
+    params[1].grad.fill_(float("nan"))
+
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+
+    assert (params[0].item(), params[1].item()) == (0.5, 1.0)
+    assert scaler.get_scale() == 2.0
+
+
+def test_several_outputs_are_scaled_as_torch_scales_them(device):
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    one = torch.ones((), device=device)
+
+    outputs = scaler.scale([one, (one, [one])])
+
+    assert outputs == [4, (4, [4])]
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable"):
+        scaler.scale([1.0])

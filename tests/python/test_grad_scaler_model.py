@@ -1,0 +1,172 @@
+"""Random sequences of everything one can do with a scaler, against a plain model of it."""
+
+import contextlib
+import copy
+import io
+import pickle
+
+import ampfuse
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scaler_model import Expected, Optimizer, Scaler
+from torch.nn import Parameter
+
+GRADS = [0.5, 1.0, -2.0, 3.0]
+
+KINDS = {
+    "AdamW": (ampfuse.AdamW, {}, True),
+    "AdamW, clipping": (ampfuse.AdamW, {"max_grad_norm": 1.0}, True),
+    "fused": (torch.optim.AdamW, {"fused": True}, True),
+    "SGD": (torch.optim.SGD, {}, False),
+}
+
+INDEX = st.integers(0, 2)
+COMMANDS = st.one_of(
+    st.tuples(st.just("backward"), INDEX, st.sampled_from(GRADS)),
+    st.tuples(st.just("backward"), INDEX, st.sampled_from(GRADS)),
+    st.tuples(st.just("overflow"), INDEX, st.sampled_from([float("inf"), float("nan")])),
+    st.tuples(st.just("zero_grad"), INDEX, st.none()),
+    st.tuples(st.just("unscale_"), INDEX, st.none()),
+    st.tuples(st.just("clip"), INDEX, st.none()),
+    st.tuples(st.just("step"), INDEX, st.none()),
+    st.tuples(st.just("step"), INDEX, st.none()),
+    st.tuples(st.just("update"), st.just(0), st.none()),
+    st.tuples(st.just("update"), st.just(0), st.none()),
+    st.tuples(st.just("save and load"), st.just(0), st.none()),
+    st.tuples(st.just("pickle"), st.just(0), st.none()),
+)
+
+
+class Run:
+    """A scaler with its optimizers, and the model of both."""
+
+    def __init__(self, kinds, init_scale, growth_interval, hysteresis, min_scale):
+        self.params = [[Parameter(torch.ones(1)) for _ in range(2)] for _ in kinds]
+        self.optimizers = [
+            KINDS[kind][0](params, lr=0.125, **KINDS[kind][1])
+            for kind, params in zip(kinds, self.params, strict=True)
+        ]
+        self.options = {
+            "init_scale": init_scale,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "min_scale": min_scale,
+        }
+        self.scaler = ampfuse.GradScaler("cpu", **self.options)
+        self.model = Scaler([Optimizer([None] * 2, KINDS[k][2]) for k in kinds], **self.options)
+        self.steps = [0] * len(kinds)
+
+    def do(self, command, index, value):
+        """The command, to the scaler and to the model; afterwards they agree."""
+        index %= len(self.optimizers)
+        getattr(self, command.replace(" ", "_"))(index, value)
+        assert self.scaler.get_scale() == self.model.get_scale()
+        assert self.scaler._get_growth_tracker() == self.model.growth_tracker
+        state = self.scaler.state_dict()
+        assert state["_hysteresis_tracker"] == self.model.hysteresis_tracker
+        assert state["_consecutive_skips"] == self.model.skips
+        for optimizer, count in zip(self.model.optimizers, self.counts(), strict=True):
+            assert count == optimizer.steps
+
+    def counts(self):
+        """How often each optimizer has moved its parameters."""
+        return self.steps
+
+    def both(self, expected, call):
+        """Call it; it raises what the model says."""
+        if isinstance(expected, Expected):
+            with pytest.raises(expected.error) as raised:
+                call()
+            assert expected.words in str(raised.value)
+        else:
+            call()
+
+    def backward(self, index, grad):
+        param = self.params[index][0]
+        self.scaler.scale((param * grad).sum()).backward()
+        grads = self.model.optimizers[index].grads
+        scaled = torch.tensor(grad) * self.model.scale_()
+        grads[0] = scaled.item() if grads[0] is None else (torch.tensor(grads[0]) + scaled).item()
+
+    def overflow(self, index, value):
+        if self.params[index][0].grad is not None:
+            self.params[index][0].grad.fill_(value)
+            self.model.optimizers[index].grads[0] = value
+
+    def zero_grad(self, index, _):
+        self.optimizers[index].zero_grad()
+        self.model.optimizers[index].grads = [None, None]
+
+    def unscale_(self, index, _):
+        expected = self.model.unscale_(self.model.optimizers[index])
+        self.both(expected, lambda: self.scaler.unscale_(self.optimizers[index]))
+
+    def clip(self, index, _):
+        """To a norm that is not reached, so that gradients stay what they are."""
+        if all(g is None or abs(g) < 1e30 for g in self.model.optimizers[index].grads):
+            ampfuse.clip_grad_norm_(self.params[index], 1e38)
+
+    def step(self, index, _):
+        optimizer, before = self.optimizers[index], [p.clone() for p in self.params[index]]
+        model = self.model.optimizers[index]
+        had = model.steps
+        expected = self.model.step(model)
+        self.both(expected, lambda: self.scaler.step(optimizer))
+        moved = any(not torch.equal(*pair) for pair in zip(before, self.params[index], strict=True))
+        grad = model.grads[0]
+        if grad is not None and not abs(grad) < 1e-3:  # else there may be nothing to be seen of it
+            assert moved == (model.steps > had)
+        if model.overflow is not None and expected is None:
+            assert self.scaler.was_skipped() == model.overflow == self.scaler.step_skipped.item()
+        self.steps[index] = model.steps
+        # What fused implementations of torch's leave in gradients is theirs to say.
+        for place, param in enumerate(self.params[index]):
+            model.grads[place] = None if param.grad is None else param.grad.item()
+
+    def update(self, _, __):
+        self.both(self.model.update(), self.scaler.update)
+
+    def save_and_load(self, _, __):
+        file = io.BytesIO()
+        torch.save(self.scaler.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        through_torch = torch.amp.GradScaler("cpu")
+        through_torch.load_state_dict(saved)
+        assert through_torch.state_dict().items() <= saved.items()
+        if not self.model.is_between_updates():
+            fresh = ampfuse.GradScaler("cpu")
+            fresh.load_state_dict(saved)
+            assert fresh.state_dict() == saved
+        self.scaler.load_state_dict(saved)
+
+    def pickle(self, _, __):
+        if len(self.scaler._per_optimizer_states):
+            with pytest.raises(AssertionError, match="may only be pickled"):
+                pickle.dumps(self.scaler)
+            return
+        copied = copy.deepcopy(self.scaler)
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+        assert copied.state_dict() == self.scaler.state_dict()
+        if self.model.scale is not None:  # as torch's, it makes its tensors at the next scale()
+            self.scaler.scale(torch.ones(()))
+
+
+@settings(
+    max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+@given(
+    st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=3),
+    st.sampled_from([1.0, 4.0, 65536.0, 2.0**126]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([1e-30, 1.0, 3.0]),
+    st.lists(COMMANDS, max_size=25),
+)
+def test_sequences(kinds, init_scale, growth_interval, hysteresis, min_scale, commands):
+    run = Run(kinds, init_scale, growth_interval, hysteresis, min_scale)
+    with contextlib.suppress(StopIteration):
+        for command in commands:
+            run.do(*command)
