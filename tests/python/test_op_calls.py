@@ -83,19 +83,23 @@ def test_tensors_that_torch_resolves_on_the_way_are_counted(make, count):
 
 
 def test_the_list_may_change_while_it_is_looked_at():
-    xs, had = tensors(1000), gc.get_threshold()
+    op, good = _C.EagerOp("ampfuse::multi_tensor_norm", ""), tensors()
+    xs, had = list(good), gc.get_threshold()
+    watching = False
 
     def spoil(phase, info):
-        if phase == "start" and isinstance(xs[500], torch.Tensor):
-            xs[500] = "no tensor"
+        if watching and phase == "start":
+            xs[:] = ["no tensor"] * COUNT
 
     gc.callbacks.append(spoil)
     gc.set_threshold(1)
     try:
-        for _ in range(20):
-            xs[500] = torch.ones(4)
-            with contextlib.suppress(TypeError):
-                ops.multi_tensor_norm(xs)
+        for _ in range(200):
+            xs[:] = good
+            watching = True
+            result = op(xs, 2.0)
+            watching = False
+            assert result is NotImplemented or len(result) == 5
     finally:
         gc.callbacks.remove(spoil)
         gc.set_threshold(*had)

@@ -3,7 +3,15 @@
 import ampfuse
 import pytest
 import torch
-from optim_models import BOTH, assert_same_bits, assert_same_state, feed, parameters, state_values
+from optim_models import (
+    BOTH,
+    assert_same_bits,
+    assert_same_state,
+    feed,
+    parameters,
+    state_values,
+    trained,
+)
 from torch._dynamo.testing import CompileCounter
 from torch.nn import Parameter
 
@@ -253,7 +261,7 @@ def test_masters_that_were_not_loaded_are_made_from_the_model_as_it_is(device, m
     compiled = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
     feed(params, 0)
     compiled()
-    saved = torch.optim.AdamW(parameters(device, torch.bfloat16)).state_dict()
+    saved = trained(torch.optim.AdamW, parameters(device, torch.bfloat16), range(1)).state_dict()
 
     optimizer.load_state_dict(saved)
     optimizer.param_groups[0]["lr"] = 0.0
