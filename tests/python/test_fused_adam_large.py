@@ -1,0 +1,51 @@
+"""fused_adam on tensors of more than 2³¹ elements: every element is stepped once, the last too."""
+
+import pytest
+import torch
+from ampfuse.ops import fused_adam
+
+OPTIONS = {"beta1": 0.5, "beta2": 0.5, "weight_decay": 0.0, "eps": 1e-8}
+OPTIONS |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+
+# The small one shows that the test itself is right, where there is no room for the large one.
+SIZES = [3 * 2**16 + 8193, pytest.param(2**31 + 8193, marks=pytest.mark.slow)]
+
+
+def free_gib(device):
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0] / 2**30
+    with open("/proc/meminfo") as file:
+        available = next(line for line in file if line.startswith("MemAvailable"))
+    return int(available.split()[1]) / 2**20
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_marked_elements_and_no_others_move(device, size):
+    needed = 12 * size / 2**30
+    if free_gib(device) < needed:
+        pytest.skip(f"needs {needed:.0f} GiB of free memory on {device.type}")
+    # In the first chunk, before and behind the limit of 32 bits where there is one, and the last.
+    marks = torch.tensor([5, size - 8194, size - 8193, size - 1], device=device)
+    param, grad, exp_avg, exp_avg_sq = (
+        torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(4)
+    )
+    remainder = torch.zeros(size, dtype=torch.int16, device=device)
+    grad[marks] = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.bfloat16, device=device)
+
+    fused_adam(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.zeros((), device=device)],
+        [remainder],
+        lr=torch.tensor(0.25),
+        **OPTIONS,
+    )
+
+    assert param[marks].tolist() == [-0.25] * 4
+    assert exp_avg[marks].tolist() == [0.5, 1.0, 2.0, 4.0]
+    assert exp_avg_sq[marks].tolist() == [0.5, 2.0, 8.0, 32.0]
+    for tensor in (param, exp_avg, exp_avg_sq):
+        assert tensor.count_nonzero().item() == 4
