@@ -21,6 +21,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("has_cuda", &ampfuse::has_cuda);
   m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
   m.def("version_sum", &ampfuse::version_sum);
+  py::class_<ampfuse::TensorStamp>(m, "TensorStamp")
+      .def(py::init<const py::list&>())
+      .def("matches", &ampfuse::TensorStamp::matches);
   py::class_<ampfuse::EagerOp>(m, "EagerOp")
       .def(py::init<const std::string&, const std::string&>())
       .def("__call__", &ampfuse::EagerOp::call);

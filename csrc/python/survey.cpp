@@ -42,6 +42,26 @@ py::tuple grads_and_kinds(const py::list& params) {
   END_HANDLE_TH_ERRORS_PYBIND
 }
 
+TensorStamp::TensorStamp(const py::list& tensors) {
+  stamped_.reserve(tensors.size());
+  for_each_tensor(tensors, [this](const at::Tensor& tensor, size_t) {
+    stamped_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                            tensor.getIntrusivePtr()),
+                        tensor._version()});
+  });
+}
+
+bool TensorStamp::matches(const py::list& tensors) const {
+  if (tensors.size() != stamped_.size()) return false;
+  bool same = true;
+  // A weak pointer keeps the address from being given to another tensor.
+  for_each_tensor(tensors, [&](const at::Tensor& tensor, size_t i) {
+    same = same && stamped_[i].tensor._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
+           stamped_[i].version == static_cast<int64_t>(tensor._version());
+  });
+  return same;
+}
+
 int64_t version_sum(const py::list& tensors) {
   int64_t sum = 0;
   for_each_tensor(tensors, [&sum](const at::Tensor& tensor, size_t) { sum += tensor._version(); });

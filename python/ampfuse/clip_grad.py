@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import utils as torch_utils
 
-from ampfuse import ops
+from ampfuse import _known_norm, ops
 
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
@@ -106,8 +106,9 @@ def get_total_norm(
     if torch.compiler.is_compiling():
         total_norm = norm_over_devices()
     else:
+        known = _known_norm.recall(tensors) if norm_type == 2 else None
         try:
-            total_norm = norm_of(tensors)
+            total_norm = norm_of(tensors) if known is None else known.clone()
         except ValueError:  # several devices, most likely: asking each tensor first would take long
             total_norm = norm_over_devices()
     if error_if_nonfinite and not torch.isfinite(total_norm):
@@ -150,6 +151,10 @@ def clip_grad_norm_(
 
     `torch.nn.utils.clip_grad_norm_` without a host wait and without writing gradients that need
     no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
+
+    Right after `ampfuse.GradScaler.unscale_` the norm is the one that unscaling told, unless a
+    gradient's version counter says that it was written since (writing through `.data` does not move
+    it).
 
     >>> import torch, ampfuse
     >>> p = torch.nn.Parameter(torch.zeros(2))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse import ops
+from ampfuse import _known_norm, ops
 from ampfuse.optim._grad_norm import largest
 from ampfuse.optim._state import is_sharded, local
 
@@ -105,6 +105,8 @@ def inspect(
     params = [param for part in gradients.values() for param in part.params]
     grads = [grad for part in gradients.values() for grad in part.grads]
     is_whole = not meshes and all(map(is_, (param.grad for param in params), grads))
+    if is_whole and len(total_norms) == 1:
+        _known_norm.remember(grads, total_norms[0])
     return flags, Inspection(params, norms, total_norms, is_whole)
 
 
