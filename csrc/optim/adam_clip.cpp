@@ -50,7 +50,7 @@ Measured measure(const std::vector<const AdamGroup*>& groups) {
     norms.push_back(norm.total_norm);
     flags.push_back(norm.found_inf);
   }
-  if (norms.empty()) return {at::zeros({}), at::zeros({})};
+  if (norms.empty()) return {at::zeros({}, at::kFloat), at::zeros({}, at::kFloat)};
   if (norms.size() == 1) return {norms[0], flags[0]};
   for (at::Tensor& norm : norms) norm = norm.to(norms[0].device());
   return {multi_tensor_norm(norms).total_norm, largest(std::move(flags))};

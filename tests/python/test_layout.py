@@ -19,6 +19,7 @@ MAY_INCLUDE = {
     "meta": {"ops"},
     "autograd": set(),
     "optim": set(),  # the public functions
+    "amp": set(),  # likewise
     "python": set(),
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ampfuse/autocast.h>
 #include <ampfuse/build_info.h>
 #include <ampfuse/clip_grad.h>
 #include <ampfuse/fused_adam.h>

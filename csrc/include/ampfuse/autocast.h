@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ampfuse/export.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <optional>
+
+namespace ampfuse {
+
+/// How autocast is set for one type of device on this thread.
+struct AMPFUSE_API AutocastState {
+  at::DeviceType device_type;
+  bool enabled;
+  at::ScalarType dtype;
+  bool cache_enabled;
+
+  /// As it is now. A custom function captures it in forward and makes a guard of it in backward,
+  /// which torch runs on another thread, where autocast has its default dtype.
+  static AutocastState capture(at::DeviceType device_type);
+};
+
+/// torch.autocast for C++: autocast as asked for until the end of the scope, whatever way that is
+/// left, and then as it was. Scopes nest, also in Python's; each sets one type of device.
+///
+/// The outermost scope's end drops the cache of cast weights. Within a scope that lasts over an
+/// optimizer's step call clear_cache() after it, or the next forward uses the old weights.
+class AMPFUSE_API AutocastGuard {
+ public:
+  /// Without a dtype the device's present one: half for CUDA, bfloat16 for the CPU, unless somebody
+  /// has set another. Warns, and leaves autocast off, for CUDA where there is none and for dtypes
+  /// that the CPU does not cast to; throws for devices that have no autocast.
+  explicit AutocastGuard(at::DeviceType device_type,
+                         std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,
+                         std::optional<bool> cache_enabled = std::nullopt);
+
+  /// As it was when the state was captured.
+  explicit AutocastGuard(const AutocastState& state);
+
+  ~AutocastGuard();
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+  /// Drops the cast copies of weights, which the next forward makes anew.
+  static void clear_cache();
+
+ private:
+  AutocastState before_;
+};
+
+/// No autocast at all until the end of the scope, for any device: for code that casts by itself.
+class AMPFUSE_API NoAutocastGuard {
+  c10::impl::ExcludeDispatchKeyGuard excluded_{c10::autocast_dispatch_keyset};
+};
+
+}  // namespace ampfuse

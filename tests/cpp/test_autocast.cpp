@@ -1,0 +1,120 @@
+#include <ATen/autocast_mode.h>
+#include <ampfuse/ampfuse.h>
+#include <torch/torch.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "torch_catch.h"
+
+using ampfuse::AutocastGuard;
+using ampfuse::AutocastState;
+
+namespace {
+
+bool same(const AutocastState& a, const AutocastState& b) {
+  return a.device_type == b.device_type && a.enabled == b.enabled && a.dtype == b.dtype &&
+         a.cache_enabled == b.cache_enabled;
+}
+
+// The dtype that a product of floats has on the CPU.
+at::ScalarType dtype_of_product() {
+  const at::Tensor x = at::ones({2, 2});
+  return at::mm(x, x).scalar_type();
+}
+
+}  // namespace
+
+TEST_CASE("products are 16-bit within the scope and float outside") {
+  CHECK(dtype_of_product() == at::kFloat);
+  {
+    const AutocastGuard autocast(at::kCPU);
+    CHECK(dtype_of_product() == at::kBFloat16);
+    {
+      const AutocastGuard half(at::kCPU, at::kHalf);
+      CHECK(dtype_of_product() == at::kHalf);
+      const AutocastGuard off(at::kCPU, std::nullopt, /*enabled=*/false);
+      CHECK(dtype_of_product() == at::kFloat);
+    }
+    CHECK(dtype_of_product() == at::kBFloat16);
+  }
+  CHECK(dtype_of_product() == at::kFloat);
+}
+
+TEST_CASE("everything is restored, also after an exception") {
+  const AutocastState cpu = AutocastState::capture(at::kCPU);
+  const AutocastState cuda = AutocastState::capture(at::kCUDA);
+  try {
+    const AutocastGuard outer(at::kCPU, at::kHalf, true, /*cache_enabled=*/false);
+    const AutocastGuard inner(at::kCPU, at::kBFloat16);
+    CHECK(!AutocastState::capture(at::kCPU).cache_enabled);  // inherited
+    throw std::runtime_error("thrown");
+  } catch (const std::runtime_error&) {
+  }
+  CHECK(same(AutocastState::capture(at::kCPU), cpu));
+  CHECK(same(AutocastState::capture(at::kCUDA), cuda));
+  CHECK(at::autocast::increment_nesting() == 1);
+  CHECK(at::autocast::decrement_nesting() == 0);
+}
+
+TEST_CASE("weights are cast anew in each scope, so that none are stale after a step") {
+  torch::nn::Linear model(4, 4);
+  const at::Tensor inputs = at::ones({1, 4});
+  const auto forward = [&] {
+    const AutocastGuard autocast(at::kCPU);
+    return model->forward(inputs).detach().to(at::kFloat);
+  };
+
+  CHECK(!at::allclose(forward(), at::zeros({1, 4})));
+  {
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model->parameters()) parameter.zero_();
+  }
+  CHECK(at::equal(forward(), at::zeros({1, 4})));
+}
+
+TEST_CASE("within one scope the cache is dropped when asked") {
+  torch::nn::Linear model(4, 4);
+  const at::Tensor inputs = at::ones({1, 4});
+  const AutocastGuard autocast(at::kCPU);
+  model->forward(inputs);
+  {
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model->parameters()) parameter.zero_();
+  }
+  CHECK(!at::equal(model->forward(inputs).to(at::kFloat), at::zeros({1, 4})));
+  AutocastGuard::clear_cache();
+  CHECK(at::equal(model->forward(inputs).to(at::kFloat), at::zeros({1, 4})));
+}
+
+TEST_CASE("a captured state is entered again on another thread, which does not have it") {
+  const AutocastGuard autocast(at::kCPU, at::kHalf);
+  const AutocastState state = AutocastState::capture(at::kCPU);
+  at::ScalarType without = at::kDouble;
+  at::ScalarType with = at::kDouble;
+  std::thread([&] {
+    without = dtype_of_product();
+    const AutocastGuard again(state);
+    with = dtype_of_product();
+  }).join();
+  CHECK(without == at::kFloat);
+  CHECK(with == at::kHalf);
+}
+
+TEST_CASE("several devices may be set at once, and all be excluded") {
+  const AutocastGuard cpu(at::kCPU);
+  const bool cuda_before = at::autocast::is_autocast_enabled(at::kCUDA);
+  CHECK(cuda_before == at::autocast::is_autocast_enabled(at::kCUDA));
+  const ampfuse::NoAutocastGuard none;
+  CHECK(dtype_of_product() == at::kFloat);
+}
+
+TEST_CASE("a dtype that is not cast to is warned about, and casts nothing") {
+  const AutocastGuard autocast(at::kCPU, at::kDouble);
+  CHECK(!at::autocast::is_autocast_enabled(at::kCPU));
+  CHECK(dtype_of_product() == at::kFloat);
+}
+
+TEST_CASE("a device without autocast is refused") {
+  CHECK_THROWS_AS(AutocastGuard(at::kMeta), c10::Error);
+}
