@@ -2,10 +2,10 @@
 
 from collections import deque
 
-import torch
 from torch import Tensor
 
 from ampfuse import _C
+from ampfuse._capture import is_capturing
 
 # What was stamped, its norm, and whether a CUDA graph was being captured.
 _known: deque[tuple[_C.TensorStamp, Tensor, bool]] = deque(
@@ -36,10 +36,3 @@ def recall(tensors: list[Tensor]) -> Tensor | None:
     except RuntimeError:
         pass
     return None
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is, on this stream."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    return torch.cuda.is_current_stream_capturing()

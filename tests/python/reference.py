@@ -157,3 +157,12 @@ def bits(x: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in dtype, shape and every bit."""
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def free_gib(device: torch.device) -> float:
+    """Memory that a test on this device may use."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0] / 2**30
+    with open("/proc/meminfo") as file:
+        available = next(line for line in file if line.startswith("MemAvailable"))
+    return int(available.split()[1]) / 2**20

@@ -3,20 +3,13 @@
 import pytest
 import torch
 from ampfuse.ops import fused_adam
+from reference import free_gib
 
 OPTIONS = {"beta1": 0.5, "beta2": 0.5, "weight_decay": 0.0, "eps": 1e-8}
 OPTIONS |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 # The small one shows that the test itself is right, where there is no room for the large one.
 SIZES = [3 * 2**16 + 8193, pytest.param(2**31 + 8193, marks=pytest.mark.slow)]
-
-
-def free_gib(device):
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0] / 2**30
-    with open("/proc/meminfo") as file:
-        available = next(line for line in file if line.startswith("MemAvailable"))
-    return int(available.split()[1]) / 2**20
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from ampfuse.ops import multi_tensor_clip, multi_tensor_norm, multi_tensor_unscale_norm
+from reference import free_gib
 
 pytestmark = pytest.mark.slow
 
@@ -12,14 +13,6 @@ pytestmark = pytest.mark.slow
 SIZE = 2**31 + 8193
 # Set to 1, 2, 4, 8: before, at and behind the limit of 32 bits, and in the last place.
 MARKS = [5, 2**31 - 1, 2**31, SIZE - 1]
-
-
-def free_gib(device):
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0] / 2**30
-    with open("/proc/meminfo") as file:
-        available = next(line for line in file if line.startswith("MemAvailable"))
-    return int(available.split()[1]) / 2**20
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import _known_norm, ops
-from ampfuse.optim._grad_norm import largest
+from ampfuse.optim._grad_norm import largest, spread_dimensions
 from ampfuse.optim._state import is_sharded, local
 
 
@@ -54,7 +54,9 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> dict[torch.device, DeviceG
             part.params.append(param)
             part.grads.append(grad)
             if is_sharded(param.grad):
-                part.meshes |= spread_over(param.grad)
+                sharded: Any = param.grad
+                spread = spread_dimensions(sharded.placements)
+                part.meshes |= {(sharded.device_mesh, i): None for i in spread}
     return found
 
 
@@ -68,16 +70,6 @@ def dense_part(param: Tensor) -> Tensor:
             param.grad = grad = grad.coalesce()
         return grad._values()
     return local(grad)
-
-
-def spread_over(grad: Tensor) -> dict[tuple[Any, int], None]:
-    """The mesh dimensions whose processes have other elements of a DTensor, or other summands."""
-    placements = grad.placements  # type: ignore[attr-defined]
-    return {
-        (grad.device_mesh, dimension): None  # type: ignore[attr-defined]
-        for dimension, placement in enumerate(placements)
-        if not placement.is_replicate()
-    }
 
 
 def inspect(

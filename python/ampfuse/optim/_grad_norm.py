@@ -137,10 +137,14 @@ def _measure_list(grads: list[Tensor], sharding: Sharding | None) -> Measured:
     if sharding is None:
         return Measured(result.total_norm, result.found_inf)
     measured = Measured(result.total_norm, result.found_inf)
-    for dimension, placement in enumerate(sharding.placements):
-        if not placement.is_replicate():
-            measured = reduced(measured, sharding.mesh.get_group(dimension))
+    for dimension in spread_dimensions(sharding.placements):
+        measured = reduced(measured, sharding.mesh.get_group(dimension))
     return measured
+
+
+def spread_dimensions(placements: Sequence[Any]) -> list[int]:
+    """The dimensions of a mesh whose processes have other parts of a DTensor."""
+    return [i for i, placement in enumerate(placements) if not placement.is_replicate()]
 
 
 def reduced(measured: Measured, process_group: Any) -> Measured:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse._capture import is_capturing
+
 HALVES = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -107,9 +109,7 @@ def ensure_master(
 
 def refuse_in_capture() -> None:
     """State that a graph makes it would make anew at every replay."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return
-    if torch.cuda.is_current_stream_capturing():
+    if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(
             "this step would make the optimizer's state, and so would each replay of the graph "
             "that is being captured: take one step before"
