@@ -4,6 +4,7 @@
 #include <ampfuse/fused_adam.h>
 #include <c10/core/GradMode.h>
 
+#include "../ops/device_scalars.h"
 #include "adam_clip.h"
 #include "adam_state.h"
 
@@ -44,8 +45,7 @@ at::TensorOptions first_param_options(
 
 std::optional<at::Tensor> on(at::Device device, const std::optional<at::Tensor>& scalar) {
   if (!scalar) return std::nullopt;
-  // To the CPU the copy must have arrived before it is read.
-  return scalar->to(device, scalar->scalar_type(), /*non_blocking=*/!device.is_cpu());
+  return on_device(*scalar, device);
 }
 
 FusedAdamOptions step_options(const AdamSettings& settings) {
@@ -106,7 +106,8 @@ void check_before_writing(const std::vector<AdamGroup>& groups) {
 void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
                  const at::Tensor& grad_norm) {
   const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
-  const auto clips = optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf);
+  const auto clips = optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm,
+                                          optimizer.known_norm, find_inf);
   const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const AdamLists& lists : groups[i].lists) {

@@ -1,11 +1,11 @@
 #include "adam_clip.h"
 
-#include <ATen/ops/amax.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ampfuse/multi_tensor_norm.h>
 
 #include <cmath>
+
+#include "../ops/device_scalars.h"
 
 namespace ampfuse::optim {
 
@@ -35,12 +35,6 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
   return all;
 }
 
-at::Tensor largest(std::vector<at::Tensor> flags) {
-  if (flags.size() == 1) return flags[0];
-  for (at::Tensor& flag : flags) flag = flag.to(flags[0].device());
-  return at::stack(flags).amax();
-}
-
 // All gradients as one vector, on the device of the first.
 Measured measure(const std::vector<const AdamGroup*>& groups) {
   std::vector<at::Tensor> norms;
@@ -52,14 +46,15 @@ Measured measure(const std::vector<const AdamGroup*>& groups) {
   }
   if (norms.empty()) return {at::zeros({}, at::kFloat), at::zeros({}, at::kFloat)};
   if (norms.size() == 1) return {norms[0], flags[0]};
-  for (at::Tensor& norm : norms) norm = norm.to(norms[0].device());
-  return {multi_tensor_norm(norms).total_norm, largest(std::move(flags))};
+  for (at::Tensor& norm : norms) norm = on_device(norm, norms[0].device());
+  return {multi_tensor_norm(norms).total_norm, largest(flags, flags[0].device())};
 }
 
 }  // namespace
 
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                    const at::Tensor& grad_norm, bool find_inf) {
+                    const at::Tensor& grad_norm, const std::optional<at::Tensor>& known_norm,
+                    bool find_inf) {
   Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
   std::vector<const AdamGroup*> sharing;
   std::vector<at::Tensor> flags;
@@ -77,14 +72,15 @@ Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> 
   }
   if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
   if (shared_limit || (find_inf && any_shared)) {
-    const Measured measured = measure(sharing);
+    const bool is_known = known_norm && sharing.size() == groups.size() && !find_inf;
+    const Measured measured = is_known ? Measured{*known_norm, {}} : measure(sharing);
     flags.push_back(measured.found_inf);
     for (size_t i = 0; i < groups.size() && shared_limit; ++i) {
       if (groups[i].settings.max_grad_norm) continue;
       clips.of_groups[i] = {measured.total_norm, *shared_limit, grad_norm};
     }
   }
-  if (find_inf && !flags.empty()) clips.found_inf = largest(std::move(flags));
+  if (find_inf && !flags.empty()) clips.found_inf = largest(flags, flags[0].device());
   return clips;
 }
 

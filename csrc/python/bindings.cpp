@@ -1,9 +1,10 @@
 // The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever computes with tensors
-// is an op; EagerOp is a way to call one, and survey.h asks many tensors what Python could ask
-// each.
+// is an op; EagerOp is a way to call one, survey.h asks many tensors what Python could ask each,
+// and the C++ classes are there to be compared with Python's.
 #include <ampfuse/build_info.h>
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include "cpp_classes.h"
 #include "eager_op.h"
 #include "survey.h"
 
@@ -20,11 +21,12 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("has_cuda", &ampfuse::has_cuda);
   m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
+  m.def("ordinary_grads", &ampfuse::ordinary_grads);
   m.def("version_sum", &ampfuse::version_sum);
-  py::class_<ampfuse::TensorStamp>(m, "TensorStamp")
-      .def(py::init<const py::list&>())
-      .def("matches", &ampfuse::TensorStamp::matches);
+  m.def("remember_norm", &ampfuse::remember_norm_of_list);
+  m.def("recall_norm", &ampfuse::recall_norm_of_list);
   py::class_<ampfuse::EagerOp>(m, "EagerOp")
       .def(py::init<const std::string&, const std::string&>())
       .def("__call__", &ampfuse::EagerOp::call);
+  ampfuse::bind_cpp_classes(m.def_submodule("cpp"));
 }

@@ -2,8 +2,12 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <vector>
+
+#include "../ops/known_norm.h"
 
 namespace py = pybind11;
 
@@ -24,6 +28,14 @@ void for_each_tensor(const py::list& list, const Visit& visit) {
   }
 }
 
+std::vector<c10::TensorImpl*> impls(const py::list& tensors) {
+  std::vector<c10::TensorImpl*> impls(tensors.size());
+  for_each_tensor(tensors, [&](const at::Tensor& tensor, size_t i) {
+    impls[i] = tensor.unsafeGetTensorImpl();
+  });
+  return impls;
+}
+
 }  // namespace
 
 py::tuple grads_and_kinds(const py::list& params) {
@@ -42,24 +54,44 @@ py::tuple grads_and_kinds(const py::list& params) {
   END_HANDLE_TH_ERRORS_PYBIND
 }
 
-TensorStamp::TensorStamp(const py::list& tensors) {
-  stamped_.reserve(tensors.size());
-  for_each_tensor(tensors, [this](const at::Tensor& tensor, size_t) {
-    stamped_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                            tensor.getIntrusivePtr()),
-                        tensor._version()});
+py::tuple ordinary_grads(const py::list& params, bool allow_half) {
+  HANDLE_TH_ERRORS
+  struct OfDevice {
+    at::Device device;
+    py::list params;
+    py::list grads;
+  };
+  std::vector<OfDevice> devices;
+  py::list others;
+  for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined()) return;
+    if (grad.layout() != at::kStrided || grad.key_set().has(c10::DispatchKey::Python) ||
+        (grad.scalar_type() == at::kHalf && !allow_half)) {
+      others.append(i);
+      return;
+    }
+    auto found = devices.begin();
+    while (found != devices.end() && found->device != grad.device()) ++found;
+    if (found == devices.end())
+      found = devices.insert(found, OfDevice{grad.device(), py::list(), py::list()});
+    found->params.append(py::handle(PyList_GET_ITEM(params.ptr(), i)));
+    found->grads.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));
   });
+  py::list by_device;
+  for (const OfDevice& of_device : devices) {
+    by_device.append(py::make_tuple(of_device.device, of_device.params, of_device.grads));
+  }
+  return py::make_tuple(by_device, others);
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
-bool TensorStamp::matches(const py::list& tensors) const {
-  if (tensors.size() != stamped_.size()) return false;
-  bool same = true;
-  // A weak pointer keeps the address from being given to another tensor.
-  for_each_tensor(tensors, [&](const at::Tensor& tensor, size_t i) {
-    same = same && stamped_[i].tensor._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
-           stamped_[i].version == static_cast<int64_t>(tensor._version());
-  });
-  return same;
+void remember_norm_of_list(const py::list& tensors, const at::Tensor& norm) {
+  remember_norm(impls(tensors), norm);
+}
+
+std::optional<at::Tensor> recall_norm_of_list(const py::list& tensors) {
+  return recall_norm(impls(tensors));
 }
 
 int64_t version_sum(const py::list& tensors) {

@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
-#include <vector>
+#include <optional>
 
 namespace ampfuse {
 
@@ -13,21 +13,13 @@ namespace ampfuse {
 /// its dtype and whether it has a gradient.
 pybind11::tuple grads_and_kinds(const pybind11::list& params);
 
-/// By which tensors are known again, if nobody has written them since. They are not kept alive.
-class TensorStamp {
- public:
-  explicit TensorStamp(const pybind11::list& tensors);
+/// The ordinary gradients of parameters, of each device (device, parameters, gradients), and the
+/// places of those that are not: sparse ones, subclasses, and, unless they are allowed, half ones.
+pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
 
-  /// Whether these are the same, in the same order, and no counter has moved.
-  bool matches(const pybind11::list& tensors) const;
-
- private:
-  struct Stamped {
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
-    int64_t version;
-  };
-  std::vector<Stamped> stamped_;
-};
+/// What csrc/ops/known_norm.h says.
+void remember_norm_of_list(const pybind11::list& tensors, const at::Tensor& norm);
+std::optional<at::Tensor> recall_norm_of_list(const pybind11::list& tensors);
 
 /// How often tensors have been written, summed; of those made in inference mode nobody knows.
 int64_t version_sum(const pybind11::list& tensors);

@@ -8,6 +8,7 @@ _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
+from ampfuse.amp._cpp_archive import load_cpp_scaler_state, save_cpp_scaler_state  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from ampfuse.optim import Adam, AdamW  # noqa: E402
 from ampfuse.optim._cpp_archive import (  # noqa: E402
@@ -28,8 +29,10 @@ __all__ = [
     "get_total_norm",
     "has_cuda",
     "load_cpp_optimizer_state",
+    "load_cpp_scaler_state",
     "ops",
     "save_cpp_optimizer_state",
+    "save_cpp_scaler_state",
 ]
 
 __version__: str = _C.build_info()["version"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import utils as torch_utils
 
-from ampfuse import _known_norm, ops
+from ampfuse import _C, ops
 
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def get_total_norm(
     if torch.compiler.is_compiling():
         total_norm = norm_over_devices()
     else:
-        known = _known_norm.recall(tensors) if norm_type == 2 else None
+        known = _C.recall_norm(tensors) if norm_type == 2 else None
         try:
             total_norm = norm_of(tensors) if known is None else known.clone()
         except ValueError:  # several devices, most likely: asking each tensor first would take long

@@ -3,6 +3,7 @@
 import ampfuse
 import pytest
 import torch
+from scaler_languages import EVERY_LANGUAGE, ready
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
@@ -25,17 +26,18 @@ GRADIENTS = {
 }
 
 
+@EVERY_LANGUAGE
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=list(GRADIENTS))
 @pytest.mark.parametrize("overflow", [False, True])
-def test_every_kind_of_gradient_is_unscaled_and_looked_through(device, make, overflow):
+def test_every_kind_of_gradient_is_unscaled_and_looked_through(language, device, make, overflow):
     grad = make().to(device)
     if overflow:
         (grad._values() if grad.is_sparse else grad)[1] = float("nan")
     param = Parameter(torch.zeros(2, dtype=grad.dtype, device=device))
     param.grad = grad
-    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler = language.scaler(device, 4.0)
     scaler.scale(torch.ones((), device=device))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    optimizer = language.sgd([param], lr=1.0)
 
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -45,6 +47,63 @@ def test_every_kind_of_gradient_is_unscaled_and_looked_through(device, make, ove
     assert unscaled[0] == make().to_dense()[0] / 4
     if not overflow:
         assert torch.equal(param.detach(), -unscaled)
+
+
+@EVERY_LANGUAGE
+def test_float16_gradients_are_refused_unless_allowed(language, device):
+    param = Parameter(torch.ones(2, 3, dtype=torch.float16, device=device))
+    param.grad = torch.full_like(param, 8.0)
+    optimizer = language.sgd([param], lr=1.0)
+    scaler = language.scaler(device, 4.0)
+    scaler.scale(torch.ones((), device=device))
+
+    with pytest.raises(ValueError, match=r"FP16 gradients. Parameter 0 of group 0.*[(\[]2, 3"):
+        scaler.unscale_(optimizer)
+
+    kinder = language.scaler(device, 4.0, allow_fp16_grads=True)
+    kinder.scale(torch.ones((), device=device))
+    kinder.unscale_(optimizer)
+    assert (param.grad == 2).all()
+
+
+@EVERY_LANGUAGE
+def test_clipping_after_unscaling_reads_no_gradient_for_its_norm(language, device):
+    param, optimizer, scaler = ready(language, device)
+    scaler.unscale_(optimizer)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        norm = ampfuse.clip_grad_norm_([param], 1.0)
+
+    assert norm.item() == pytest.approx(2**0.5)
+    assert "ampfuse::multi_tensor_norm" not in {event.name for event in profile.events()}
+
+
+@EVERY_LANGUAGE
+def test_an_optimizer_that_clips_reads_its_gradients_twice(language, device):
+    """Once to look for overflow and for the norm, once for the update."""
+    param, _, scaler = ready(language, device)
+    optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        scaler.step(optimizer)
+
+    names = {event.name for event in profile.events() if event.name.startswith("ampfuse::")}
+    assert names == {"ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"}
+    assert optimizer.grad_norm.item() == pytest.approx(2**0.5)
+
+
+@EVERY_LANGUAGE
+def test_a_scale_of_the_users_own_multiplies(language, device):
+    param, _, scaler = ready(language, device)
+    optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
+    optimizer.grad_scale = torch.tensor(2.0, device=device)
+
+    scaler.step(optimizer)
+
+    assert optimizer.grad_norm.item() == pytest.approx(2**0.5 / 2)
+    assert getattr(optimizer, "grad_scale", None) is None
+    assert getattr(optimizer, "found_inf", None) is None
+    assert optimizer.known_norm is None
 
 
 def test_sparse_float16_duplicates_that_overflow_together(device):
@@ -58,24 +117,6 @@ def test_sparse_float16_duplicates_that_overflow_together(device):
     scaler.step(torch.optim.SGD([param], lr=1.0))
 
     assert scaler.was_skipped()
-
-
-def test_float16_gradients_are_refused_unless_allowed(device):
-    param = Parameter(torch.ones(2, 3, dtype=torch.float16, device=device))
-    param.grad = torch.full_like(param, 8.0)
-    optimizer = torch.optim.SGD([{"params": [param]}], lr=1.0)
-    scaler = ampfuse.GradScaler(device.type, 4.0)
-    scaler.scale(torch.ones((), device=device))
-
-    with pytest.raises(
-        ValueError, match=r"FP16 gradients. Parameter 0 of group 0.*float16.*\(2, 3\)"
-    ):
-        scaler.unscale_(optimizer)
-
-    kinder = ampfuse.GradScaler(device.type, 4.0, allow_fp16_grads=True)
-    kinder.scale(torch.ones((), device=device))
-    kinder.unscale_(optimizer)
-    assert (param.grad == 2).all()
 
 
 def test_check_hook_leaves_gradients_and_stage_alone(device):

@@ -1,25 +1,28 @@
-"""Random sequences of everything one can do with a scaler, against a plain model of it."""
+"""Random sequences of everything one can do with a scaler, in both languages, against a model."""
 
-import contextlib
 import copy
 import io
 import pickle
+import tempfile
 
 import ampfuse
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES
 from scaler_model import Expected, Optimizer, Scaler
 from torch.nn import Parameter
 
+CPU = torch.device("cpu")
 GRADS = [0.5, 1.0, -2.0, 3.0]
 
+# What makes one, with which options, and whether it takes scale and flag as tensors.
 KINDS = {
-    "AdamW": (ampfuse.AdamW, {}, True),
-    "AdamW, clipping": (ampfuse.AdamW, {"max_grad_norm": 1.0}, True),
-    "fused": (torch.optim.AdamW, {"fused": True}, True),
-    "SGD": (torch.optim.SGD, {}, False),
+    "AdamW": (lambda language: language.adamw, {}, True),
+    "AdamW, clipping": (lambda language: language.adamw, {"max_grad_norm": 1.0}, True),
+    "SGD": (lambda language: language.sgd, {}, False),
+    "fused": (lambda _: torch.optim.AdamW, {"fused": True}, True),
 }
 
 INDEX = st.integers(0, 2)
@@ -42,10 +45,11 @@ COMMANDS = st.one_of(
 class Run:
     """A scaler with its optimizers, and the model of both."""
 
-    def __init__(self, kinds, init_scale, growth_interval, hysteresis, min_scale):
+    def __init__(self, language, kinds, init_scale, growth_interval, hysteresis, min_scale):
+        self.language = language
         self.params = [[Parameter(torch.ones(1)) for _ in range(2)] for _ in kinds]
         self.optimizers = [
-            KINDS[kind][0](params, lr=0.125, **KINDS[kind][1])
+            KINDS[kind][0](language)(params, lr=0.125, **KINDS[kind][1])
             for kind, params in zip(kinds, self.params, strict=True)
         ]
         self.options = {
@@ -54,7 +58,7 @@ class Run:
             "hysteresis": hysteresis,
             "min_scale": min_scale,
         }
-        self.scaler = ampfuse.GradScaler("cpu", **self.options)
+        self.scaler = language.scaler(CPU, **self.options)
         self.model = Scaler([Optimizer([None] * 2, KINDS[k][2]) for k in kinds], **self.options)
         self.steps = [0] * len(kinds)
 
@@ -63,8 +67,8 @@ class Run:
         index %= len(self.optimizers)
         getattr(self, command.replace(" ", "_"))(index, value)
         assert self.scaler.get_scale() == self.model.get_scale()
-        assert self.scaler._get_growth_tracker() == self.model.growth_tracker
         state = self.scaler.state_dict()
+        assert state["_growth_tracker"] == self.model.growth_tracker
         assert state["_hysteresis_tracker"] == self.model.hysteresis_tracker
         assert state["_consecutive_skips"] == self.model.skips
         for optimizer, count in zip(self.model.optimizers, self.counts(), strict=True):
@@ -77,7 +81,8 @@ class Run:
     def both(self, expected, call):
         """Call it; it raises what the model says."""
         if isinstance(expected, Expected):
-            with pytest.raises(expected.error) as raised:
+            is_misuse = expected.error is AssertionError
+            with pytest.raises(self.language.misuse if is_misuse else expected.error) as raised:
                 call()
             assert expected.words in str(raised.value)
         else:
@@ -139,31 +144,40 @@ class Run:
         through_torch.load_state_dict(saved)
         assert through_torch.state_dict().items() <= saved.items()
         if not self.model.is_between_updates():
-            fresh = ampfuse.GradScaler("cpu")
-            fresh.load_state_dict(saved)
-            assert fresh.state_dict() == saved
+            for language in LANGUAGES.values():
+                fresh = language.scaler(CPU)
+                fresh.load_state_dict(saved)
+                assert fresh.state_dict() == saved
         self.scaler.load_state_dict(saved)
 
     def pickle(self, _, __):
+        """What Python has beside state dictionaries; C++ has archives."""
+        if isinstance(self.scaler, ampfuse.GradScaler):
+            self.pickle_python()
+        elif not self.model.is_between_updates():
+            fresh = self.language.scaler(CPU)
+            with tempfile.NamedTemporaryFile() as file:
+                self.language.save(self.scaler, file.name)
+                self.language.load(fresh, file.name)
+            self.take(fresh)
+
+    def pickle_python(self):
         if len(self.scaler._per_optimizer_states):
             with pytest.raises(AssertionError, match="may only be pickled"):
                 pickle.dumps(self.scaler)
             return
         copied = copy.deepcopy(self.scaler)
-        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+        self.take(pickle.loads(pickle.dumps(self.scaler)))
         assert copied.state_dict() == self.scaler.state_dict()
-        if self.model.scale is not None:  # as torch's, it makes its tensors at the next scale()
+
+    def take(self, scaler):
+        """One that has the same state, but makes its tensors at the next scale()."""
+        self.scaler = scaler
+        if self.model.scale is not None:
             self.scaler.scale(torch.ones(()))
 
 
-@settings(
-    max_examples=2000,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    database=None,
-    derandomize=True,
-)
-@given(
+SEQUENCES = given(
     st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=3),
     st.sampled_from([1.0, 4.0, 65536.0, 2.0**126]),
     st.integers(1, 3),
@@ -171,8 +185,20 @@ class Run:
     st.sampled_from([1e-30, 1.0, 3.0]),
     st.lists(COMMANDS, max_size=25),
 )
-def test_sequences(kinds, init_scale, growth_interval, hysteresis, min_scale, commands):
-    run = Run(kinds, init_scale, growth_interval, hysteresis, min_scale)
-    with contextlib.suppress(StopIteration):
-        for command in commands:
-            run.do(*command)
+
+
+@EVERY_LANGUAGE
+@settings(
+    max_examples=2000,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+    derandomize=True,
+)
+@SEQUENCES
+def test_sequences(language, kinds, init_scale, growth_interval, hysteresis, min_scale, commands):
+    if language is LANGUAGES["C++"]:
+        kinds = [kind.replace("fused", "SGD") for kind in kinds]  # which its torch does not have
+    run = Run(language, kinds, init_scale, growth_interval, hysteresis, min_scale)
+    for command in commands:
+        run.do(*command)

@@ -1,4 +1,4 @@
-"""What ampfuse.GradScaler has beyond torch's: limits, hysteresis, skips, history, reports."""
+"""What GradScaler has beyond torch's, in both languages: limits, hysteresis, history, reports."""
 
 import math
 
@@ -6,16 +6,17 @@ import ampfuse
 import pytest
 import torch
 from scale_reference import REFERENCES, Policy
+from scaler_languages import EVERY_LANGUAGE
 from torch.nn import Parameter
 
 
 class Run:
     """A scaler whose steps overflow when asked to."""
 
-    def __init__(self, device, init_scale=64.0, **options):
+    def __init__(self, language, device, init_scale=64.0, **options):
         self.model = torch.nn.Linear(3, 2, device=device)
-        self.optimizer = ampfuse.AdamW(self.model.parameters(), max_grad_norm=1.0)
-        self.scaler = ampfuse.GradScaler(device.type, init_scale, growth_interval=3, **options)
+        self.optimizer = language.adamw(list(self.model.parameters()), max_grad_norm=1.0)
+        self.scaler = language.scaler(device, init_scale, growth_interval=3, **options)
 
     def step(self, overflow=False):
         """The scale afterwards."""
@@ -29,10 +30,11 @@ class Run:
         return self.scaler.get_scale()
 
 
+@EVERY_LANGUAGE
 @pytest.mark.parametrize("refill", REFERENCES)
-def test_scale_moves_as_in_the_library_that_has_the_policy(device, refill):
+def test_scale_moves_as_in_the_library_that_has_the_policy(language, device, refill):
     flags = [bool(int(c)) for c in "0011010001110000101"]
-    run = Run(device, hysteresis=2, hysteresis_refill=refill)
+    run = Run(language, device, hysteresis=2, hysteresis_refill=refill)
 
     scales = [run.step(flag) for flag in flags]
 
@@ -40,18 +42,20 @@ def test_scale_moves_as_in_the_library_that_has_the_policy(device, refill):
         assert scales == reference(64.0, flags, Policy(hysteresis=2)), name
 
 
-def test_limits_and_fixed_scales(device):
-    limited = Run(device, 8.0, min_scale=3.0, max_scale=20.0)
-    fixed = Run(device, 8.0, dynamic=False)
+@EVERY_LANGUAGE
+def test_limits_and_fixed_scales(language, device):
+    limited = Run(language, device, 8.0, min_scale=3.0, max_scale=20.0)
+    fixed = Run(language, device, 8.0, dynamic=False)
 
     assert [limited.step(True) for _ in range(3)] == [4, 3, 3]
     assert [limited.step() for _ in range(9)][2::3] == [6, 12, 20]
     assert [fixed.step(flag) for flag in (1, 0, 0, 0, 0)] == [8] * 5
 
 
+@EVERY_LANGUAGE
 @pytest.mark.parametrize("unscale", [False, True])
-def test_history_has_scale_skips_and_unscaled_norms(device, unscale):
-    run = Run(device, history=3)
+def test_history_has_scale_skips_and_unscaled_norms(language, device, unscale):
+    run = Run(language, device, history=3)
     for flag in (False, True, False, False):
         run.optimizer.zero_grad()
         run.scaler.scale(run.model(torch.ones(1, 3, device=device)).sum()).backward()
@@ -71,18 +75,20 @@ def test_history_has_scale_skips_and_unscaled_norms(device, unscale):
     assert isinstance(records[1], ampfuse.ScaleRecord)
 
 
-def test_history_is_empty_unless_asked_for(device):
-    run = Run(device)
+@EVERY_LANGUAGE
+def test_history_is_empty_unless_asked_for(language, device):
+    run = Run(language, device)
     run.step()
 
     assert run.scaler.history() == []
-    assert Run(device, history=5).scaler.history() == []
+    assert Run(language, device, history=5).scaler.history() == []
 
 
-def test_norms_of_several_optimizers_are_one_in_the_history(device):
+@EVERY_LANGUAGE
+def test_norms_of_several_optimizers_are_one_in_the_history(language, device):
     params = [Parameter(torch.ones(1, device=device)) for _ in range(2)]
-    optimizers = [torch.optim.SGD(params[:1], lr=0.1), ampfuse.AdamW(params[1:])]
-    scaler = ampfuse.GradScaler(device.type, 8.0, history=1)
+    optimizers = [language.sgd(params[:1], lr=0.1), language.adamw(params[1:])]
+    scaler = language.scaler(device, 8.0, history=1)
     scaler.scale(3 * params[0] + 4 * params[1]).sum().backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -91,8 +97,9 @@ def test_norms_of_several_optimizers_are_one_in_the_history(device):
     assert scaler.history()[0].norm == pytest.approx(5.0)
 
 
-def test_report_names_the_parameters_of_the_last_skipped_step(device):
-    run = Run(device)
+@EVERY_LANGUAGE
+def test_report_names_the_parameters_of_the_last_skipped_step(language, device):
+    run = Run(language, device)
     assert run.scaler.overflow_report(run.model) == []
 
     run.step(overflow=True)
@@ -104,17 +111,19 @@ def test_report_names_the_parameters_of_the_last_skipped_step(device):
     assert run.scaler.overflow_report(run.model) == []
 
 
-def test_report_of_an_optimizer_that_is_not_ours(device):
-    run = Run(device)
-    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+@EVERY_LANGUAGE
+def test_report_of_an_optimizer_that_is_not_ours(language, device):
+    run = Run(language, device)
+    run.optimizer = language.sgd(list(run.model.parameters()), lr=0.1)
 
     run.step(overflow=True)
 
     assert run.scaler.overflow_report(run.model) == ["weight"]
 
 
-def test_too_many_skips_in_a_row_are_an_error_that_says_so(device):
-    run = Run(device, max_consecutive_skips=3)
+@EVERY_LANGUAGE
+def test_too_many_skips_in_a_row_are_an_error_that_says_so(language, device):
+    run = Run(language, device, max_consecutive_skips=3)
 
     run.step(True)
     run.step(True)
@@ -129,8 +138,9 @@ def test_too_many_skips_in_a_row_are_an_error_that_says_so(device):
     assert run.scaler.state_dict()["_consecutive_skips"] >= 3
 
 
-def test_skipped_steps_are_told_on_the_device_and_on_the_host(device):
-    run = Run(device)
+@EVERY_LANGUAGE
+def test_skipped_steps_are_told_on_the_device_and_on_the_host(language, device):
+    run = Run(language, device)
     assert run.scaler.was_skipped() is False
     assert run.scaler.step_skipped.item() is False
 
@@ -141,8 +151,9 @@ def test_skipped_steps_are_told_on_the_device_and_on_the_host(device):
         assert run.scaler.was_skipped() is flag
 
 
-def test_scale_tensor_is_the_live_one(device):
-    run = Run(device)
+@EVERY_LANGUAGE
+def test_scale_tensor_is_the_live_one(language, device):
+    run = Run(language, device)
     scale = run.scaler.scale_tensor()
 
     run.step(True)
@@ -151,24 +162,90 @@ def test_scale_tensor_is_the_live_one(device):
     assert run.scaler.scale_tensor() is scale
 
 
+NAN, INF = math.nan, math.inf
+SENSELESS = [
+    ({"init_scale": 0.0}, ValueError, "init_scale: expected a finite number above 0, got 0"),
+    ({"init_scale": -1.0}, ValueError, "init_scale: expected a finite number above 0, got -1"),
+    ({"init_scale": NAN}, ValueError, "init_scale: expected a finite number above 0, got nan"),
+    ({"init_scale": INF}, ValueError, "init_scale: expected a finite number above 0, got inf"),
+    ({"growth_factor": 1.0}, AssertionError, "growth factor must be > 1.0"),
+    ({"growth_factor": NAN}, AssertionError, "growth factor must be > 1.0"),
+    ({"growth_factor": INF}, ValueError, "growth_factor: expected a finite number"),
+    ({"backoff_factor": 1.0}, AssertionError, "backoff factor must be < 1.0"),
+    ({"backoff_factor": NAN}, AssertionError, "backoff factor must be < 1.0"),
+    ({"backoff_factor": 0.0}, ValueError, "backoff_factor: expected a finite number above 0"),
+    ({"backoff_factor": -0.5}, ValueError, "backoff_factor: expected a finite number above 0"),
+    ({"growth_interval": 0}, ValueError, "growth_interval: expected at least 1, got 0"),
+    ({"growth_interval": -3}, ValueError, "growth_interval: expected at least 1, got -3"),
+    ({"min_scale": 0.0}, ValueError, "min_scale: expected None or more than 0, got 0"),
+    ({"max_scale": -1.0}, ValueError, "max_scale: expected None or more than 0, got -1"),
+    ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "max_scale: expected at least min_scale"),
+    ({"min_scale": NAN}, ValueError, "min_scale: expected None or more than 0, got nan"),
+    ({"hysteresis": 0}, ValueError, "hysteresis: expected at least 1, got 0"),
+    ({"hysteresis_refill": "x"}, ValueError, "hysteresis_refill: expected .*, got '?x"),
+    ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips: expected .*at least 1"),
+    ({"history": -1}, ValueError, "history: expected at least 0, got -1"),
+]
+
+
+@EVERY_LANGUAGE
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"min_scale": 0.0}, ValueError, "min_scale: expected None or more than 0, got 0.0"),
-        ({"max_scale": -1.0}, ValueError, "max_scale: expected None or more than 0, got -1.0"),
-        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "max_scale: expected at least"),
-        ({"min_scale": math.nan}, ValueError, "min_scale"),
-        ({"hysteresis": 0}, ValueError, "hysteresis: expected at least 1, got 0"),
-        ({"hysteresis": True}, TypeError, "hysteresis: expected an int, got bool"),
-        ({"hysteresis": 1.5}, TypeError, "hysteresis: expected an int, got float"),
-        ({"hysteresis_refill": "x"}, ValueError, "hysteresis_refill: expected one of"),
-        ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips"),
-        ({"history": -1}, ValueError, "history: expected at least 0"),
-    ],
+    ("options", "error", "words"), SENSELESS, ids=[str(o) for o, *_ in SENSELESS]
 )
-def test_options_that_make_no_sense_are_refused(device, options, error, words):
-    with pytest.raises(error, match=words):
+def test_options_that_make_no_sense_are_refused(language, device, options, error, words):
+    error = language.misuse if error is AssertionError else error
+    with pytest.raises(error, match=f"(?i){words}"):
+        language.scaler(device, **options)
+
+
+WRONG_TYPES = [
+    ({"init_scale": True}, "init_scale: expected a number, got bool"),
+    ({"init_scale": "big"}, "init_scale: expected a number, got str"),
+    ({"backoff_factor": False}, "backoff_factor: expected a number, got bool"),
+    ({"growth_interval": True}, "growth_interval: expected an int, got bool"),
+    ({"growth_interval": 1.5}, "growth_interval: expected an int, got float"),
+    ({"growth_interval": 2000.0}, "growth_interval: expected an int, got float"),
+    ({"min_scale": "1"}, "min_scale: expected a number, got str"),
+    ({"hysteresis": True}, "hysteresis: expected an int, got bool"),
+    ({"hysteresis": 1.5}, "hysteresis: expected an int, got float"),
+    ({"dynamic": 1}, "dynamic: expected a bool, got int"),
+    ({"max_consecutive_skips": 1.5}, "max_consecutive_skips: expected an int, got float"),
+    ({"history": True}, "history: expected an int, got bool"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_TYPES, ids=[str(o) for o, _ in WRONG_TYPES])
+def test_options_of_another_type_are_refused(device, options, words):
+    with pytest.raises(TypeError, match=words):
         ampfuse.GradScaler(device.type, **options)
+
+
+def test_setters_refuse_what_the_constructor_would(device):
+    scaler = ampfuse.GradScaler(device.type)
+    before = scaler.state_dict()
+
+    with pytest.raises(AssertionError, match=r"growth factor must be > 1\.0"):
+        scaler.set_growth_factor(1.0)
+    with pytest.raises(ValueError, match="backoff_factor: expected a finite number above 0"):
+        scaler.set_backoff_factor(0.0)
+    with pytest.raises(TypeError, match="growth_interval: expected an int, got float"):
+        scaler.set_growth_interval(7.0)
+    with pytest.raises(ValueError, match="growth_interval: expected at least 1, got 0"):
+        scaler.set_growth_interval(0)
+
+    assert scaler.state_dict() == before
+
+
+@EVERY_LANGUAGE
+@pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF])
+def test_a_scale_that_makes_no_sense_is_not_set(language, device, new_scale):
+    run = Run(language, device)
+    run.scaler.scale(torch.ones((), device=device))
+
+    with pytest.raises(ValueError, match="new_scale: expected a finite number above 0"):
+        run.scaler.update(new_scale)
+
+    assert run.scaler.get_scale() == 64.0
 
 
 def test_options_are_keyword_only():

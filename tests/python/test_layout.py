@@ -18,9 +18,9 @@ MAY_INCLUDE = {
     "cuda": {"math", "ops"},
     "meta": {"ops"},
     "autograd": set(),
-    "optim": set(),  # the public functions
-    "amp": set(),  # likewise
-    "python": set(),
+    "optim": {"ops"},  # the public functions, and what these share
+    "amp": {"ops"},
+    "python": {"ops"},
 }
 
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")

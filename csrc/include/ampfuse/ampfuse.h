@@ -4,6 +4,7 @@
 #include <ampfuse/build_info.h>
 #include <ampfuse/clip_grad.h>
 #include <ampfuse/fused_adam.h>
+#include <ampfuse/grad_scaler.h>
 #include <ampfuse/multi_tensor_clip.h>
 #include <ampfuse/multi_tensor_norm.h>
 #include <ampfuse/multi_tensor_unscale.h>

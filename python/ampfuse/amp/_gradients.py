@@ -1,14 +1,14 @@
 """One read of an optimizer's gradients, wherever they are: unscaled, looked through, measured."""
 
-from dataclasses import dataclass
-from operator import is_
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse import _known_norm, ops
+from ampfuse import _C, ops
+from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest, spread_dimensions
 from ampfuse.optim._state import is_sharded, local
 
@@ -19,7 +19,23 @@ class DeviceGradients:
 
     params: list[Tensor]
     grads: list[Tensor]
-    meshes: dict[tuple[Any, int], None]  # mesh dimensions over which gradients are spread
+
+
+@dataclass
+class Gradients:
+    """All of an optimizer's."""
+
+    on: dict[torch.device, DeviceGradients] = field(default_factory=dict)
+    meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
+    """Mesh dimensions over which some are spread."""
+    are_whole: bool = True
+    """Whether the kernels get all elements of all, and nothing else."""
+
+    def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Some more."""
+        part = self.on.setdefault(device, DeviceGradients([], []))
+        part.params += params
+        part.grads += grads
 
 
 @dataclass
@@ -28,20 +44,25 @@ class Inspection:
 
     params: list[Tensor]
     norms: list[Tensor]  # of the parameters' gradients, one tensor per device
-    total_norms: list[Tensor]  # one per device
-    is_whole: bool  # whether this process has all elements of all gradients
+    total_norms: list[Tensor]  # one per device, of what this process has
+    are_whole: bool
     is_scaled: bool = False  # whether the norms are of gradients that are scaled still
 
+    @property
+    def total_norm(self) -> Tensor | None:
+        """Of all gradients, if this process has them all, on one device."""
+        return self.total_norms[0] if self.are_whole and len(self.total_norms) == 1 else None
 
-def gather(optimizer: Optimizer, allow_fp16: bool) -> dict[torch.device, DeviceGradients]:
+
+def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
     """The gradients of all groups."""
-    found: dict[torch.device, DeviceGradients] = {}
+    found = Gradients()
     for group_index, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if not isinstance(param, Tensor):
-                raise AssertionError(f"expected param to be torch.Tensor, got {type(param)}")
-            if param.grad is None:
-                continue
+        ordinary, others = _C.ordinary_grads(group["params"], allow_fp16)
+        for of_device in ordinary:
+            found.add(*of_device)
+        for index in others:
+            param = group["params"][index]
             if param.grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError(
                     "Attempting to unscale FP16 gradients. Parameter "
@@ -50,13 +71,12 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> dict[torch.device, DeviceG
                     "the scaler with allow_fp16_grads=True for an optimizer that has masters"
                 )
             grad = dense_part(param)
-            part = found.setdefault(grad.device, DeviceGradients([], [], {}))
-            part.params.append(param)
-            part.grads.append(grad)
+            found.add(grad.device, [param], [grad])
+            found.are_whole &= grad is param.grad
             if is_sharded(param.grad):
-                sharded: Any = param.grad
-                spread = spread_dimensions(sharded.placements)
-                part.meshes |= {(sharded.device_mesh, i): None for i in spread}
+                mesh = param.grad.device_mesh
+                spread = spread_dimensions(param.grad.placements)
+                found.meshes |= {(mesh, dimension): None for dimension in spread}
     return found
 
 
@@ -73,33 +93,29 @@ def dense_part(param: Tensor) -> Tensor:
 
 
 def inspect(
-    gradients: dict[torch.device, DeviceGradients],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    process_group: Any,
+    gradients: Gradients, inv_scale: Tensor, found_inf: Tensor, process_group: Any
 ) -> tuple[dict[torch.device, Tensor], Inspection]:
     """Multiply by `inv_scale`, and tell per device whether a result is not finite.
 
     At an `inv_scale` of 1 nothing is written.
     """
     flags: dict[torch.device, Tensor] = {}
+    params: list[Tensor] = []
     norms, total_norms = [], []
-    meshes: dict[tuple[Any, int], None] = {}
-    for device, part in gradients.items():
-        flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-        inverse = inv_scale.to(device, non_blocking=True)
-        result = ops.multi_tensor_unscale_norm(part.grads, flags[device], inverse)
+    for device, part in gradients.on.items():
+        flags[device] = on_device(found_inf, device).clone()
+        result = ops.multi_tensor_unscale_norm(
+            part.grads, flags[device], on_device(inv_scale, device)
+        )
+        params += part.params
         norms.append(result.norms)
         total_norms.append(result.total_norm)
-        meshes |= part.meshes
-    if meshes or process_group is not None:
-        flags = {found_inf.device: shared(found_inf, flags, meshes, process_group)}
-    params = [param for part in gradients.values() for param in part.params]
-    grads = [grad for part in gradients.values() for grad in part.grads]
-    is_whole = not meshes and all(map(is_, (param.grad for param in params), grads))
-    if is_whole and len(total_norms) == 1:
-        _known_norm.remember(grads, total_norms[0])
-    return flags, Inspection(params, norms, total_norms, is_whole)
+    if gradients.meshes or process_group is not None:
+        flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
+    inspection = Inspection(params, norms, total_norms, gradients.are_whole)
+    if inspection.total_norm is not None:
+        _C.remember_norm(part.grads, inspection.total_norm)
+    return flags, inspection
 
 
 def shared(

@@ -1,14 +1,68 @@
-"""The options of a scaler that say how its scale moves, beyond torch's."""
+"""The numbers that say how a scale moves, checked: so that a scaler is refused, not its updates."""
 
+import math
+import numbers
+import operator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from torch import Tensor
 
 REFILLS = ("growth", "clean_step", "consecutive")
 
 
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    number = real(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
+    return number
+
+
+def real(name: str, value: Any) -> float:
+    """A number; a tensor of one, as some save it, is one, too."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def count(name: str, value: Any, least: int) -> int:
+    """A whole number, so many at least."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return number
+
+
+def growth_factor(value: Any) -> float:
+    """As torch checks it, and finite."""
+    if not real("growth_factor", value) > 1:
+        raise AssertionError("The growth factor must be > 1.0.")
+    return positive("growth_factor", value)
+
+
+def backoff_factor(value: Any) -> float:
+    """As torch checks it, and above 0."""
+    if not real("backoff_factor", value) < 1:
+        raise AssertionError("The backoff factor must be < 1.0.")
+    return positive("backoff_factor", value)
+
+
+def growth_interval(value: Any) -> int:
+    """Of steps."""
+    return count("growth_interval", value, least=1)
+
+
 @dataclass
 class Policy:
-    """Checked here, so that a scaler is refused and not its first update."""
+    """What torch has no arguments for."""
 
     min_scale: float | None
     max_scale: float | None
@@ -19,18 +73,17 @@ class Policy:
     def __post_init__(self) -> None:
         low, high = self.min_scale, self.max_scale
         for name, limit in (("min_scale", low), ("max_scale", high)):
-            if limit is not None and not limit > 0:
+            if limit is not None and not real(name, limit) > 0:
                 raise ValueError(f"{name}: expected None or more than 0, got {limit}")
         if low is not None and high is not None and low > high:
             raise ValueError(f"max_scale: expected at least min_scale, got {high} and {low}")
-        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
-            raise TypeError(f"hysteresis: expected an int, got {type(self.hysteresis).__name__}")
-        if self.hysteresis < 1:
-            raise ValueError(f"hysteresis: expected at least 1, got {self.hysteresis}")
+        count("hysteresis", self.hysteresis, least=1)
         if self.hysteresis_refill not in REFILLS:
             raise ValueError(
                 f"hysteresis_refill: expected one of {REFILLS}, got {self.hysteresis_refill!r}"
             )
+        if not isinstance(self.dynamic, bool):
+            raise TypeError(f"dynamic: expected a bool, got {type(self.dynamic).__name__}")
 
     def as_options(self) -> dict[str, Any]:
         """As the op and state dictionaries have them."""

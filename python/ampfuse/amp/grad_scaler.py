@@ -1,6 +1,6 @@
 """GradScaler: torch's, without host waits, with limits, hysteresis, and a memory."""
 
-import inspect
+import copy
 from typing import Any
 
 import torch
@@ -9,11 +9,13 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import ops
-from ampfuse.amp._gradients import Inspection, gather
-from ampfuse.amp._gradients import inspect as inspect_gradients
+from ampfuse.amp import _policy
+from ampfuse.amp._gradients import Inspection, gather, inspect
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
 from ampfuse.amp._policy import Policy
-from ampfuse.optim import Adam
+from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
+from ampfuse.amp._tensor_step import step_with_tensors, takes_tensors, wants_the_scaler
+from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest
 
 
@@ -94,18 +96,18 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         )
         if not self._enabled:
             return
+        self._init_scale = _policy.positive("init_scale", init_scale)
+        self.set_growth_factor(growth_factor)
+        self.set_backoff_factor(backoff_factor)
+        self.set_growth_interval(growth_interval)
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
-        if max_consecutive_skips is not None and not max_consecutive_skips >= 1:
-            raise ValueError(
-                f"max_consecutive_skips: expected None or at least 1, got {max_consecutive_skips}"
-            )
-        if not history >= 0:
-            raise ValueError(f"history: expected at least 0, got {history}")
+        if max_consecutive_skips is not None:
+            _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
         self.max_consecutive_skips = max_consecutive_skips
         self.process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
         self._allow_no_grads = allow_no_grads
-        self._memory = Memory([hysteresis, 0, 0], history)
+        self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
         self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
 
     # --- gradients ------------------------------------------------------------------------------
@@ -120,9 +122,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         """As torch's hook of this name; also takes norms, which cost nothing more."""
         with torch.no_grad():
             gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
-            flags, inspection = inspect_gradients(
-                gradients, inv_scale, found_inf, self.process_group
-            )
+            flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group)
         self._inspections[id(optimizer)] = inspection
         return flags
 
@@ -139,19 +139,19 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        takes_tensors = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if takes_tensors and wants_the_scaler(optimizer):
+        skips_itself = takes_tensors(optimizer)
+        if skips_itself and wants_the_scaler(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if state["stage"] is OptState.READY:
-            if takes_tensors:
+            if skips_itself:
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
         if not state["found_inf_per_device"]:  # no gradients
-            if not (takes_tensors or self._allow_no_grads):
+            if not (skips_itself or self._allow_no_grads):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = optimizer.step(*args, **kwargs)
-        elif takes_tensors:
+        elif skips_itself:
             result = self._step_with_tensors(optimizer, state, args, kwargs)
         else:
             self._note_step(optimizer, state)
@@ -163,43 +163,19 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: Any
     ) -> Any:
         """The step of an optimizer that takes scale and flag as attributes for its duration."""
-        users_own = getattr(optimizer, "grad_scale", None)
-        if state["stage"] is OptState.UNSCALED:
-            optimizer.grad_scale = users_own
-        else:
-            optimizer.grad_scale = self._scale if users_own is None else self._scale * users_own
-        optimizer.found_inf = self._note_step(optimizer, state)
-        norm = self._norm_of(optimizer, state["stage"], users_own)
-        try:
-            if norm is not None:
-                optimizer.known_norm = norm
-            return optimizer.step(*args, **kwargs)
-        finally:
-            for name in ("grad_scale", "found_inf", "known_norm"):
-                optimizer.__dict__.pop(name, None)
-
-    def _norm_of(self, optimizer: Any, stage: OptState, users_own: Any) -> Tensor | None:
-        """The norm that our own optimizers clip by, if the check before the step told it.
-
-        After `unscale_` somebody may have changed the gradients.
-        """
+        found_inf = self._note_step(optimizer, state)
+        if state["stage"] is OptState.UNSCALED:  # and perhaps changed since
+            return step_with_tensors(optimizer, None, found_inf, None, args, kwargs)
         inspection = self._inspections.get(id(optimizer))
-        known = (
-            isinstance(optimizer, Adam)
-            and stage is OptState.READY
-            and users_own is None
-            and inspection is not None
-            and inspection.is_whole
-            and len(inspection.total_norms) == 1
-            and self.process_group is None
-        )
-        return inspection.total_norms[0] if known and inspection is not None else None
+        # Of processes that skip together each has seen a part.
+        norm = inspection.total_norm if inspection and self.process_group is None else None
+        return step_with_tensors(optimizer, self._scale, found_inf, norm, args, kwargs)
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
         """Remember what the step's fate is: the flag, where the scale is."""
         assert self._scale is not None
-        flags = [flag.to(self._scale.device) for flag in state["found_inf_per_device"].values()]
-        found_inf = largest(flags)
+        flags = state["found_inf_per_device"].values()
+        found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
         inspection = self._inspections.get(id(optimizer))
         if inspection is not None:
             inspection.is_scaled = state["stage"] is OptState.READY
@@ -223,11 +199,13 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         if new_scale is not None:
             if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
-            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+            if not isinstance(new_scale, Tensor):
+                new_scale = _policy.positive("new_scale", new_scale)
+            super().update(new_scale)
             self._inspections.clear()
             return
         found_infs = [
-            flag.to(scale.device, non_blocking=True)
+            on_device(flag, scale.device)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
@@ -251,12 +229,24 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         self._inspections.clear()
         self._raise_if_collapsed()
 
+    def set_growth_factor(self, new_factor: float) -> None:
+        """What the scale is multiplied by after `growth_interval` steps: more than 1."""
+        self._growth_factor = _policy.growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """What the scale is multiplied by after an overflow: between 0 and 1."""
+        self._backoff_factor = _policy.backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """After how many steps without overflow the scale grows."""
+        self._growth_interval = _policy.growth_interval(new_interval)
+
     def _unscaled_norm(self, scale: Tensor) -> Tensor | None:
         """Of the gradients of all optimizers, as the checks before their steps told it."""
         norms = []
         for inspection in self._inspections.values():
             for norm in inspection.total_norms:
-                norm = norm.to(scale.device, torch.float32, non_blocking=True)
+                norm = on_device(norm, scale.device).float()
                 norms.append(norm / scale if inspection.is_scaled else norm)
         return ops.multi_tensor_norm(norms).total_norm if norms else None
 
@@ -312,23 +302,20 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         """
         if not self._enabled:
             return {}
-        hysteresis, skips, updates = self._memory.counts()
-        own = {"_hysteresis_tracker": hysteresis, "_consecutive_skips": skips, "_updates": updates}
+        own = dict(zip(COUNTERS, self._memory.counts(), strict=True))
         return {**super().state_dict(), **self._policy.as_options(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or torch's saved; what torch's has no entry for stays as it is."""
+        """Load what this class or torch's saved; what torch's has no entry for stays as it is.
+
+        Nothing is loaded where an entry of torch's is missing or one makes no sense.
+        """
+        torchs = state_dict
         if self._enabled and state_dict:
-            self._policy = self._policy.updated(state_dict)
-            hysteresis, skips, updates = self._memory.counts()
-            self._memory.set_counts(
-                [
-                    state_dict.get("_hysteresis_tracker", hysteresis),
-                    state_dict.get("_consecutive_skips", skips),
-                    state_dict.get("_updates", updates),
-                ]
-            )
-        super().load_state_dict(state_dict)
+            state = loaded(state_dict, self._policy, self._memory.counts())
+            self._policy, torchs = state.policy, state.torchs
+            self._memory.set_counts(state.counts)
+        super().load_state_dict(torchs)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy, between updates: tensors are made anew where they are used."""
@@ -338,9 +325,15 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             state["_inspections"] = {}
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickle and deepcopy."""
+        check_pickled(state)
+        super().__setstate__(state)
 
-def wants_the_scaler(optimizer: Any) -> bool:
-    """Whether a step takes the scaler itself, as torch once had it."""
-    if isinstance(optimizer, Adam):
-        return False
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
+        """Another one for the same processes."""
+        if self._enabled:
+            memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied

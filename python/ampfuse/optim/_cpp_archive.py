@@ -5,17 +5,12 @@ parameter and `param_groups` one for each group, which names its parameters' mod
 options in another. C++'s counts and names have slashes in them: "params/size", "params/0".
 """
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from os import PathLike
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module
 
-File = str | PathLike[str] | IO[bytes]
+from ampfuse._cpp_archive import File, archive, read_archive, write_archive
 
 _TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 _OPTIONS: dict[
@@ -46,41 +41,32 @@ def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
     ...     ampfuse.load_cpp_optimizer_state(file.name)["param_groups"][0]["lr"]
     0.25
     """
-    with _torchscript():
-        archive = torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
+    saved = read_archive(file)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     params = 0
-    for of_group in _list(archive.param_groups, "param_groups"):
+    for of_group in _list(saved.param_groups, "param_groups"):
         keys = _list(of_group, "params")
         for param, key in enumerate(keys, start=params):
-            if hasattr(archive.state, key):
-                states[param] = _state(getattr(archive.state, key))
+            if hasattr(saved.state, key):
+                states[param] = _state(getattr(saved.state, key))
         options = {name: getattr(of_group.options, name) for name in _of(of_group.options)}
         groups.append({**options, "params": list(range(params, params + len(keys)))})
         params += len(keys)
     return {"state": states, "param_groups": groups}
 
 
-@contextmanager
-def _torchscript() -> Iterator[None]:
-    """Deprecated in Python, but what torch's C++ archives are made of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
-
-
-def _list(archive: Any, name: str) -> list[Any]:
-    return [getattr(archive, f"{name}/{i}") for i in range(int(getattr(archive, f"{name}/size")))]
+def _list(module: Any, name: str) -> list[Any]:
+    return [getattr(module, f"{name}/{i}") for i in range(int(getattr(module, f"{name}/size")))]
 
 
 def _of(options: Any) -> list[str]:
     return [name for name in _OPTIONS if hasattr(options, name)]
 
 
-def _state(archive: Any) -> dict[str, Any]:
-    tensors = {name: getattr(archive, name) for name in _TENSORS if hasattr(archive, name)}
-    return {"step": torch.tensor(float(archive.step)), **tensors}
+def _state(module: Any) -> dict[str, Any]:
+    tensors = {name: getattr(module, name) for name in _TENSORS if hasattr(module, name)}
+    return {"step": torch.tensor(float(module.step)), **tensors}
 
 
 def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
@@ -92,39 +78,26 @@ def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
     states = {}
     for param, state in state_dict["state"].items():
         tensors = {name: state[name] for name in _TENSORS if name in state}
-        states[str(param)] = _archive({"step": int(state["step"]), **tensors})
+        states[str(param)] = archive({"step": int(state["step"]), **tensors})
     groups = [
-        _archive(
+        archive(
             {
                 **_numbered("params", [str(param) for param in group["params"]]),
-                "options": _archive(
+                "options": archive(
                     {name: to(group[name]) for name, to in _OPTIONS.items() if name in group}
                 ),
             }
         )
         for group in state_dict["param_groups"]
     ]
-    archive = _archive(
-        {
-            "pytorch_version": "1.5.0",  # of the layout
-            "state": _archive(states),
-            "param_groups": _archive(_numbered("param_groups", groups)),
-        }
-    )
-    with _torchscript():
-        torch.jit.save(torch.jit.script(archive), file)
+    content = {
+        "pytorch_version": "1.5.0",  # of the layout
+        "state": archive(states),
+        "param_groups": archive(_numbered("param_groups", groups)),
+    }
+    write_archive(content, file)
 
 
 def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
     items = {f"{name}/{i}": value for i, value in enumerate(values)}
     return {f"{name}/size": torch.tensor(len(values)), **items}
-
-
-def _archive(content: dict[str, Any]) -> Module:
-    module = Module()
-    for name, value in content.items():
-        if isinstance(value, Tensor):
-            module.register_buffer(name, value.detach().cpu())
-        else:
-            setattr(module, name, value)
-    return module

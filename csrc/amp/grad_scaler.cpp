@@ -1,0 +1,260 @@
+#include <ampfuse/grad_scaler.h>
+
+#include <ATen/Context.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ampfuse/optim.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/lbfgs.h>
+
+#include <cmath>
+
+#include "../ops/device_scalars.h"
+#include "scale_policy.h"
+#include "scaler_state.h"
+
+namespace ampfuse {
+
+namespace {
+
+using amp::Inspection;
+using amp::OptimizerState;
+using amp::ScalerState;
+using amp::Stage;
+
+// Where the scale is if nobody has shown a tensor yet.
+at::Device first_device(const GradScalerOptions& options) {
+  return options.device().value_or(at::hasCUDA() ? at::kCUDA : at::kCPU);
+}
+
+void check_has_scale(const ScalerState& state, const char* what) {
+  TORCH_CHECK(state.scale.defined(), "Attempted ", what,
+              " but _scale is None.  This may indicate your script did not use "
+              "scaler.scale(loss or outputs) earlier in the iteration.");
+}
+
+void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
+  constexpr const char* refusal =
+      "Closure use is not currently supported if GradScaler is enabled.";
+  TORCH_CHECK(!has_closure, refusal);
+  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr, refusal,
+              " LBFGS needs one: train without a scaler, in bfloat16 or float");
+}
+
+void unscale(ScalerState& state, OptimizerState& of_optimizer) {
+  // The reciprocal in double, rounded once, as torch's.
+  const at::Tensor inv_scale = state.scale.to(at::kDouble).reciprocal().to(at::kFloat);
+  of_optimizer.inspection =
+      amp::inspect(*of_optimizer.optimizer, inv_scale, state.options.allow_fp16_grads(),
+                   state.options.process_group());
+  of_optimizer.stage = Stage::kUnscaled;
+}
+
+void look_at_scaled(ScalerState& state, OptimizerState& of_optimizer) {
+  of_optimizer.inspection = amp::inspect(*of_optimizer.optimizer, at::ones_like(state.scale),
+                                         /*allow_fp16=*/true, state.options.process_group());
+  of_optimizer.inspection.is_scaled = true;
+}
+
+// The step of an optimizer that takes scale and flag as tensors, for its duration.
+at::Tensor step_with_tensors(Adam& optimizer, const ScalerState& state,
+                             const OptimizerState& of_optimizer, const at::Tensor& found_inf) {
+  struct Reset {
+    Adam& optimizer;
+    ~Reset() {
+      optimizer.grad_scale.reset();
+      optimizer.found_inf.reset();
+      optimizer.known_norm.reset();
+    }
+  } const reset{optimizer};
+  const Inspection& inspection = of_optimizer.inspection;
+  // After unscale_() somebody may have changed the gradients.
+  if (inspection.is_scaled && !optimizer.grad_scale && inspection.total_norms.size() == 1 &&
+      !state.options.process_group()) {
+    optimizer.known_norm = inspection.total_norms[0];
+  }
+  if (inspection.is_scaled) {
+    const auto& users_own = optimizer.grad_scale;
+    optimizer.grad_scale =
+        users_own ? state.scale * on_device(*users_own, state.scale.device()) : state.scale;
+  }
+  optimizer.found_inf = found_inf;
+  return optimizer.step();
+}
+
+void raise_if_collapsed(ScalerState& state) {
+  const auto limit = state.options.max_consecutive_skips();
+  if (!limit) return;
+  const int64_t skips = state.memory.skips_in_a_row();
+  if (skips < *limit) return;
+  throw ScaleCollapseError(c10::str(skips, " steps in a row were skipped, of at most ", *limit,
+                                    ": the gradients are not finite at any scale that was tried. "
+                                    "GradScaler::overflow_report(model) names the parameters"));
+}
+
+}  // namespace
+
+GradScaler::GradScaler(GradScalerOptions options)
+    : state_(std::make_unique<ScalerState>(std::move(options))) {}
+GradScaler::~GradScaler() = default;
+GradScaler::GradScaler(GradScaler&&) noexcept = default;
+GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
+
+bool GradScaler::is_enabled() const {
+  return state_->enabled;
+}
+
+const GradScalerOptions& GradScaler::options() const {
+  return state_->options;
+}
+
+GradScalerOptions& GradScaler::options() {
+  return state_->options;
+}
+
+// --- losses and gradients
+// ---------------------------------------------------------------------------
+
+at::Tensor GradScaler::scale(const at::Tensor& outputs) {
+  if (!is_enabled()) return outputs;
+  return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
+}
+
+std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
+  std::vector<at::Tensor> scaled;
+  for (const at::Tensor& output : outputs) scaled.push_back(scale(output));
+  return scaled;
+}
+
+void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  if (!is_enabled()) return;
+  check_has_scale(*state_, "unscale_");
+  OptimizerState& of_optimizer = state_->of(optimizer);
+  TORCH_CHECK(of_optimizer.stage != Stage::kUnscaled,
+              "unscale_() has already been called on this optimizer since the last update().");
+  TORCH_CHECK(of_optimizer.stage != Stage::kStepped, "unscale_() is being called after step().");
+  unscale(*state_, of_optimizer);
+}
+
+at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
+                            torch::optim::Optimizer::LossClosure closure) {
+  if (!is_enabled()) return optimizer.step(std::move(closure));
+  check_closure(optimizer, closure != nullptr);
+  check_has_scale(*state_, "step");
+  OptimizerState& of_optimizer = state_->of(optimizer);
+  TORCH_CHECK(of_optimizer.stage != Stage::kStepped,
+              "step() has already been called since the last update().");
+  auto* const takes_tensors = dynamic_cast<Adam*>(&optimizer);
+  if (of_optimizer.stage == Stage::kReady) {
+    if (takes_tensors) {
+      look_at_scaled(*state_, of_optimizer);
+    } else {
+      unscale(*state_, of_optimizer);
+    }
+  }
+  at::Tensor loss;
+  if (of_optimizer.inspection.found_infs.empty()) {  // no gradients
+    TORCH_CHECK(takes_tensors || state_->options.allow_no_grads(),
+                "No inf checks were recorded for this optimizer.");
+    loss = optimizer.step();
+  } else {
+    const at::Tensor found_inf =
+        largest(of_optimizer.inspection.found_infs, state_->scale.device());
+    state_->memory.note_step(found_inf, of_optimizer.inspection);
+    if (takes_tensors) {
+      loss = step_with_tensors(*takes_tensors, *state_, of_optimizer, found_inf);
+    } else if (found_inf.item<float>() == 0) {  // the one place that waits
+      loss = optimizer.step();
+    }
+  }
+  of_optimizer.stage = Stage::kStepped;
+  return loss;
+}
+
+// --- the scale
+// --------------------------------------------------------------------------------------
+
+void GradScaler::update() {
+  if (!is_enabled()) return;
+  check_has_scale(*state_, "update");
+  amp::check_options(state_->options);
+  const c10::NoGradGuard no_grad;
+  const at::Device device = state_->scale.device();
+  std::vector<at::Tensor> found_infs;
+  for (const OptimizerState& of_optimizer : state_->optimizers) {
+    for (const at::Tensor& flag : of_optimizer.inspection.found_infs) {
+      found_infs.push_back(on_device(flag, device));
+    }
+  }
+  TORCH_CHECK(!found_infs.empty() || state_->options.allow_no_grads(),
+              "No inf checks were recorded prior to update.");
+  if (!found_infs.empty()) {
+    UpdateScaleOptions policy = amp::update_options(state_->options);
+    const at::Tensor& counters = state_->memory.counters(device);
+    const auto& history = state_->memory.history();
+    if (history) policy.norm = state_->unscaled_norm();
+    update_scale({state_->scale, state_->growth_tracker, counters, history}, found_infs, policy);
+  }
+  state_->optimizers.clear();
+  raise_if_collapsed(*state_);
+}
+
+void GradScaler::update(double new_scale) {
+  if (!is_enabled()) return;
+  check_has_scale(*state_, "update");
+  TORCH_CHECK_VALUE(new_scale > 0 && std::isfinite(new_scale),
+                    "new_scale: expected a finite number above 0, got ", new_scale);
+  state_->scale.fill_(new_scale);
+  state_->optimizers.clear();
+}
+
+void GradScaler::update(const at::Tensor& new_scale) {
+  if (!is_enabled()) return;
+  check_has_scale(*state_, "update");
+  TORCH_CHECK(new_scale.numel() == 1 && !new_scale.requires_grad(),
+              "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+              "torch.FloatTensor with requires_grad=False.");
+  state_->scale.copy_(new_scale.reshape({}));
+  state_->optimizers.clear();
+}
+
+double GradScaler::get_scale() const {
+  return is_enabled() ? state_->host_scale() : 1;
+}
+
+at::Tensor GradScaler::scale_tensor() {
+  const at::Device device = first_device(state_->options);
+  return is_enabled() ? state_->scale_on(device) : at::ones({}, at::TensorOptions(at::kFloat));
+}
+
+// --- what happened
+// ----------------------------------------------------------------------------------
+
+at::Tensor GradScaler::step_skipped() const {
+  return state_->memory.step_skipped();
+}
+
+bool GradScaler::was_skipped() {
+  return state_->memory.was_skipped();
+}
+
+std::vector<ScaleRecord> GradScaler::history() const {
+  return state_->memory.records();
+}
+
+std::vector<std::string> GradScaler::overflow_report(const torch::nn::Module& model) const {
+  return overflow_report(model.named_parameters());
+}
+
+std::vector<std::string> GradScaler::overflow_report(
+    const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const {
+  std::vector<std::string> names;
+  for (const at::Tensor& offender : state_->memory.offenders()) {
+    for (const auto& named : named_parameters) {
+      if (named.value().is_same(offender)) names.push_back(named.key());
+    }
+  }
+  return names;
+}
+
+}  // namespace ampfuse

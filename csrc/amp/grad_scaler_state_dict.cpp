@@ -1,0 +1,158 @@
+// A scaler's state as numbers and words: in a dictionary, whose keys are Python's, and in archives,
+// which hold the same.
+#include <ampfuse/grad_scaler.h>
+#include <torch/serialize/archive.h>
+
+#include <cmath>
+
+#include "scale_policy.h"
+#include "scaler_state.h"
+
+namespace ampfuse {
+
+namespace {
+
+using StateDict = c10::impl::GenericDict;
+
+StateDict empty_state_dict() {
+  return StateDict(c10::StringType::get(), c10::AnyType::get());
+}
+
+constexpr auto kKeys = {"scale",           "growth_factor",       "backoff_factor",
+                        "growth_interval", "_growth_tracker",     "min_scale",
+                        "max_scale",       "hysteresis",          "hysteresis_refill",
+                        "dynamic",         "_hysteresis_tracker", "_consecutive_skips",
+                        "_updates"};
+
+void refuse(const char* key, const char* expected, const at::IValue& got) {
+  TORCH_CHECK_VALUE(false, "GradScaler's state: ", key, ": expected ", expected, ", got ", got);
+}
+
+double number(const char* key, const at::IValue& value) {
+  if (!value.isInt() && !value.isDouble()) refuse(key, "a number", value);
+  return value.toScalar().toDouble();
+}
+
+int64_t count(const char* key, const at::IValue& value) {
+  if (!value.isInt() || value.toInt() < 0) refuse(key, "a whole number, at least 0", value);
+  return value.toInt();
+}
+
+// Reads entries, by their type; those of torch's must be there, ours may be missing.
+class Reader {
+ public:
+  explicit Reader(const StateDict& entries) : entries_(entries) {}
+
+  at::IValue torchs(const char* key) const {
+    const auto found = entries_.find(key);
+    TORCH_CHECK_VALUE(found != entries_.end(), "GradScaler's state: expected an entry \"", key,
+                      "\", got none");
+    return found->value();
+  }
+
+  template <typename Take>
+  void ours(const char* key, const Take& take) const {
+    const auto found = entries_.find(key);
+    if (found != entries_.end()) take(key, found->value());
+  }
+
+ private:
+  const StateDict& entries_;
+};
+
+std::optional<double> limit(const char* key, const at::IValue& value) {
+  if (value.isNone()) return std::nullopt;
+  return number(key, value);
+}
+
+GradScalerOptions loaded_options(GradScalerOptions options, const Reader& state) {
+  options.growth_factor(number("growth_factor", state.torchs("growth_factor")));
+  options.backoff_factor(number("backoff_factor", state.torchs("backoff_factor")));
+  options.growth_interval(count("growth_interval", state.torchs("growth_interval")));
+  state.ours("min_scale", [&](auto key, auto& value) { options.min_scale(limit(key, value)); });
+  state.ours("max_scale", [&](auto key, auto& value) { options.max_scale(limit(key, value)); });
+  state.ours("hysteresis", [&](auto key, auto& value) { options.hysteresis(count(key, value)); });
+  state.ours("hysteresis_refill", [&](auto key, auto& value) {
+    if (!value.isString()) refuse(key, "a word", value);
+    options.hysteresis_refill(value.toStringRef());
+  });
+  state.ours("dynamic", [&](auto key, auto& value) {
+    if (!value.isBool()) refuse(key, "true or false", value);
+    options.dynamic(value.toBool());
+  });
+  amp::check_options(options);
+  return options;
+}
+
+}  // namespace
+
+StateDict GradScaler::state_dict() const {
+  StateDict entries = empty_state_dict();
+  if (!is_enabled()) return entries;
+  const GradScalerOptions& options = state_->options;
+  const auto [hysteresis, skips, updates] = state_->memory.counts();
+  entries.insert("scale", state_->host_scale());
+  entries.insert("growth_factor", options.growth_factor());
+  entries.insert("backoff_factor", options.backoff_factor());
+  entries.insert("growth_interval", options.growth_interval());
+  entries.insert("_growth_tracker", state_->host_growth_tracker());
+  entries.insert("min_scale", options.min_scale());
+  entries.insert("max_scale", options.max_scale());
+  entries.insert("hysteresis", options.hysteresis());
+  entries.insert("hysteresis_refill", options.hysteresis_refill());
+  entries.insert("dynamic", options.dynamic());
+  entries.insert("_hysteresis_tracker", hysteresis);
+  entries.insert("_consecutive_skips", skips);
+  entries.insert("_updates", updates);
+  return entries;
+}
+
+void GradScaler::load_state_dict(const StateDict& entries) {
+  if (!is_enabled()) return;
+  TORCH_CHECK(!entries.empty(),
+              "The source state dict is empty, possibly because it was saved from a disabled "
+              "instance of GradScaler.");
+  const Reader state(entries);
+  const GradScalerOptions options = loaded_options(state_->options, state);
+  const double scale = number("scale", state.torchs("scale"));
+  if (!(scale >= 0 && std::isfinite(scale))) {
+    refuse("scale", "a finite number, at least 0", scale);
+  }
+  const int64_t growth_tracker = count("_growth_tracker", state.torchs("_growth_tracker"));
+  amp::ScaleMemory::Counts counts = state_->memory.counts();
+  auto* const next = counts.data();
+  state.ours("_hysteresis_tracker", [&](auto key, auto& value) { next[0] = count(key, value); });
+  state.ours("_consecutive_skips", [&](auto key, auto& value) { next[1] = count(key, value); });
+  state.ours("_updates", [&](auto key, auto& value) { next[2] = count(key, value); });
+
+  state_->options = options;
+  state_->set_scale(scale, growth_tracker);
+  state_->memory.set_counts(counts);
+}
+
+void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  for (const auto& entry : state_dict()) archive.write(entry.key().toStringRef(), entry.value());
+}
+
+void GradScaler::load(torch::serialize::InputArchive& archive) {
+  StateDict entries = empty_state_dict();
+  for (const char* key : kKeys) {
+    at::IValue value;
+    if (archive.try_read(key, value)) entries.insert(key, value);
+  }
+  load_state_dict(entries);
+}
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const GradScaler& scaler) {
+  scaler.save(archive);
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           GradScaler& scaler) {
+  scaler.load(archive);
+  return archive;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,95 @@
+#include "gradients.h"
+
+#include <ATen/ops/zeros.h>
+#include <ampfuse/multi_tensor_unscale.h>
+#include <c10/core/GradMode.h>
+
+#include "../ops/device_scalars.h"
+#include "../ops/known_norm.h"
+
+namespace ampfuse::amp {
+
+namespace {
+
+struct DeviceGradients {
+  at::Device device;
+  std::vector<at::Tensor> params;
+  std::vector<at::Tensor> grads;
+};
+
+// What of a gradient is to be unscaled.
+at::Tensor dense_part(const at::Tensor& param) {
+  if (!param.grad().is_sparse()) return param.grad();
+  // Duplicates may overflow only when they are added up, most likely in half.
+  if (param.grad().scalar_type() == at::kHalf) param.mutable_grad() = param.grad().coalesce();
+  return param.grad()._values();
+}
+
+// In order of appearance.
+DeviceGradients& part_for(std::vector<DeviceGradients>& all, at::Device device) {
+  for (DeviceGradients& part : all) {
+    if (part.device == device) return part;
+  }
+  all.push_back({device, {}, {}});
+  return all.back();
+}
+
+std::vector<DeviceGradients> gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
+  std::vector<DeviceGradients> all;
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    const std::vector<at::Tensor>& params = groups[group].params();
+    for (size_t place = 0; place < params.size(); ++place) {
+      const at::Tensor& param = params[place];
+      if (!param.grad().defined()) continue;
+      TORCH_CHECK_VALUE(allow_fp16 || param.grad().scalar_type() != at::kHalf,
+                        "Attempting to unscale FP16 gradients. Parameter ", place, " of group ",
+                        group, " is ", param.scalar_type(), " of shape ", param.sizes(),
+                        ": keep parameters in float under autocast, or set allow_fp16_grads for "
+                        "an optimizer that has masters");
+      const at::Tensor grad = dense_part(param);
+      DeviceGradients& part = part_for(all, grad.device());
+      part.params.push_back(param);
+      part.grads.push_back(grad);
+    }
+  }
+  return all;
+}
+
+// One flag for all processes, also those that have no gradients here: all skip, or none.
+at::Tensor shared(const std::vector<at::Tensor>& flags, at::Device device,
+                  c10d::ProcessGroup& process_group) {
+  std::vector<at::Tensor> flag = {flags.empty()
+                                      ? at::zeros({}, at::TensorOptions(device).dtype(at::kFloat))
+                                      : largest(flags, device).clone()};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  process_group.allreduce(flag, options)->wait();
+  return flag[0];
+}
+
+}  // namespace
+
+Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& inv_scale,
+                   bool allow_fp16, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+  const c10::NoGradGuard no_grad;
+  Inspection inspection;
+  const std::vector<DeviceGradients> all = gather(optimizer, allow_fp16);
+  for (const DeviceGradients& part : all) {
+    const auto floats = at::TensorOptions(part.device).dtype(at::kFloat);
+    const at::Tensor found_inf = at::zeros({}, floats);
+    const UnscaledNorm result =
+        multi_tensor_unscale_norm(part.grads, found_inf, on_device(inv_scale, part.device));
+    inspection.params.insert(inspection.params.end(), part.params.begin(), part.params.end());
+    inspection.norms.push_back(result.norms);
+    inspection.total_norms.push_back(result.total_norm);
+    inspection.found_infs.push_back(found_inf);
+  }
+  if (process_group) {
+    inspection.found_infs = {shared(inspection.found_infs, inv_scale.device(), *process_group)};
+  }
+  if (all.size() == 1) remember_norm(all[0].grads, inspection.total_norms[0]);
+  return inspection;
+}
+
+}  // namespace ampfuse::amp

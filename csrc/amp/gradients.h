@@ -1,0 +1,26 @@
+// One read of an optimizer's gradients, wherever they are: unscaled, looked through, measured.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <vector>
+
+namespace ampfuse::amp {
+
+/// What one look at an optimizer's gradients told; all on the devices of the gradients.
+struct Inspection {
+  std::vector<at::Tensor> params;
+  std::vector<at::Tensor> norms;        // of the parameters' gradients, one tensor per device
+  std::vector<at::Tensor> total_norms;  // one per device
+  std::vector<at::Tensor> found_infs;   // one per device, or one for all processes
+  bool is_scaled = false;               // whether the norms are of gradients that are scaled still
+};
+
+/// Multiplies by `inv_scale`, and tells whether a result is not finite. At 1 nothing is written.
+/// Refuses half gradients, naming the parameter, unless they are allowed.
+Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& inv_scale,
+                   bool allow_fp16, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+
+}  // namespace ampfuse::amp

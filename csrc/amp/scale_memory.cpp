@@ -1,0 +1,103 @@
+#include "scale_memory.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace ampfuse::amp {
+
+namespace {
+
+constexpr size_t kRemembered = 16;  // steps that a report can look back
+constexpr int64_t kRecord = 3;      // numbers of an update
+
+}  // namespace
+
+const at::Tensor& ScaleMemory::counters(at::Device device) {
+  if (!counters_.defined() || counters_.device() != device) {
+    const Counts now = counts();
+    const auto options = at::TensorOptions(device);
+    counters_ = at::zeros({static_cast<int64_t>(now.size())}, options.dtype(at::kLong));
+    set_counts(now);
+    if (length_ > 0) history_ = at::zeros({length_, kRecord}, options.dtype(at::kFloat));
+  }
+  return counters_;
+}
+
+ScaleMemory::Counts ScaleMemory::counts() const {
+  if (!counters_.defined()) return first_counts_;
+  const at::Tensor here = counters_.cpu();
+  Counts counts;
+  std::copy_n(here.const_data_ptr<int64_t>(), counts.size(), counts.begin());
+  return counts;
+}
+
+void ScaleMemory::set_counts(const Counts& counts) {
+  first_counts_ = counts;
+  for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
+    counters_[static_cast<int64_t>(i)].fill_(counts[i]);
+  }
+}
+
+void ScaleMemory::note_step(const at::Tensor& found_inf, const Inspection& inspection) {
+  found_inf_ = found_inf;
+  if (found_inf_mirror_) found_inf_mirror_->send(found_inf);
+  steps_.push_back({found_inf, inspection});
+  if (steps_.size() > kRemembered) steps_.pop_front();
+}
+
+at::Tensor ScaleMemory::step_skipped() const {
+  return found_inf_.defined() ? at::ne(found_inf_, 0) : at::scalar_tensor(false, at::kBool);
+}
+
+bool ScaleMemory::was_skipped() {
+  if (!found_inf_.defined()) return false;
+  if (!found_inf_mirror_) found_inf_mirror_.emplace().send(found_inf_);
+  return found_inf_mirror_->wait().item<float>() != 0;
+}
+
+int64_t ScaleMemory::skips_in_a_row() {
+  if (!counters_.defined() || !counters_.is_cuda()) return counts()[1];
+  const auto arrived = counters_mirror_.latest();
+  if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[1];
+  // One that is on its way still is not overtaken, or none would ever arrive.
+  if (arrived || counters_mirror_.is_idle()) counters_mirror_.send(counters_);
+  return skips_in_a_row_;
+}
+
+std::vector<ScaleRecord> ScaleMemory::records() const {
+  if (!history_) return {};
+  const at::Tensor copied =
+      at::cat({history_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
+  const double* const numbers = copied.const_data_ptr<double>();
+  const auto updates = static_cast<int64_t>(numbers[copied.numel() - 1]);
+  std::vector<ScaleRecord> records;
+  for (int64_t i = std::max<int64_t>(0, updates - length_); i < updates; ++i) {
+    const double* const record = numbers + i % length_ * kRecord;
+    records.push_back({record[0], record[1] != 0, record[2]});
+  }
+  return records;
+}
+
+std::vector<at::Tensor> ScaleMemory::offenders() const {
+  const auto skipped = std::find_if(steps_.rbegin(), steps_.rend(), [](const Step& step) {
+    return step.found_inf.item<float>() != 0;
+  });
+  std::vector<at::Tensor> offenders;
+  if (skipped == steps_.rend()) return offenders;
+  size_t place = 0;
+  for (const at::Tensor& of_device : skipped->inspection.norms) {
+    const at::Tensor norms = of_device.to(at::kCPU, at::kDouble);
+    for (int64_t i = 0; i < norms.numel(); ++i, ++place) {
+      if (std::isfinite(norms.const_data_ptr<double>()[i])) continue;
+      offenders.push_back(skipped->inspection.params[place]);
+    }
+  }
+  return offenders;
+}
+
+}  // namespace ampfuse::amp

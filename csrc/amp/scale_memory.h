@@ -1,0 +1,60 @@
+// What a scaler remembers on the device: counters, the last updates, the last steps.
+#pragma once
+
+#include <ampfuse/grad_scaler.h>
+
+#include <array>
+#include <deque>
+
+#include "gradients.h"
+#include "mirror.h"
+
+namespace ampfuse::amp {
+
+/// Everything but the scale and its growth tracker.
+class ScaleMemory {
+ public:
+  /// Which overflow from here on backs off, skips in a row, updates.
+  using Counts = std::array<int64_t, 3>;
+
+  ScaleMemory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}
+
+  /// On the device of the scale, made where they are first needed.
+  const at::Tensor& counters(at::Device device);
+  const std::optional<at::Tensor>& history() const { return history_; }
+
+  Counts counts() const;  // the host waits for them
+  void set_counts(const Counts& counts);
+
+  /// A step is about to be taken, unless the flag says otherwise.
+  void note_step(const at::Tensor& found_inf, const Inspection& inspection);
+
+  at::Tensor step_skipped() const;
+  bool was_skipped();
+
+  /// As of the last update of which the host has heard.
+  int64_t skips_in_a_row();
+
+  std::vector<ScaleRecord> records() const;
+
+  /// Parameters whose gradients were not finite in the last skipped step that is known.
+  std::vector<at::Tensor> offenders() const;
+
+ private:
+  struct Step {
+    at::Tensor found_inf;
+    Inspection inspection;
+  };
+
+  Counts first_counts_;
+  int64_t length_;
+  at::Tensor counters_;
+  std::optional<at::Tensor> history_;
+  at::Tensor found_inf_;  // of the last step
+  Mirror counters_mirror_;
+  int64_t skips_in_a_row_ = 0;              // that the host knows of
+  std::optional<Mirror> found_inf_mirror_;  // once somebody has asked
+  std::deque<Step> steps_;
+};
+
+}  // namespace ampfuse::amp

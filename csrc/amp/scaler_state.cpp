@@ -1,0 +1,76 @@
+#include "scaler_state.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/full.h>
+#include <ampfuse/multi_tensor_norm.h>
+
+#include "../ops/device_scalars.h"
+#include "scale_policy.h"
+
+namespace ampfuse::amp {
+
+namespace {
+
+bool can_be_enabled(const GradScalerOptions& options) {
+  if (!options.enabled()) return false;
+  if (!options.device() || !options.device()->is_cuda() || at::hasCUDA()) return true;
+  TORCH_WARN("GradScaler is enabled, but CUDA is not available.  Disabling.");
+  return false;
+}
+
+}  // namespace
+
+ScalerState::ScalerState(GradScalerOptions given)
+    : options(std::move(given)),
+      enabled(can_be_enabled(options)),
+      memory({options.hysteresis(), 0, 0}, options.history()),
+      first_scale_(options.init_scale()) {
+  if (enabled) check_options(options);
+}
+
+OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {
+  for (OptimizerState& known : optimizers) {
+    if (known.optimizer == &optimizer) return known;
+  }
+  optimizers.push_back({&optimizer});
+  return optimizers.back();
+}
+
+const at::Tensor& ScalerState::scale_on(at::Device device) {
+  if (!scale.defined()) {
+    const at::TensorOptions there(device);
+    scale = at::full({}, first_scale_, there.dtype(at::kFloat));
+    growth_tracker = at::full({}, first_growth_tracker_, there.dtype(at::kInt));
+  }
+  return scale;
+}
+
+double ScalerState::host_scale() const {
+  return scale.defined() ? scale.item<double>() : first_scale_;
+}
+
+int64_t ScalerState::host_growth_tracker() const {
+  return growth_tracker.defined() ? growth_tracker.item<int64_t>() : first_growth_tracker_;
+}
+
+void ScalerState::set_scale(double new_scale, int64_t new_growth_tracker) {
+  first_scale_ = new_scale;
+  first_growth_tracker_ = new_growth_tracker;
+  if (!scale.defined()) return;
+  scale.fill_(new_scale);
+  growth_tracker.fill_(new_growth_tracker);
+}
+
+std::optional<at::Tensor> ScalerState::unscaled_norm() const {
+  std::vector<at::Tensor> norms;
+  for (const OptimizerState& state : optimizers) {
+    for (const at::Tensor& norm : state.inspection.total_norms) {
+      const at::Tensor there = on_device(norm, scale.device()).to(at::kFloat);
+      norms.push_back(state.inspection.is_scaled ? there / scale : there);
+    }
+  }
+  if (norms.empty()) return std::nullopt;
+  return multi_tensor_norm(norms).total_norm;
+}
+
+}  // namespace ampfuse::amp

@@ -1,0 +1,48 @@
+// What a GradScaler is made of.
+#pragma once
+
+#include "gradients.h"
+#include "scale_memory.h"
+
+namespace ampfuse::amp {
+
+enum class Stage { kReady, kUnscaled, kStepped };
+
+/// An optimizer that was unscaled or stepped since the last update.
+struct OptimizerState {
+  const torch::optim::Optimizer* optimizer;
+  Stage stage = Stage::kReady;
+  Inspection inspection = {};
+};
+
+class ScalerState {
+ public:
+  explicit ScalerState(GradScalerOptions options);
+
+  OptimizerState& of(const torch::optim::Optimizer& optimizer);
+
+  /// The scale, made on this device if there is none.
+  const at::Tensor& scale_on(at::Device device);
+
+  double host_scale() const;
+  int64_t host_growth_tracker() const;
+
+  /// Sets both, in place where they are on a device already.
+  void set_scale(double scale, int64_t growth_tracker);
+
+  /// Of the gradients of all optimizers, as the checks before their steps told it.
+  std::optional<at::Tensor> unscaled_norm() const;
+
+  GradScalerOptions options;
+  bool enabled;
+  at::Tensor scale;  // undefined until somebody needs it, as is the next
+  at::Tensor growth_tracker;
+  ScaleMemory memory;
+  std::vector<OptimizerState> optimizers;
+
+ private:
+  double first_scale_;
+  int64_t first_growth_tracker_ = 0;
+};
+
+}  // namespace ampfuse::amp

@@ -1,0 +1,46 @@
+"""A scaler's state in the files of C++ programs: what `torch::save(scaler, file)` writes."""
+
+from typing import Any
+
+from ampfuse._cpp_archive import File, read_archive, write_archive
+
+# What C++ expects: a whole number is no double to it.
+_TYPES: dict[str, Any] = {
+    "scale": float,
+    "growth_factor": float,
+    "backoff_factor": float,
+    "growth_interval": int,
+    "_growth_tracker": int,
+    "min_scale": float,
+    "max_scale": float,
+    "hysteresis": int,
+    "hysteresis_refill": str,
+    "dynamic": bool,
+    "_hysteresis_tracker": int,
+    "_consecutive_skips": int,
+    "_updates": int,
+}
+
+
+def load_cpp_scaler_state(file: File) -> dict[str, Any]:
+    """The state dictionary of a scaler saved in C++, for `load_state_dict` here and in torch.
+
+    >>> import tempfile, ampfuse
+    >>> scaler = ampfuse.GradScaler("cpu", 128.0)
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     ampfuse.save_cpp_scaler_state(scaler.state_dict(), file.name)
+    ...     ampfuse.load_cpp_scaler_state(file.name)["scale"]
+    128.0
+    """
+    saved = read_archive(file)
+    return {name: getattr(saved, name) for name in _TYPES if hasattr(saved, name)}
+
+
+def save_cpp_scaler_state(state_dict: dict[str, Any], file: File) -> None:
+    """Save a scaler's state dictionary, ours or torch's, for `torch::load(scaler, file)` in C++."""
+    entries = {
+        name: None if state_dict[name] is None else convert(state_dict[name])
+        for name, convert in _TYPES.items()
+        if name in state_dict
+    }
+    write_archive(entries, file)

@@ -1,0 +1,53 @@
+"""What a scaler saves, checked when it comes back: before any of it is taken."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ampfuse.amp import _policy
+from ampfuse.amp._policy import Policy
+
+COUNTERS = ("_hysteresis_tracker", "_consecutive_skips", "_updates")
+
+
+@dataclass
+class Loaded:
+    """The entries of a state dictionary."""
+
+    torchs: dict[str, Any]
+    policy: Policy
+    counts: list[int]
+
+
+def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
+    """Of a dictionary that this class or torch's saved; `policy` and `counts` where it is mute."""
+
+    def entry(name: str) -> Any:
+        if name not in state:
+            raise KeyError(f"GradScaler's state has no entry {name!r}: {sorted(state)}")
+        return state[name]
+
+    scale = _policy.real("scale", entry("scale"))
+    if not 0 <= scale < math.inf:
+        raise ValueError(f"scale: expected a finite number, at least 0, got {scale}")
+    torchs = {
+        "scale": scale,
+        "growth_factor": _policy.growth_factor(entry("growth_factor")),
+        "backoff_factor": _policy.backoff_factor(entry("backoff_factor")),
+        "growth_interval": _policy.growth_interval(entry("growth_interval")),
+        "_growth_tracker": _policy.count("_growth_tracker", entry("_growth_tracker"), least=0),
+    }
+    pairs = zip(COUNTERS, counts, strict=True)
+    ours = [_policy.count(name, state.get(name, here), least=0) for name, here in pairs]
+    return Loaded(torchs, policy.updated(state), ours)
+
+
+def check_pickled(state: dict[str, Any]) -> None:
+    """Refuses what is not the pickled state of a scaler."""
+    needed = {"_enabled", "_device"}
+    if state.get("_enabled"):
+        needed |= {"_init_scale", "_init_growth_tracker", "_policy", "_memory", "_inspections"}
+    missing = needed - state.keys()
+    if missing:
+        raise ValueError(f"GradScaler: expected a pickled scaler, got one without {missing}")

@@ -1,0 +1,48 @@
+"""Optimizers that take scale and flag as tensors: they skip on the device, and nobody waits."""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from ampfuse.optim import Adam
+
+
+def takes_tensors(optimizer: Any) -> bool:
+    """Whether it asks for them, in torch's way."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def wants_the_scaler(optimizer: Any) -> bool:
+    """Whether a step takes the scaler itself, as torch once had it."""
+    if isinstance(optimizer, Adam):
+        return False
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def step_with_tensors(
+    optimizer: Any,
+    scale: Tensor | None,
+    found_inf: Tensor,
+    known_norm: Tensor | None,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """`optimizer.step(*args, **kwargs)`, with attributes that are there for its duration.
+
+    `scale`: by which gradients are scaled still, besides the user's own `grad_scale`, if there is
+    one. `known_norm`: that they have as they are; our own optimizers clip by it.
+    """
+    users_own = getattr(optimizer, "grad_scale", None)
+    if scale is not None and users_own is not None:
+        optimizer.grad_scale = scale * users_own
+    else:
+        optimizer.grad_scale = users_own if scale is None else scale
+    optimizer.found_inf = found_inf
+    try:
+        if isinstance(optimizer, Adam) and users_own is None and known_norm is not None:
+            optimizer.known_norm = known_norm
+        return optimizer.step(*args, **kwargs)
+    finally:
+        for name in ("grad_scale", "found_inf", "known_norm"):
+            optimizer.__dict__.pop(name, None)

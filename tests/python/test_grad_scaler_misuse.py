@@ -1,0 +1,90 @@
+"""A scaler that is used in the wrong order, before it was used, or not at all: torch's words."""
+
+import pytest
+import torch
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready
+from torch.nn import Parameter
+
+CPP = LANGUAGES["C++"]
+
+
+def twice(call):
+    def calls(scaler, optimizer):
+        call(scaler, optimizer)
+        call(scaler, optimizer)
+
+    return calls
+
+
+def unscale_after_step(scaler, optimizer):
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def step_without_gradients(scaler, optimizer):
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+
+
+MISUSE = {
+    "unscale_() has already been called": twice(lambda s, o: s.unscale_(o)),
+    "step() has already been called": twice(lambda s, o: s.step(o)),
+    "unscale_() is being called after step()": unscale_after_step,
+    "No inf checks were recorded for this optimizer": step_without_gradients,
+    "No inf checks were recorded prior to update": lambda s, _: s.update(),
+}
+
+
+@EVERY_LANGUAGE
+@pytest.mark.parametrize("words", MISUSE)
+def test_misuse_is_told_in_torchs_words(language, device, words):
+    _, optimizer, scaler = ready(language, device)
+    with pytest.raises((RuntimeError, language.misuse)) as refused:
+        MISUSE[words](scaler, optimizer)
+    assert words in str(refused.value)
+
+
+@EVERY_LANGUAGE
+@pytest.mark.parametrize("what", ["unscale_", "step", "update"])
+def test_nothing_works_before_something_was_scaled(language, device, what):
+    _, optimizer, _ = ready(language, device)
+    scaler = language.scaler(device)
+    arguments = [] if what == "update" else [optimizer]
+
+    with pytest.raises(language.misuse, match=f"Attempted {what} but _scale is None"):
+        getattr(scaler, what)(*arguments)
+
+
+@EVERY_LANGUAGE
+def test_a_disabled_scaler_does_nothing_but_step(language, device):
+    param = Parameter(torch.ones(1, device=device))
+    scaler, optimizer = language.scaler(device, enabled=False), language.sgd([param], lr=0.5)
+    loss = 2 * param.sum()
+
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert param.item() == 0.0
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
+    assert (scaler.history(), scaler.was_skipped(), scaler.scale_tensor().item()) == ([], False, 1)
+    scaler.load_state_dict({"anything": 1})
+
+
+def test_cpp_refuses_lbfgs_before_it_touches_a_gradient(device):
+    param, _, scaler = ready(CPP, device)
+
+    with pytest.raises(RuntimeError, match=r"Closure use is not currently supported.*LBFGS"):
+        scaler.step(CPP.lbfgs([param]))
+
+    assert (param.grad == 4).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@EVERY_LANGUAGE
+def test_a_scaler_for_a_gpu_that_is_not_there_is_disabled(language):
+    with pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available"):
+        scaler = language.scaler(torch.device("cuda"))
+    assert not scaler.is_enabled()
