@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <thread>
+#include <type_traits>
 
 #include "torch_catch.h"
 
@@ -57,20 +58,40 @@ TEST_CASE("everything is restored, also after an exception") {
   CHECK(at::autocast::decrement_nesting() == 0);
 }
 
-TEST_CASE("weights are cast anew in each scope, so that none are stale after a step") {
-  torch::nn::Linear model(4, 4);
-  const at::Tensor inputs = at::ones({1, 4});
-  const auto forward = [&] {
-    const AutocastGuard autocast(at::kCPU);
-    return model->forward(inputs).detach().to(at::kFloat);
+TEST_CASE("weights are cast anew in each scope, where a guard that drops no cache has stale ones") {
+  // What people write by hand: it sets and resets, and trusts that the cache ends with the nesting.
+  struct ByHand {
+    ByHand() {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::increment_nesting();
+    }
+    ~ByHand() {
+      at::autocast::decrement_nesting();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+    }
+  };
+  struct Ours {
+    AutocastGuard guard{at::kCPU};
+  };
+  const auto outputs_after_zeroing = [](auto guard_type) {
+    using Guard = decltype(guard_type);
+    torch::nn::Linear model(4, 4);
+    const at::Tensor inputs = at::ones({1, 4});
+    const auto forward = [&] {
+      const typename Guard::type guard;
+      return model->forward(inputs).detach().to(at::kFloat);
+    };
+    CHECK(!at::equal(forward(), at::zeros({1, 4})));
+    {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& parameter : model->parameters()) parameter.zero_();
+    }
+    return forward();
   };
 
-  CHECK(!at::allclose(forward(), at::zeros({1, 4})));
-  {
-    const torch::NoGradGuard no_grad;
-    for (at::Tensor& parameter : model->parameters()) parameter.zero_();
-  }
-  CHECK(at::equal(forward(), at::zeros({1, 4})));
+  CHECK(!at::equal(outputs_after_zeroing(std::type_identity<ByHand>()), at::zeros({1, 4})));
+  AutocastGuard::clear_cache();
+  CHECK(at::equal(outputs_after_zeroing(std::type_identity<Ours>()), at::zeros({1, 4})));
 }
 
 TEST_CASE("within one scope the cache is dropped when asked") {
@@ -101,12 +122,92 @@ TEST_CASE("a captured state is entered again on another thread, which does not h
   CHECK(with == at::kHalf);
 }
 
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// x → x·xᵀ, which notes the dtypes it computes in.
+struct Square : torch::autograd::Function<Square> {
+  static inline at::ScalarType forward_dtype, backward_dtype;
+
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            std::optional<at::ScalarType> cast_inputs) {
+    const ampfuse::CustomForward custom(*context, at::kCPU, cast_inputs);
+    const at::Tensor input = custom.cast(x);
+    context->save_for_backward({input});
+    const at::Tensor product = at::mm(input, input.t());
+    forward_dtype = product.scalar_type();
+    return product;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const ampfuse::CustomBackward custom(*context);
+    const at::Tensor input = context->get_saved_variables()[0];
+    const at::Tensor product = at::mm(grads[0].to(input.scalar_type()), input);
+    backward_dtype = product.scalar_type();
+    return {product.to(at::kFloat), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a custom function's backward has the autocast of its forward") {
+  const at::Tensor x = at::ones({2, 2}).requires_grad_();
+  at::Tensor loss;
+  {
+    const AutocastGuard autocast(at::kCPU, at::kHalf);
+    loss = Square::apply(x, std::nullopt).sum();
+    CHECK(Square::forward_dtype == at::kHalf);
+  }
+  loss.backward();
+  CHECK(Square::backward_dtype == at::kHalf);
+
+  loss = Square::apply(x, std::nullopt).sum();
+  {
+    const AutocastGuard autocast(at::kCPU, at::kHalf);
+    loss.backward();
+    CHECK(Square::backward_dtype == at::kFloat);
+    CHECK(dtype_of_product() == at::kHalf);
+  }
+}
+
+TEST_CASE("a custom function that casts its inputs computes without autocast") {
+  const at::Tensor x = at::ones({2, 2}).requires_grad_();
+  at::Tensor loss;
+  {
+    const AutocastGuard autocast(at::kCPU, at::kHalf);
+    loss = Square::apply(x, at::kBFloat16).sum();
+    CHECK(Square::forward_dtype == at::kBFloat16);
+    loss.backward();
+    CHECK(Square::backward_dtype == at::kBFloat16);
+    Square::apply(x.to(at::kDouble), at::kBFloat16);
+    CHECK(Square::forward_dtype == at::kDouble);
+  }
+  Square::apply(x, at::kBFloat16);  // torch's: without autocast nothing is cast
+  CHECK(Square::forward_dtype == at::kFloat);
+}
+
+TEST_CASE("a backward without its forward is told so") {
+  AutogradContext context;
+  CHECK_THROWS_WITH(ampfuse::CustomBackward(context), ContainsSubstring("CustomForward"));
+}
+
 TEST_CASE("several devices may be set at once, and all be excluded") {
-  const AutocastGuard cpu(at::kCPU);
-  const bool cuda_before = at::autocast::is_autocast_enabled(at::kCUDA);
-  CHECK(cuda_before == at::autocast::is_autocast_enabled(at::kCUDA));
-  const ampfuse::NoAutocastGuard none;
-  CHECK(dtype_of_product() == at::kFloat);
+  // The state of a device is there without the device.
+  const AutocastState before = AutocastState::capture(at::kXPU);
+  {
+    const AutocastGuard cpu(at::kCPU);
+    const AutocastGuard xpu(at::kXPU, at::kBFloat16);
+    CHECK(at::autocast::is_autocast_enabled(at::kCPU));
+    CHECK(at::autocast::is_autocast_enabled(at::kXPU));
+    {
+      const ampfuse::NoAutocastGuard none;
+      CHECK(dtype_of_product() == at::kFloat);
+    }
+    CHECK(dtype_of_product() == at::kBFloat16);
+  }
+  CHECK(same(AutocastState::capture(at::kXPU), before));
 }
 
 TEST_CASE("a dtype that is not cast to is warned about, and casts nothing") {

@@ -7,6 +7,10 @@
 
 #include <optional>
 
+namespace torch::autograd {
+struct AutogradContext;
+}
+
 namespace ampfuse {
 
 /// How autocast is set for one type of device on this thread.
@@ -16,8 +20,7 @@ struct AMPFUSE_API AutocastState {
   at::ScalarType dtype;
   bool cache_enabled;
 
-  /// As it is now. A custom function captures it in forward and makes a guard of it in backward,
-  /// which torch runs on another thread, where autocast has its default dtype.
+  /// As it is now.
   static AutocastState capture(at::DeviceType device_type);
 };
 
@@ -47,6 +50,34 @@ class AMPFUSE_API AutocastGuard {
 
  private:
   AutocastState before_;
+};
+
+/// For the forward of a torch::autograd::Function whose backward has a CustomBackward: Python's
+/// torch.amp.custom_fwd. Autocast stays as it is, unless it is on and `cast_inputs` are wanted:
+/// then it is off until the end of the scope, and cast() casts.
+class AMPFUSE_API CustomForward {
+ public:
+  CustomForward(torch::autograd::AutogradContext& context, at::DeviceType device_type,
+                std::optional<at::ScalarType> cast_inputs = std::nullopt);
+
+  /// An input as forward is to compute with it. Other than float, half and bfloat16 tensors on the
+  /// device stay as they are.
+  at::Tensor cast(const at::Tensor& input) const;
+
+ private:
+  at::DeviceType device_type_;
+  std::optional<at::ScalarType> cast_to_;
+  std::optional<AutocastGuard> off_;
+};
+
+/// For the backward, torch.amp.custom_bwd: autocast as forward had it, until the end of the scope.
+/// torch may run a backward on another thread, where autocast has its default dtype.
+class AMPFUSE_API CustomBackward {
+ public:
+  explicit CustomBackward(const torch::autograd::AutogradContext& context);
+
+ private:
+  AutocastGuard as_in_forward_;
 };
 
 /// No autocast at all until the end of the scope, for any device: for code that casts by itself.
