@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../ops/capture.h"
+
 namespace ampfuse::amp {
 
 namespace {
@@ -45,7 +47,8 @@ void ScaleMemory::set_counts(const Counts& counts) {
 
 void ScaleMemory::note_step(const at::Tensor& found_inf, const Inspection& inspection) {
   found_inf_ = found_inf;
-  if (found_inf_mirror_) found_inf_mirror_->send(found_inf);
+  is_replayed_ = found_inf.is_cuda() && is_capturing();
+  if (found_inf_mirror_ && !is_replayed_) found_inf_mirror_->send(found_inf);
   steps_.push_back({found_inf, inspection});
   if (steps_.size() > kRemembered) steps_.pop_front();
 }
@@ -56,12 +59,14 @@ at::Tensor ScaleMemory::step_skipped() const {
 
 bool ScaleMemory::was_skipped() {
   if (!found_inf_.defined()) return false;
+  if (is_replayed_) return found_inf_.item<float>() != 0;  // who knows how often
   if (!found_inf_mirror_) found_inf_mirror_.emplace().send(found_inf_);
   return found_inf_mirror_->wait().item<float>() != 0;
 }
 
 int64_t ScaleMemory::skips_in_a_row() {
   if (!counters_.defined() || !counters_.is_cuda()) return counts()[1];
+  if (is_capturing()) return skips_in_a_row_;
   const auto arrived = counters_mirror_.latest();
   if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[1];
   // One that is on its way still is not overtaken, or none would ever arrive.

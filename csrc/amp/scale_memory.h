@@ -32,7 +32,8 @@ class ScaleMemory {
   at::Tensor step_skipped() const;
   bool was_skipped();
 
-  /// As of the last update of which the host has heard.
+  /// As of the last update of which the host has heard. It does not ask while a CUDA graph is
+  /// captured, nor does any replay.
   int64_t skips_in_a_row();
 
   std::vector<ScaleRecord> records() const;
@@ -50,7 +51,8 @@ class ScaleMemory {
   int64_t length_;
   at::Tensor counters_;
   std::optional<at::Tensor> history_;
-  at::Tensor found_inf_;  // of the last step
+  at::Tensor found_inf_;      // of the last step
+  bool is_replayed_ = false;  // that step, by a CUDA graph
   Mirror counters_mirror_;
   int64_t skips_in_a_row_ = 0;              // that the host knows of
   std::optional<Mirror> found_inf_mirror_;  // once somebody has asked

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ampfuse._capture import is_capturing
 from ampfuse.amp._gradients import Inspection
 from ampfuse.amp._mirror import Mirror
 
@@ -34,6 +35,7 @@ class Memory:
         self._counters: Tensor | None = None
         self._history: Tensor | None = None
         self._found_inf: Tensor | None = None  # of the last step
+        self._is_replayed = False  # that step, by a CUDA graph
         self._counters_mirror = Mirror()
         self._skips_in_a_row = 0  # that the host knows of
         self._found_inf_mirror: Mirror | None = None  # once somebody has asked
@@ -64,7 +66,8 @@ class Memory:
     def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
         """A step is about to be taken, unless the flag says otherwise."""
         self._found_inf = found_inf
-        if self._found_inf_mirror is not None:
+        self._is_replayed = found_inf.is_cuda and is_capturing()
+        if self._found_inf_mirror is not None and not self._is_replayed:
             self._found_inf_mirror.send(found_inf)
         if inspection is not None:
             self._steps.append((found_inf, inspection))
@@ -77,6 +80,8 @@ class Memory:
         """The same on the host, to which it has been on its way since the step."""
         if self._found_inf is None:
             return False
+        if self._is_replayed:  # who knows how often
+            return bool(self._found_inf.item() != 0)
         if self._found_inf_mirror is None:
             self._found_inf_mirror = Mirror()
             self._found_inf_mirror.send(self._found_inf)
@@ -85,9 +90,14 @@ class Memory:
         return bool(flag.item() != 0)
 
     def skips_in_a_row(self) -> int:
-        """As of the last update of which the host has heard."""
+        """As of the last update of which the host has heard.
+
+        It does not ask while a CUDA graph is captured, nor does any replay.
+        """
         if self._counters is None or not self._counters.is_cuda:
             return self.counts()[1]
+        if is_capturing():
+            return self._skips_in_a_row
         arrived = self._counters_mirror.latest()
         if arrived is not None:
             self._skips_in_a_row = int(arrived[1].item())

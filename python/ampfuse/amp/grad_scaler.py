@@ -110,6 +110,13 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
         self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """As torch's hook of this name, but that it may be called again."""
+        if self._scale is None:
+            super()._lazy_init_scale_growth_tracker(dev)
+            assert self._scale is not None
+            self._memory.tensors(self._scale.device)
+
     # --- gradients ------------------------------------------------------------------------------
 
     def _unscale_grads_(
