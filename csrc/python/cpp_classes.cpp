@@ -9,8 +9,6 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
-#include <memory>
-
 namespace py = pybind11;
 
 namespace ampfuse {
@@ -180,17 +178,20 @@ class AutocastContext {
  public:
   AutocastContext(const std::string& device_type, std::optional<at::ScalarType> dtype, bool enabled,
                   std::optional<bool> cache_enabled)
-      : make_([=] {
-          return std::make_unique<AutocastGuard>(at::Device(device_type).type(), dtype, enabled,
-                                                 cache_enabled);
-        }) {}
+      : device_type_(at::Device(device_type).type()),
+        dtype_(dtype),
+        enabled_(enabled),
+        cache_enabled_(cache_enabled) {}
 
-  void enter() { guards_.push_back(make_()); }
-  void exit(const py::args&) { guards_.pop_back(); }
+  void enter() { guard_.emplace(device_type_, dtype_, enabled_, cache_enabled_); }
+  void exit(const py::args&) { guard_.reset(); }
 
  private:
-  std::function<std::unique_ptr<AutocastGuard>()> make_;
-  std::vector<std::unique_ptr<AutocastGuard>> guards_;
+  at::DeviceType device_type_;
+  std::optional<at::ScalarType> dtype_;
+  bool enabled_;
+  std::optional<bool> cache_enabled_;
+  std::optional<AutocastGuard> guard_;
 };
 
 void bind_autocast_guard(py::module_& m) {

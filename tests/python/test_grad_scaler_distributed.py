@@ -1,10 +1,11 @@
-"""ampfuse.GradScaler over two processes: they skip together, or not at all."""
+"""GradScaler over two processes, in both languages: they skip together, or not at all."""
 
 import ampfuse
 import pytest
 import torch
 import torch.distributed as dist
 from processes import Scenarios
+from scaler_languages import LANGUAGES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
@@ -13,6 +14,14 @@ pytestmark = pytest.mark.slow
 
 scenario = Scenarios()
 OPTIMIZERS = ("ours", "ours, clipping", "fused", "SGD")
+CPP = LANGUAGES["C++"]
+CPP_OPTIMIZERS = {
+    "C++ AdamW": lambda params: CPP.adamw(params),
+    "C++ AdamW, clipping": lambda params: CPP.adamw(params, max_grad_norm=1.0),
+    "C++ SGD": lambda params: CPP.sgd(params, lr=0.1),
+}
+CPU = torch.device("cpu")
+CASES = [(name, u) for name in (*OPTIMIZERS, *CPP_OPTIMIZERS) for u in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +32,8 @@ def outcomes(tmp_path_factory):
 
 
 def make(name, params):
+    if name in CPP_OPTIMIZERS:
+        return CPP_OPTIMIZERS[name](params)
     if name == "SGD":
         return torch.optim.SGD(params, lr=0.1)
     if name == "fused":
@@ -30,13 +41,19 @@ def make(name, params):
     return ampfuse.AdamW(params, max_grad_norm=1.0 if "clipping" in name else None)
 
 
-@scenario(*((name, unscale) for name in OPTIMIZERS for unscale in (False, True)))
+def scaler_for(name, **options):
+    """In the language of the optimizer, for all processes."""
+    language = CPP if name in CPP_OPTIMIZERS else LANGUAGES["Python"]
+    return language.scaler(CPU, 8.0, process_group=dist.group.WORLD, **options)
+
+
+@scenario(*CASES)
 def one_overflows(case):
     """Each process has a parameter of its own, the second one also an infinite gradient."""
     name, unscale = case
     param = Parameter(torch.ones(2))
     optimizer = make(name, [param])
-    scaler = ampfuse.GradScaler("cpu", 8.0, process_group=dist.group.WORLD)
+    scaler = scaler_for(name)
     scaler.scale(param.sum()).backward()
     if dist.get_rank() == 1:
         param.grad[0] = float("inf")
@@ -51,7 +68,7 @@ def one_overflows(case):
     }
 
 
-@pytest.mark.parametrize("case", [(n, u) for n in OPTIMIZERS for u in (False, True)])
+@pytest.mark.parametrize("case", CASES)
 def test_processes_of_a_group_skip_together(outcomes, case):
     for result in outcomes("one_overflows", case):
         assert result["scale"] == 4.0
@@ -59,12 +76,12 @@ def test_processes_of_a_group_skip_together(outcomes, case):
         assert not result["moved"]
 
 
-@scenario(None)
-def no_gradients_here(_):
+@scenario("SGD", "C++ SGD")
+def no_gradients_here(name):
     """The second process has none; it takes part in deciding all the same."""
     param = Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.5)
-    scaler = ampfuse.GradScaler("cpu", 8.0, process_group=dist.group.WORLD, allow_no_grads=True)
+    optimizer = make(name, [param])
+    scaler = scaler_for(name, allow_no_grads=True)
     loss = scaler.scale(param.sum())
     if dist.get_rank() == 0:
         loss.backward()
@@ -74,8 +91,9 @@ def no_gradients_here(_):
     return {"scale": scaler.get_scale()}
 
 
-def test_a_process_without_gradients_takes_part(outcomes):
-    assert [result["scale"] for result in outcomes("no_gradients_here", None)] == [4.0, 4.0]
+@pytest.mark.parametrize("name", ["SGD", "C++ SGD"])
+def test_a_process_without_gradients_takes_part(outcomes, name):
+    assert [result["scale"] for result in outcomes("no_gradients_here", name)] == [4.0, 4.0]
 
 
 @scenario(*((name, unscale) for name in OPTIMIZERS for unscale in (False, True)))
