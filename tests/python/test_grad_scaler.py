@@ -250,3 +250,16 @@ def test_gradients_of_our_optimizers_are_read_once(device):
 
     names = [event.name for event in profile.events() if event.name.startswith("ampfuse::")]
     assert names == ["ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"]
+
+
+def test_the_scale_may_be_made_early_and_again(device):
+    """As libraries do before they load a state, some of them twice."""
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+
+    scaler._lazy_init_scale_growth_tracker(device.type)
+    scale = scaler.scale_tensor()
+    scaler.update(8.0)
+    scaler._lazy_init_scale_growth_tracker(device)
+
+    assert scaler.scale_tensor() is scale
+    assert scaler.get_scale() == 8.0

@@ -34,7 +34,7 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // where backing off ends
   TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // where growing ends
   TORCH_ARG(int64_t, hysteresis) = 1;  // the overflow in this place of a row is the first to cost
-  /// What starts the row anew: "growth" of the scale, or any "clean_step", also "consecutive".
+  /// What starts the row anew: "growth", "clean_step" or "consecutive".
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
   TORCH_ARG(bool, dynamic) = true;  // else the scale stays what it is
   /// update() throws ScaleCollapseError when so many steps in a row were skipped. On a GPU it looks
@@ -72,6 +72,12 @@ struct ScaleRecord {
 ///     no overflow ──▶ growth_interval of them in a row?
 ///                      │ yes ──▶ scale ← min(growth_factor · scale, max_scale)
 ///                      └ no ──▶ the scale stays
+///
+///     hysteresis_refill | hysteresis is restored by | as in
+///     ----------------- | ------------------------- | ---------------------------------
+///     growth            | growth of the scale       | Megatron-LM, DeepSpeed
+///     clean_step        | any step that is taken    | apex
+///     consecutive       | the same by another name  | DeepSpeed, consecutive_hysteresis
 ///
 /// Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY, and
 /// from READY step() unscales by itself, or has the optimizer do it.
