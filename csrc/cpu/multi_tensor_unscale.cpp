@@ -40,17 +40,15 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   const math::NormType type = norm_type(op, ord);
   check_distinct(op, tensors);
   const double factor = *inv_scale.const_data_ptr<float>();
-  const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
+  const auto scale_norm_chunk = AMPFUSE_CHOOSE(scale_norm_chunk);
   const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   chunks.parallel_for([&](const Chunk& chunk) {
-    // At most 64 KiB of real numbers, 128 of complex ones: what the first call wrote, the second
-    // finds in the core's own cache.
-    const int64_t reals = c10::isComplexType(chunk.dtype) ? 2 : 1;
-    scale_chunk(c10::toRealValueType(chunk.dtype), chunk.data, reals * chunk.size, factor);
-    partials[chunk.number] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
+    partials[chunk.number] =
+        factor == 1 ? norm_chunk(type, chunk.dtype, chunk.data, chunk.size)
+                    : scale_norm_chunk(type, chunk.dtype, chunk.data, chunk.size, factor);
   });
   if (factor != 1) dense.write_back();
   const NormOutputs outputs = empty_norm_outputs(tensors);

@@ -6,9 +6,11 @@
 
 #include <ATen/cpu/vec/functional.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "lane.h"
+#include "scaled.h"
 #include "to_double.h"
 
 namespace ampfuse::CPU_CAPABILITY {
@@ -64,13 +66,17 @@ double sum(const Vec (&lanes)[kVectors]) {
   return sums[0];
 }
 
-template <NormType kNorm, typename scalar_t>
-math::NormPartial norm_chunk(const scalar_t* x, int64_t count) {
+// With kScale of what is left after scaling in place, lanes by lanes: while these are computed
+// with, memory brings the next.
+template <bool kScale, NormType kNorm, typename scalar_t>
+math::NormPartial norm_chunk(scalar_t* x, int64_t count, double factor) {
   Vec lanes[kVectors];
   Vec block[kVectors];
   for (Vec& lane : lanes) lane = Vec(0);
   for (int64_t i = 0; i < count; i += kLanes) {
-    i + kLanes <= count ? load(x + i, kLanes, block) : load(x + i, count - i, block);
+    const int64_t lanes_left = std::min<int64_t>(kLanes, count - i);
+    if constexpr (kScale) scale(x + i, lanes_left, factor);
+    i + kLanes <= count ? load(x + i, kLanes, block) : load(x + i, lanes_left, block);
     for (int v = 0; v < kVectors; ++v) {
       lanes[v] = math::norm_accumulate<kNorm>(lanes[v], block[v]);
     }
@@ -82,35 +88,46 @@ math::NormPartial norm_chunk(const scalar_t* x, int64_t count) {
       count, [x](int64_t i) { return math::norm_part(x[i]); }, math::OneWorker());
 }
 
-template <NormType kNorm>
-math::NormPartial norm_chunk(c10::ScalarType dtype, const void* x, int64_t count) {
+template <bool kScale, NormType kNorm>
+math::NormPartial norm_chunk(c10::ScalarType dtype, void* x, int64_t count, double factor) {
   switch (dtype) {
     case c10::ScalarType::Half:
-      return norm_chunk<kNorm>(static_cast<const c10::Half*>(x), count);
+      return norm_chunk<kScale, kNorm>(static_cast<c10::Half*>(x), count, factor);
     case c10::ScalarType::BFloat16:
-      return norm_chunk<kNorm>(static_cast<const c10::BFloat16*>(x), count);
+      return norm_chunk<kScale, kNorm>(static_cast<c10::BFloat16*>(x), count, factor);
     case c10::ScalarType::Float:
-      return norm_chunk<kNorm>(static_cast<const float*>(x), count);
+      return norm_chunk<kScale, kNorm>(static_cast<float*>(x), count, factor);
     case c10::ScalarType::Double:
-      return norm_chunk<kNorm>(static_cast<const double*>(x), count);
+      return norm_chunk<kScale, kNorm>(static_cast<double*>(x), count, factor);
     case c10::ScalarType::ComplexFloat:
-      return norm_chunk<kNorm>(static_cast<const math::Complex<float>*>(x), count);
+      return norm_chunk<kScale, kNorm>(static_cast<math::Complex<float>*>(x), count, factor);
     default:
-      return norm_chunk<kNorm>(static_cast<const math::Complex<double>*>(x), count);
+      return norm_chunk<kScale, kNorm>(static_cast<math::Complex<double>*>(x), count, factor);
+  }
+}
+
+template <bool kScale>
+math::NormPartial norm_chunk(NormType type, c10::ScalarType dtype, void* x, int64_t count,
+                             double factor) {
+  switch (type) {
+    case NormType::kL1:
+      return norm_chunk<kScale, NormType::kL1>(dtype, x, count, factor);
+    case NormType::kL2:
+      return norm_chunk<kScale, NormType::kL2>(dtype, x, count, factor);
+    default:
+      return norm_chunk<kScale, NormType::kInf>(dtype, x, count, factor);
   }
 }
 
 }  // namespace
 
 math::NormPartial norm_chunk(NormType type, c10::ScalarType dtype, const void* x, int64_t count) {
-  switch (type) {
-    case NormType::kL1:
-      return norm_chunk<NormType::kL1>(dtype, x, count);
-    case NormType::kL2:
-      return norm_chunk<NormType::kL2>(dtype, x, count);
-    default:
-      return norm_chunk<NormType::kInf>(dtype, x, count);
-  }
+  return norm_chunk<false>(type, dtype, const_cast<void*>(x), count, 1);
+}
+
+math::NormPartial scale_norm_chunk(NormType type, c10::ScalarType dtype, void* x, int64_t count,
+                                   double factor) {
+  return norm_chunk<true>(type, dtype, x, count, factor);
 }
 
 }  // namespace ampfuse::CPU_CAPABILITY

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../../math/multi_tensor_unscale.h"
+#include "scaled.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 
@@ -19,53 +20,39 @@ bool is_zero(const Vectorized<acc_t>& mark) {
   return std::all_of(std::begin(lanes), std::end(lanes), [](acc_t lane) { return lane == 0; });
 }
 
-template <bool kWrite, typename scalar_t>
-bool scale_wide(scalar_t* x, int64_t count, scalar_t factor) {
-  using Vec = Vectorized<scalar_t>;
-  const Vec factors(factor);
-  Vec mark(0);
-  for (int64_t i = 0; i < count; i += Vec::size()) {
-    const int64_t rest = std::min<int64_t>(Vec::size(), count - i);
-    Vec value = Vec::loadu(x + i, rest);
-    if constexpr (kWrite) {
-      value = value * factors;
-      value.store(x + i, rest);
-    }
-    mark = math::mark_nonfinite(mark, value);
+// Values as they are looked at: 16-bit ones in pairs of registers.
+template <typename scalar_t>
+auto mark_nonfinite(const Vectorized<factor_t<scalar_t>>& mark, const Vectorized<scalar_t>& value) {
+  if constexpr (at::vec::is_reduced_floating_point_v<scalar_t>) {
+    const auto [low, high] = at::vec::convert_to_float(value);
+    return math::mark_nonfinite(math::mark_nonfinite(mark, low), high);
+  } else {
+    return math::mark_nonfinite(mark, value);
   }
-  return is_zero(mark);
 }
 
-// 16-bit types: the product is rounded once, and it is the rounded value that must be finite.
 template <bool kWrite, typename scalar_t>
-bool scale_narrow(scalar_t* x, int64_t count, float factor) {
+bool scale_chunk(scalar_t* x, int64_t count, factor_t<scalar_t> factor) {
   using Vec = Vectorized<scalar_t>;
-  const Vectorized<float> factors(factor);
-  Vectorized<float> mark(0);
+  const Vectorized<factor_t<scalar_t>> factors(factor);
+  Vectorized<factor_t<scalar_t>> mark(0);
   for (int64_t i = 0; i < count; i += Vec::size()) {
     const int64_t rest = std::min<int64_t>(Vec::size(), count - i);
     Vec value = Vec::loadu(x + i, rest);
     if constexpr (kWrite) {
-      const auto [low, high] = at::vec::convert_to_float(value);
-      value = at::vec::convert_from_float<scalar_t>(low * factors, high * factors);
+      value = scaled(value, factors);
       value.store(x + i, rest);
     }
-    const auto [low, high] = at::vec::convert_to_float(value);
-    mark = math::mark_nonfinite(math::mark_nonfinite(mark, low), high);
+    mark = mark_nonfinite(mark, value);
   }
   return is_zero(mark);
 }
 
 template <typename scalar_t>
 bool scale_chunk(scalar_t* x, int64_t count, double factor) {
-  if constexpr (at::vec::is_reduced_floating_point_v<scalar_t>) {
-    const float narrow = static_cast<float>(factor);
-    return narrow == 1 ? scale_narrow<false>(x, count, narrow)
-                       : scale_narrow<true>(x, count, narrow);
-  } else {
-    const scalar_t wide = static_cast<scalar_t>(factor);
-    return wide == 1 ? scale_wide<false>(x, count, wide) : scale_wide<true>(x, count, wide);
-  }
+  const auto rounded = static_cast<factor_t<scalar_t>>(factor);
+  return rounded == 1 ? scale_chunk<false>(x, count, rounded)
+                      : scale_chunk<true>(x, count, rounded);
 }
 
 }  // namespace

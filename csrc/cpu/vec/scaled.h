@@ -1,0 +1,45 @@
+// Products with one factor, as math/multi_tensor_unscale.h defines them.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+
+#include <algorithm>
+
+#include "../../math/complex.h"
+
+namespace ampfuse::CPU_CAPABILITY {
+
+/// What a product is computed in.
+template <typename scalar_t>
+using factor_t =
+    std::conditional_t<at::vec::is_reduced_floating_point_v<scalar_t>, float, scalar_t>;
+
+/// Rounded once, also to 16 bits.
+template <typename scalar_t>
+at::vec::Vectorized<scalar_t> scaled(const at::vec::Vectorized<scalar_t>& x,
+                                     const at::vec::Vectorized<factor_t<scalar_t>>& factor) {
+  if constexpr (at::vec::is_reduced_floating_point_v<scalar_t>) {
+    const auto [low, high] = at::vec::convert_to_float(x);
+    return at::vec::convert_from_float<scalar_t>(low * factor, high * factor);
+  } else {
+    return x * factor;
+  }
+}
+
+/// In place.
+template <typename scalar_t>
+void scale(scalar_t* x, int64_t count, double factor) {
+  using Vec = at::vec::Vectorized<scalar_t>;
+  const at::vec::Vectorized<factor_t<scalar_t>> factors(static_cast<factor_t<scalar_t>>(factor));
+  int64_t i = 0;
+  for (; i + Vec::size() <= count; i += Vec::size()) {
+    scaled(Vec::loadu(x + i), factors).store(x + i);
+  }
+  if (i < count) scaled(Vec::loadu(x + i, count - i), factors).store(x + i, count - i);
+}
+template <typename T>
+void scale(math::Complex<T>* x, int64_t count, double factor) {
+  scale(reinterpret_cast<T*>(x), 2 * count, factor);
+}
+
+}  // namespace ampfuse::CPU_CAPABILITY
