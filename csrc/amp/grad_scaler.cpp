@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <ampfuse/optim.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/lbfgs.h>
@@ -152,20 +153,18 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
       unscale(*state_, of_optimizer);
     }
   }
+  const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
+  TORCH_CHECK(!flags.empty() || takes_tensors || state_->options.allow_no_grads(),
+              "No inf checks were recorded for this optimizer.");
+  // Without gradients there is nothing to overflow.
+  const at::Tensor found_inf =
+      flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
+  state_->memory.note_step(found_inf, of_optimizer.inspection);
   at::Tensor loss;
-  if (of_optimizer.inspection.found_infs.empty()) {  // no gradients
-    TORCH_CHECK(takes_tensors || state_->options.allow_no_grads(),
-                "No inf checks were recorded for this optimizer.");
+  if (takes_tensors) {
+    loss = step_with_tensors(*takes_tensors, *state_, of_optimizer, found_inf);
+  } else if (flags.empty() || found_inf.item<float>() == 0) {  // the one place that waits
     loss = optimizer.step();
-  } else {
-    const at::Tensor found_inf =
-        largest(of_optimizer.inspection.found_infs, state_->scale.device());
-    state_->memory.note_step(found_inf, of_optimizer.inspection);
-    if (takes_tensors) {
-      loss = step_with_tensors(*takes_tensors, *state_, of_optimizer, found_inf);
-    } else if (found_inf.item<float>() == 0) {  // the one place that waits
-      loss = optimizer.step();
-    }
   }
   of_optimizer.stage = Stage::kStepped;
   return loss;

@@ -11,21 +11,23 @@ void check(const char* name, const T& value, bool makes_sense, const char* expec
   TORCH_CHECK_VALUE(makes_sense, name, ": expected ", expected, ", got ", value);
 }
 
-bool is_positive(double number) {
-  return number > 0 && std::isfinite(number);
-}
-
 }  // namespace
 
+void check_first_options(const GradScalerOptions& options) {
+  TORCH_CHECK(!(options.growth_factor() <= 1), "The growth factor must be > 1.0.");
+  TORCH_CHECK(!(options.backoff_factor() >= 1), "The backoff factor must be < 1.0.");
+  check_options(options);
+}
+
 void check_options(const GradScalerOptions& options) {
-  TORCH_CHECK(options.growth_factor() > 1, "The growth factor must be > 1.0.");
-  TORCH_CHECK(options.backoff_factor() < 1, "The backoff factor must be < 1.0.");
-  check("init_scale", options.init_scale(), is_positive(options.init_scale()),
-        "a finite number above 0");
-  check("growth_factor", options.growth_factor(), is_positive(options.growth_factor()),
-        "a finite number above 0");
-  check("backoff_factor", options.backoff_factor(), is_positive(options.backoff_factor()),
-        "a finite number above 0");
+  const auto check_positive = [](const char* name, double number) {
+    check(name, number, number > 0 && std::isfinite(number), "a finite number above 0");
+  };
+  check_positive("init_scale", options.init_scale());
+  check_positive("growth_factor", options.growth_factor());
+  check_positive("backoff_factor", options.backoff_factor());
+  check("growth_factor", options.growth_factor(), options.growth_factor() >= 1, "at least 1");
+  check("backoff_factor", options.backoff_factor(), options.backoff_factor() <= 1, "at most 1");
   check("growth_interval", options.growth_interval(), options.growth_interval() >= 1, "at least 1");
   const auto low = options.min_scale();
   const auto high = options.max_scale();

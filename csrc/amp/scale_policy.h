@@ -6,8 +6,11 @@
 
 namespace ampfuse::amp {
 
-/// Refuses options that no scaler could make sense of, in torch's words where torch refuses them.
+/// Refuses options that no scaler could make sense of.
 void check_options(const GradScalerOptions& options);
+
+/// Refuses also factors that change nothing, in torch's words, whose constructor does, too.
+void check_first_options(const GradScalerOptions& options);
 
 /// As the op takes them.
 UpdateScaleOptions update_options(const GradScalerOptions& options);

@@ -25,7 +25,7 @@ ScalerState::ScalerState(GradScalerOptions given)
       enabled(can_be_enabled(options)),
       memory({options.hysteresis(), 0, 0}, options.history()),
       first_scale_(options.init_scale()) {
-  if (enabled) check_options(options);
+  if (enabled) check_first_options(options);
 }
 
 OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {

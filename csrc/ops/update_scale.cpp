@@ -26,8 +26,9 @@ void check_policy(const math::ScalePolicy& policy) {
   const auto check = [](const char* name, auto value, bool in_range, const char* range) {
     TORCH_CHECK_VALUE(in_range, kOp, ": ", name, ": expected ", range, ", got ", value);
   };
-  check("growth_factor", policy.growth_factor, policy.growth_factor > 1, "more than 1");
-  check("backoff_factor", policy.backoff_factor, policy.backoff_factor < 1, "less than 1");
+  check("growth_factor", policy.growth_factor, policy.growth_factor >= 1, "at least 1");
+  check("backoff_factor", policy.backoff_factor,
+        policy.backoff_factor > 0 && policy.backoff_factor <= 1, "more than 0 and at most 1");
   check("growth_interval", policy.growth_interval, policy.growth_interval >= 1, "at least 1");
   check("hysteresis", policy.hysteresis, policy.hysteresis >= 1, "at least 1");
   check("max_scale", policy.max_scale, policy.max_scale >= policy.min_scale, "at least min_scale");

@@ -3,7 +3,7 @@
 import ampfuse
 import pytest
 import torch
-from scaler_languages import EVERY_LANGUAGE, ready
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
@@ -222,3 +222,57 @@ def test_several_outputs_are_scaled_as_torch_scales_them(device):
     assert outputs == [4, (4, [4])]
     with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable"):
         scaler.scale([1.0])
+
+
+@EVERY_LANGUAGE
+def test_a_step_without_gradients_overflows_nothing(language, device):
+    """Also where the step before it, of another optimizer, was skipped."""
+    param, spoiled, scaler = ready(language, device, allow_no_grads=True)
+    param.grad[0] = float("inf")
+    scaler.step(spoiled)
+    assert scaler.was_skipped()
+
+    without = [
+        make([Parameter(torch.ones(1, device=device))], lr=0.1)
+        for make in (language.sgd, language.adamw)
+    ]
+    for optimizer in without:
+        scaler.step(optimizer)
+        assert not scaler.was_skipped()
+
+
+def test_an_optimizer_that_skips_itself_is_told_also_without_gradients(device):
+    class Taking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            return self.grad_scale.item(), self.found_inf.item()
+
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(torch.ones((), device=device))
+
+    assert scaler.step(Taking([Parameter(torch.ones(1, device=device))], lr=1.0)) == (4.0, 0.0)
+
+
+def test_groups_may_have_their_parameters_in_a_tuple(device):
+    param, optimizer, scaler = ready(LANGUAGES["Python"], device)
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+
+    scaler.unscale_(optimizer)
+
+    assert (param.grad == 1).all()
+
+
+def test_the_scale_that_a_subclass_tells_is_the_one_that_is_stepped_with(device):
+    class Other(ampfuse.GradScaler):
+        def _get_scale_async(self):
+            return super()._get_scale_async() * 2
+
+    param = Parameter(torch.ones(1, device=device))
+    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+    scaler = Other(device.type, 4.0)
+    scaler.scale(param.sum()).backward()
+
+    scaler.step(optimizer)
+
+    assert optimizer.grad_norm.item() == pytest.approx(0.5)

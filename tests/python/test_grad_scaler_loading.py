@@ -13,8 +13,8 @@ CPP = LANGUAGES["C++"]
 
 SPOILED = {
     "scale": [-1.0, float("nan"), float("inf"), None, "64"],
-    "growth_factor": [1.0, None, "2"],
-    "backoff_factor": [1.0, 0.0, None],
+    "growth_factor": [0.5, None, "2"],
+    "backoff_factor": [1.5, 0.0, None],
     "growth_interval": [0, 2.5, None],
     "_growth_tracker": [-1, 0.5],
     "min_scale": [0.0, "1"],

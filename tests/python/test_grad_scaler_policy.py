@@ -6,7 +6,7 @@ import ampfuse
 import pytest
 import torch
 from scale_reference import REFERENCES, Policy
-from scaler_languages import EVERY_LANGUAGE
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES
 from torch.nn import Parameter
 
 
@@ -169,10 +169,10 @@ SENSELESS = [
     ({"init_scale": NAN}, ValueError, "init_scale: expected a finite number above 0, got nan"),
     ({"init_scale": INF}, ValueError, "init_scale: expected a finite number above 0, got inf"),
     ({"growth_factor": 1.0}, AssertionError, "growth factor must be > 1.0"),
-    ({"growth_factor": NAN}, AssertionError, "growth factor must be > 1.0"),
+    ({"growth_factor": NAN}, ValueError, "growth_factor: expected a finite number above 0"),
     ({"growth_factor": INF}, ValueError, "growth_factor: expected a finite number"),
     ({"backoff_factor": 1.0}, AssertionError, "backoff factor must be < 1.0"),
-    ({"backoff_factor": NAN}, AssertionError, "backoff factor must be < 1.0"),
+    ({"backoff_factor": NAN}, ValueError, "backoff_factor: expected a finite number above 0"),
     ({"backoff_factor": 0.0}, ValueError, "backoff_factor: expected a finite number above 0"),
     ({"backoff_factor": -0.5}, ValueError, "backoff_factor: expected a finite number above 0"),
     ({"growth_interval": 0}, ValueError, "growth_interval: expected at least 1, got 0"),
@@ -220,12 +220,14 @@ def test_options_of_another_type_are_refused(device, options, words):
         ampfuse.GradScaler(device.type, **options)
 
 
-def test_setters_refuse_what_the_constructor_would(device):
+def test_setters_refuse_what_makes_no_sense(device):
     scaler = ampfuse.GradScaler(device.type)
     before = scaler.state_dict()
 
-    with pytest.raises(AssertionError, match=r"growth factor must be > 1\.0"):
-        scaler.set_growth_factor(1.0)
+    with pytest.raises(ValueError, match=r"growth_factor: expected at least 1, got 0\.5"):
+        scaler.set_growth_factor(0.5)
+    with pytest.raises(ValueError, match="backoff_factor: expected at most 1, got 2"):
+        scaler.set_backoff_factor(2)
     with pytest.raises(ValueError, match="backoff_factor: expected a finite number above 0"):
         scaler.set_backoff_factor(0.0)
     with pytest.raises(TypeError, match="growth_interval: expected an int, got float"):
@@ -234,6 +236,20 @@ def test_setters_refuse_what_the_constructor_would(device):
         scaler.set_growth_interval(0)
 
     assert scaler.state_dict() == before
+
+
+def test_factors_of_one_keep_the_scale_as_in_torch(device):
+    """torch's constructor refuses them, its setters and states do not."""
+    frozen = Run(LANGUAGES["Python"], device)
+    frozen.scaler.set_growth_factor(1.0)
+    frozen.scaler.set_backoff_factor(1.0)
+    other = Run(LANGUAGES["C++"], device)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(frozen.scaler.state_dict())
+    other.scaler.load_state_dict(theirs.state_dict())
+
+    for run in (frozen, other):
+        assert [run.step(overflow) for overflow in (0, 0, 0, 1, 1, 0)] == [64.0] * 6
 
 
 @EVERY_LANGUAGE

@@ -1,6 +1,6 @@
 """Loss scaling in the place of torch's."""
 
-from ampfuse.amp._memory import ScaleRecord
-from ampfuse.amp.grad_scaler import GradScaler, ScaleCollapseError
+from ampfuse.amp._memory import ScaleCollapseError, ScaleRecord
+from ampfuse.amp.grad_scaler import GradScaler
 
 __all__ = ["GradScaler", "ScaleCollapseError", "ScaleRecord"]

@@ -58,11 +58,12 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
     """The gradients of all groups."""
     found = Gradients()
     for group_index, group in enumerate(optimizer.param_groups):
-        ordinary, others = _C.ordinary_grads(group["params"], allow_fp16)
+        params = list(group["params"])
+        ordinary, others = _C.ordinary_grads(params, allow_fp16)
         for of_device in ordinary:
             found.add(*of_device)
         for index in others:
-            param = group["params"][index]
+            param = params[index]
             if param.grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError(
                     "Attempting to unscale FP16 gradients. Parameter "

@@ -15,6 +15,10 @@ from ampfuse.amp._mirror import Mirror
 REMEMBERED = 16  # steps that a report can look back
 
 
+class ScaleCollapseError(RuntimeError):
+    """As many steps in a row were skipped as `max_consecutive_skips` allows."""
+
+
 class ScaleRecord(NamedTuple):
     """One update of the scale, as `GradScaler.history` tells it."""
 
@@ -105,6 +109,16 @@ class Memory:
         if arrived is not None or self._counters_mirror.is_idle():
             self._counters_mirror.send(self._counters)
         return self._skips_in_a_row
+
+    def raise_if_collapsed(self, limit: int | None) -> None:
+        """Where so many steps in a row were skipped."""
+        skips = 0 if limit is None else self.skips_in_a_row()
+        if limit is not None and skips >= limit:
+            raise ScaleCollapseError(
+                f"{skips} steps in a row were skipped, of at most {limit}: the gradients are not "
+                "finite at any scale that was tried. GradScaler.overflow_report(model) names "
+                "the parameters"
+            )
 
     def records(self) -> list[ScaleRecord]:
         """Oldest first."""

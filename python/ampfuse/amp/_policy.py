@@ -3,7 +3,7 @@
 import math
 import numbers
 import operator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -42,17 +42,19 @@ def count(name: str, value: Any, least: int) -> int:
 
 
 def growth_factor(value: Any) -> float:
-    """As torch checks it, and finite."""
-    if not real("growth_factor", value) > 1:
-        raise AssertionError("The growth factor must be > 1.0.")
-    return positive("growth_factor", value)
+    """At least 1: torch's constructor wants more, its setter and states of its own need not."""
+    number = positive("growth_factor", value)
+    if number < 1:
+        raise ValueError(f"growth_factor: expected at least 1, got {value}")
+    return number
 
 
 def backoff_factor(value: Any) -> float:
-    """As torch checks it, and above 0."""
-    if not real("backoff_factor", value) < 1:
-        raise AssertionError("The backoff factor must be < 1.0.")
-    return positive("backoff_factor", value)
+    """At most 1, likewise."""
+    number = positive("backoff_factor", value)
+    if number > 1:
+        raise ValueError(f"backoff_factor: expected at most 1, got {value}")
+    return number
 
 
 def growth_interval(value: Any) -> int:
@@ -60,7 +62,7 @@ def growth_interval(value: Any) -> int:
     return count("growth_interval", value, least=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Policy:
     """What torch has no arguments for."""
 
@@ -85,11 +87,11 @@ class Policy:
         if not isinstance(self.dynamic, bool):
             raise TypeError(f"dynamic: expected a bool, got {type(self.dynamic).__name__}")
 
-    def as_options(self) -> dict[str, Any]:
+    @property
+    def options(self) -> dict[str, Any]:
         """As the op and state dictionaries have them."""
-        return asdict(self)
+        return vars(self)
 
     def updated(self, saved: dict[str, Any]) -> "Policy":
         """What a state dictionary says, and this where it says nothing."""
-        names = [field.name for field in fields(self)]
-        return Policy(**self.as_options() | {name: saved[name] for name in names if name in saved})
+        return Policy(**{name: saved.get(name, value) for name, value in self.options.items()})

@@ -1,11 +1,12 @@
 """GradScaler: torch's, without host waits, with limits, hysteresis, and a memory."""
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ampfuse import ops
@@ -17,10 +18,6 @@ from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
 from ampfuse.amp._tensor_step import step_with_tensors, takes_tensors, wants_the_scaler
 from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest
-
-
-class ScaleCollapseError(RuntimeError):
-    """As many steps in a row were skipped as `max_consecutive_skips` allows."""
 
 
 class GradScaler(torch.amp.grad_scaler.GradScaler):
@@ -97,9 +94,9 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         if not self._enabled:
             return
         self._init_scale = _policy.positive("init_scale", init_scale)
-        self.set_growth_factor(growth_factor)
-        self.set_backoff_factor(backoff_factor)
-        self.set_growth_interval(growth_interval)
+        self._growth_factor = _policy.growth_factor(growth_factor)
+        self._backoff_factor = _policy.backoff_factor(backoff_factor)
+        self._growth_interval = _policy.growth_interval(growth_interval)
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
         if max_consecutive_skips is not None:
             _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
@@ -154,35 +151,39 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-        if not state["found_inf_per_device"]:  # no gradients
-            if not (skips_itself or self._allow_no_grads):
-                raise AssertionError("No inf checks were recorded for this optimizer.")
-            result = optimizer.step(*args, **kwargs)
-        elif skips_itself:
-            result = self._step_with_tensors(optimizer, state, args, kwargs)
-        else:
-            self._note_step(optimizer, state)
+        has_gradients = bool(state["found_inf_per_device"])
+        if not (has_gradients or skips_itself or self._allow_no_grads):
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        found_inf = self._note_step(optimizer, state)
+        if skips_itself:
+            result = self._step_with_tensors(optimizer, state, found_inf, args, kwargs)
+        elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        else:
+            result = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def _step_with_tensors(
-        self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: Any
+        self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, args: Any, kwargs: Any
     ) -> Any:
         """The step of an optimizer that takes scale and flag as attributes for its duration."""
-        found_inf = self._note_step(optimizer, state)
         if state["stage"] is OptState.UNSCALED:  # and perhaps changed since
             return step_with_tensors(optimizer, None, found_inf, None, args, kwargs)
         inspection = self._inspections.get(id(optimizer))
         # Of processes that skip together each has seen a part.
         norm = inspection.total_norm if inspection and self.process_group is None else None
-        return step_with_tensors(optimizer, self._scale, found_inf, norm, args, kwargs)
+        scale = self._get_scale_async()
+        return step_with_tensors(optimizer, scale, found_inf, norm, args, kwargs)
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
         """Remember what the step's fate is: the flag, where the scale is."""
         assert self._scale is not None
         flags = state["found_inf_per_device"].values()
-        found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
+        if flags:
+            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
+        else:  # nothing to overflow
+            found_inf = torch.zeros_like(self._scale)
         inspection = self._inspections.get(id(optimizer))
         if inspection is not None:
             inspection.is_scaled = state["stage"] is OptState.READY
@@ -230,18 +231,18 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
                 growth_interval=self._growth_interval,
                 history=history,
                 norm=None if history is None else self._unscaled_norm(scale),
-                **self._policy.as_options(),
+                **self._policy.options,
             )
-        self._per_optimizer_states.clear()
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._inspections.clear()
-        self._raise_if_collapsed()
+        self._memory.raise_if_collapsed(self.max_consecutive_skips)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """What the scale is multiplied by after `growth_interval` steps: more than 1."""
+        """What the scale is multiplied by after `growth_interval` steps; with 1 it never grows."""
         self._growth_factor = _policy.growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """What the scale is multiplied by after an overflow: between 0 and 1."""
+        """What the scale is multiplied by after an overflow; with 1 it never backs off."""
         self._backoff_factor = _policy.backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -256,18 +257,6 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
                 norm = on_device(norm, scale.device).float()
                 norms.append(norm / scale if inspection.is_scaled else norm)
         return ops.multi_tensor_norm(norms).total_norm if norms else None
-
-    def _raise_if_collapsed(self) -> None:
-        limit = self.max_consecutive_skips
-        if limit is None:
-            return
-        skips = self._memory.skips_in_a_row()
-        if skips >= limit:
-            raise ScaleCollapseError(
-                f"{skips} steps in a row were skipped, of at most {limit}: the gradients are not "
-                "finite at any scale that was tried. GradScaler.overflow_report(model) names "
-                "the parameters"
-            )
 
     def scale_tensor(self) -> Tensor:
         """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""
@@ -310,7 +299,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         if not self._enabled:
             return {}
         own = dict(zip(COUNTERS, self._memory.counts(), strict=True))
-        return {**super().state_dict(), **self._policy.as_options(), **own}
+        return {**super().state_dict(), **self._policy.options, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch's saved; what torch's has no entry for stays as it is.

@@ -64,6 +64,8 @@ class Columns:
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
     """There, without the host waiting, except on the CPU, which reads it at once."""
+    if scalar.device == device:
+        return scalar
     return scalar.to(device, non_blocking=device.type != "cpu")
 
 
