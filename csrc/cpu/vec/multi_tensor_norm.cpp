@@ -6,9 +6,10 @@
 
 #include <ATen/cpu/vec/functional.h>
 
-#include <algorithm>
+#include <optional>
 #include <tuple>
 
+#include "../../math/multi_tensor_unscale.h"
 #include "lane.h"
 #include "scaled.h"
 #include "to_double.h"
@@ -17,6 +18,7 @@ namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
 
+using at::vec::Vectorized;
 using math::NormType;
 using Vec = at::vec::Vectorized<double>;
 
@@ -24,36 +26,69 @@ constexpr int kLanes = 32;
 constexpr int kVectors = kLanes / Vec::size();
 static_assert(kLanes % Vec::size() == 0);
 
+// What the norm of memory as it is reads it with.
+struct AsItIs {};
+
+// And of what is left after scaling in place: multiplies and writes on the way. While lanes are
+// computed with, memory brings the next.
+template <typename scalar_t>
+struct Scaled {
+  explicit Scaled(double factor) : factors(static_cast<factor_t<scalar_t>>(factor)) {}
+  Vectorized<factor_t<scalar_t>> factors;
+};
+template <typename T>
+struct Scaled<math::Complex<T>> {
+  explicit Scaled(double factor) : factor(static_cast<T>(factor)) {}
+  T factor;
+};
+
 // The vector at `offset` of x[0, count), zeros behind the end.
-template <typename V, typename scalar_t>
-V load_some(const scalar_t* x, int64_t count, int64_t offset) {
+template <typename scalar_t>
+Vectorized<scalar_t> load_some(const scalar_t* x, int64_t count, int64_t offset, AsItIs) {
+  using V = Vectorized<scalar_t>;
   const int64_t rest = count - offset;
   if (rest >= V::size()) return V::loadu(x + offset);
   return rest > 0 ? V::loadu(x + offset, rest) : V(scalar_t(0));
 }
+template <typename scalar_t>
+Vectorized<scalar_t> load_some(scalar_t* x, int64_t count, int64_t offset,
+                               const Scaled<scalar_t>& scaling) {
+  using V = Vectorized<scalar_t>;
+  const int64_t rest = count - offset;
+  if (rest <= 0) return V(scalar_t(0));
+  if (rest >= V::size()) {
+    const V value = scaled(V::loadu(x + offset), scaling.factors);
+    value.store(x + offset);
+    return value;
+  }
+  scaled(V::loadu(x + offset, rest), scaling.factors).store(x + offset, rest);
+  return V::loadu(x + offset, rest);  // zeros behind: 0 · infinity is none
+}
 
 // Up to kLanes elements as doubles; what is missing becomes 0, which adds nothing to any norm.
-template <typename scalar_t>
-void load(const scalar_t* x, int64_t count, Vec (&out)[kVectors]) {
-  using Narrow = at::vec::Vectorized<scalar_t>;
+template <typename scalar_t, typename Access>
+void load(scalar_t* x, int64_t count, const Access& access, Vec (&out)[kVectors]) {
+  const auto narrow = [&](int v) { return load_some(x, count, v * Vec::size(), access); };
   if constexpr (std::is_same_v<scalar_t, double>) {
-    for (int v = 0; v < kVectors; ++v) out[v] = load_some<Vec>(x, count, v * Vec::size());
+    for (int v = 0; v < kVectors; ++v) out[v] = narrow(v);
   } else if constexpr (std::is_same_v<scalar_t, float>) {
-    for (int v = 0; v < kVectors; v += 2) {
-      std::tie(out[v], out[v + 1]) = to_double(load_some<Narrow>(x, count, v * Vec::size()));
-    }
-  } else if constexpr (at::vec::is_reduced_floating_point_v<scalar_t>) {
+    for (int v = 0; v < kVectors; v += 2) std::tie(out[v], out[v + 1]) = to_double(narrow(v));
+  } else {
     for (int v = 0; v < kVectors; v += 4) {
-      const auto [low, high] =
-          at::vec::convert_to_float(load_some<Narrow>(x, count, v * Vec::size()));
+      const auto [low, high] = at::vec::convert_to_float(narrow(v));
       std::tie(out[v], out[v + 1]) = to_double(low);
       std::tie(out[v + 2], out[v + 3]) = to_double(high);
     }
-  } else {
-    double block[kLanes] = {};
-    for (int64_t i = 0; i < count; ++i) block[i] = math::norm_value<double>(x[i]);
-    for (int v = 0; v < kVectors; ++v) out[v] = Vec::loadu(block + v * Vec::size());
   }
+}
+template <typename T, typename Access>
+void load(math::Complex<T>* x, int64_t count, const Access& access, Vec (&out)[kVectors]) {
+  if constexpr (!std::is_same_v<Access, AsItIs>) {
+    for (int64_t i = 0; i < count; ++i) x[i] = math::scaled<T>(x[i], access.factor);
+  }
+  double block[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) block[i] = math::norm_value<double>(x[i]);
+  for (int v = 0; v < kVectors; ++v) out[v] = Vec::loadu(block + v * Vec::size());
 }
 
 template <NormType kNorm>
@@ -66,17 +101,14 @@ double sum(const Vec (&lanes)[kVectors]) {
   return sums[0];
 }
 
-// With kScale of what is left after scaling in place, lanes by lanes: while these are computed
-// with, memory brings the next.
-template <bool kScale, NormType kNorm, typename scalar_t>
-math::NormPartial norm_chunk(scalar_t* x, int64_t count, double factor) {
+template <NormType kNorm, typename scalar_t, typename Access>
+math::NormPartial norm_chunk(scalar_t* x, int64_t count, const Access& access) {
   Vec lanes[kVectors];
   Vec block[kVectors];
   for (Vec& lane : lanes) lane = Vec(0);
   for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t lanes_left = std::min<int64_t>(kLanes, count - i);
-    if constexpr (kScale) scale(x + i, lanes_left, factor);
-    i + kLanes <= count ? load(x + i, kLanes, block) : load(x + i, lanes_left, block);
+    i + kLanes <= count ? load(x + i, kLanes, access, block)
+                        : load(x + i, count - i, access, block);
     for (int v = 0; v < kVectors; ++v) {
       lanes[v] = math::norm_accumulate<kNorm>(lanes[v], block[v]);
     }
@@ -88,46 +120,53 @@ math::NormPartial norm_chunk(scalar_t* x, int64_t count, double factor) {
       count, [x](int64_t i) { return math::norm_part(x[i]); }, math::OneWorker());
 }
 
-template <bool kScale, NormType kNorm>
-math::NormPartial norm_chunk(c10::ScalarType dtype, void* x, int64_t count, double factor) {
+template <NormType kNorm, typename scalar_t>
+math::NormPartial norm_chunk(void* data, int64_t count, std::optional<double> factor) {
+  auto* const x = static_cast<scalar_t*>(data);
+  return factor ? norm_chunk<kNorm>(x, count, Scaled<scalar_t>(*factor))
+                : norm_chunk<kNorm>(x, count, AsItIs());
+}
+
+template <NormType kNorm>
+math::NormPartial norm_chunk(c10::ScalarType dtype, void* x, int64_t count,
+                             std::optional<double> factor) {
   switch (dtype) {
     case c10::ScalarType::Half:
-      return norm_chunk<kScale, kNorm>(static_cast<c10::Half*>(x), count, factor);
+      return norm_chunk<kNorm, c10::Half>(x, count, factor);
     case c10::ScalarType::BFloat16:
-      return norm_chunk<kScale, kNorm>(static_cast<c10::BFloat16*>(x), count, factor);
+      return norm_chunk<kNorm, c10::BFloat16>(x, count, factor);
     case c10::ScalarType::Float:
-      return norm_chunk<kScale, kNorm>(static_cast<float*>(x), count, factor);
+      return norm_chunk<kNorm, float>(x, count, factor);
     case c10::ScalarType::Double:
-      return norm_chunk<kScale, kNorm>(static_cast<double*>(x), count, factor);
+      return norm_chunk<kNorm, double>(x, count, factor);
     case c10::ScalarType::ComplexFloat:
-      return norm_chunk<kScale, kNorm>(static_cast<math::Complex<float>*>(x), count, factor);
+      return norm_chunk<kNorm, math::Complex<float>>(x, count, factor);
     default:
-      return norm_chunk<kScale, kNorm>(static_cast<math::Complex<double>*>(x), count, factor);
+      return norm_chunk<kNorm, math::Complex<double>>(x, count, factor);
   }
 }
 
-template <bool kScale>
 math::NormPartial norm_chunk(NormType type, c10::ScalarType dtype, void* x, int64_t count,
-                             double factor) {
+                             std::optional<double> factor) {
   switch (type) {
     case NormType::kL1:
-      return norm_chunk<kScale, NormType::kL1>(dtype, x, count, factor);
+      return norm_chunk<NormType::kL1>(dtype, x, count, factor);
     case NormType::kL2:
-      return norm_chunk<kScale, NormType::kL2>(dtype, x, count, factor);
+      return norm_chunk<NormType::kL2>(dtype, x, count, factor);
     default:
-      return norm_chunk<kScale, NormType::kInf>(dtype, x, count, factor);
+      return norm_chunk<NormType::kInf>(dtype, x, count, factor);
   }
 }
 
 }  // namespace
 
 math::NormPartial norm_chunk(NormType type, c10::ScalarType dtype, const void* x, int64_t count) {
-  return norm_chunk<false>(type, dtype, const_cast<void*>(x), count, 1);
+  return norm_chunk(type, dtype, const_cast<void*>(x), count, std::nullopt);  // only reads
 }
 
 math::NormPartial scale_norm_chunk(NormType type, c10::ScalarType dtype, void* x, int64_t count,
                                    double factor) {
-  return norm_chunk<true>(type, dtype, x, count, factor);
+  return norm_chunk(type, dtype, x, count, std::optional(factor));
 }
 
 }  // namespace ampfuse::CPU_CAPABILITY

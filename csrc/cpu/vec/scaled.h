@@ -3,9 +3,7 @@
 
 #include <ATen/cpu/vec/functional.h>
 
-#include <algorithm>
-
-#include "../../math/complex.h"
+#include <type_traits>
 
 namespace ampfuse::CPU_CAPABILITY {
 
@@ -24,22 +22,6 @@ at::vec::Vectorized<scalar_t> scaled(const at::vec::Vectorized<scalar_t>& x,
   } else {
     return x * factor;
   }
-}
-
-/// In place.
-template <typename scalar_t>
-void scale(scalar_t* x, int64_t count, double factor) {
-  using Vec = at::vec::Vectorized<scalar_t>;
-  const at::vec::Vectorized<factor_t<scalar_t>> factors(static_cast<factor_t<scalar_t>>(factor));
-  int64_t i = 0;
-  for (; i + Vec::size() <= count; i += Vec::size()) {
-    scaled(Vec::loadu(x + i), factors).store(x + i);
-  }
-  if (i < count) scaled(Vec::loadu(x + i, count - i), factors).store(x + i, count - i);
-}
-template <typename T>
-void scale(math::Complex<T>* x, int64_t count, double factor) {
-  scale(reinterpret_cast<T*>(x), 2 * count, factor);
 }
 
 }  // namespace ampfuse::CPU_CAPABILITY
