@@ -1,0 +1,144 @@
+"""What loss scaling costs of an iteration: scale, unscale, clip, decide, update the scale.
+
+    python benchmarks/bench_grad_scaler.py [--quick] [--device cuda] [--cases '*clip*/1000*']
+
+The optimizers do nothing, so that what is timed is the scaler's part. Bytes, counted in passes over
+the gradients (reads, writes):
+
+- step                   1, 1   unscaled, looked through, decided on the host
+- step_clip              2, 1   unscale_(), clip_grad_norm_() to a norm that is exceeded, step()
+- step_clip_below_limit  1, 1   the same within the norm: the second pass is not needed
+- step_on_device         1, 0   an optimizer that takes scale and flag as tensors: looked through
+
+torch's scaler writes also where nothing is unscaled, its clipping reads for the norm and scales
+always: 8, 20, 20 and 8 bytes per float32 gradient. ampfuse: 8, 16, 8 and 4.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import ampfuse
+import shapes
+import torch
+from bench_multi_tensor import NO_LIMIT, UNSCALED_LIMIT, Gradients
+from harness import OURS, Case, Provider, Settings, Traffic, main
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
+
+K = shapes.K
+# Host-bound and bound by memory, and a model's.
+LISTS: dict[str, Callable[[], list[shapes.Shape]]] = {
+    **{f"{count}x{name}": (lambda count=count, size=size: [(size,)] * count)  # type: ignore[misc]
+       for name, size in (("1K", K), ("64K", 64 * K)) for count in (1, 10, 100, 1000)},
+    "resnet50": shapes.resnet50,
+}  # fmt: skip
+QUICK = ("10x1K", "100x1K", "1000x1K", "1000x64K")
+ITEM = 4  # bytes of a float32
+
+
+class Idle(torch.optim.Optimizer):
+    """An optimizer whose step is nothing."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+class IdleOnDevice(Idle):
+    """One that would skip by itself."""
+
+    _step_supports_amp_scaling = True
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The calls of an iteration, and the passes over memory that its floor counts."""
+
+    name: str
+    reads: int
+    writes: int
+    optimizer: type[Idle] = Idle
+    limit: float | None = None
+
+
+OPERATIONS = [
+    Operation("step", 1, 1),
+    Operation("step_clip", 2, 1, limit=UNSCALED_LIMIT),
+    Operation("step_clip_below_limit", 1, 1, limit=NO_LIMIT),
+    Operation("step_on_device", 1, 0, optimizer=IdleOnDevice),
+]
+
+
+def iterate(
+    scaler: GradScaler,
+    clip: Callable[[list[torch.Tensor], float], object],
+    operation: Operation,
+    optimizer: Idle,
+    gradients: Gradients,
+) -> None:
+    """As in a training loop, after backward()."""
+    scaler.scale(gradients.found_inf)  # any number: the loss
+    if operation.limit is not None:
+        scaler.unscale_(optimizer)
+        clip(gradients.parameters, operation.limit)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def providers(
+    operation: Operation, shape_list: list[shapes.Shape], settings: Settings
+) -> list[Provider]:
+    gradients = Gradients(shape_list, torch.float32, settings.device)
+    optimizer = operation.optimizer(gradients.parameters)
+    writes = operation.writes > 0
+
+    def provider(
+        name: str,
+        scaler: GradScaler,
+        clip: Callable[[list[torch.Tensor], float], object],
+        moves: int,
+    ) -> Provider:
+        return Provider(
+            name,
+            partial(iterate, scaler, clip, operation, optimizer, gradients),
+            gradients.restore if writes else lambda: None,
+            gradients.tensors if writes else (),
+            moves=moves,
+        )
+
+    clips = operation.limit is not None
+    device = settings.device.type
+    theirs = 20 if clips else 8
+    ours = ITEM * (operation.reads + operation.writes + (operation.limit == UNSCALED_LIMIT))
+    return [
+        provider("torch", GradScaler(device), clip_grad_norm_, theirs),
+        provider(OURS, ampfuse.GradScaler(device), ampfuse.clip_grad_norm_, ours),
+    ]
+
+
+def case(operation: Operation, shape: str) -> Case:
+    shape_list = LISTS[shape]()
+    elements = shapes.element_count(shape_list)
+    return Case(
+        operation=operation.name,
+        shape=shape,
+        dtype=torch.float32,
+        elements=elements,
+        traffic=Traffic(
+            read=ITEM * operation.reads * elements,
+            written=ITEM * operation.writes * elements,
+            against="update" if operation.writes else "read",
+        ),
+        memory=2 * ITEM * elements,
+        setup=partial(providers, operation, shape_list),
+        quick=shape in QUICK,
+    )
+
+
+if __name__ == "__main__":
+    cases = [case(operation, shape) for shape in LISTS for operation in OPERATIONS]
+    sys.exit(main("grad_scaler", cases))
