@@ -1,14 +1,14 @@
 #include <ampfuse/grad_scaler.h>
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <ampfuse/optim.h>
 #include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
 #include <torch/optim/lbfgs.h>
-
-#include <cmath>
 
 #include "../ops/device_scalars.h"
 #include "scale_policy.h"
@@ -88,8 +88,9 @@ void raise_if_collapsed(ScalerState& state) {
   if (!limit) return;
   const int64_t skips = state.memory.skips_in_a_row();
   if (skips < *limit) return;
-  throw ScaleCollapseError(c10::str(skips, " steps in a row were skipped, of at most ", *limit,
-                                    ": the gradients are not finite at any scale that was tried. "
+  throw ScaleCollapseError(c10::str(skips,
+                                    " steps in a row were skipped (max_consecutive_skips: ", *limit,
+                                    "): the gradients are not finite at any scale that was tried. "
                                     "GradScaler::overflow_report(model) names the parameters"));
 }
 
@@ -155,7 +156,8 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
   TORCH_CHECK(!flags.empty() || takes_tensors || state_->options.allow_no_grads(),
-              "No inf checks were recorded for this optimizer.");
+              "No inf checks were recorded for this optimizer. None of its parameters has a "
+              "gradient, which allow_no_grads makes no error");
   // Without gradients there is nothing to overflow.
   const at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
@@ -186,7 +188,8 @@ void GradScaler::update() {
     }
   }
   TORCH_CHECK(!found_infs.empty() || state_->options.allow_no_grads(),
-              "No inf checks were recorded prior to update.");
+              "No inf checks were recorded prior to update. Nothing that has gradients was stepped "
+              "or unscaled since the last one, which allow_no_grads makes no error");
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->memory.counters(device);
@@ -201,8 +204,7 @@ void GradScaler::update() {
 void GradScaler::update(double new_scale) {
   if (!is_enabled()) return;
   check_has_scale(*state_, "update");
-  TORCH_CHECK_VALUE(new_scale > 0 && std::isfinite(new_scale),
-                    "new_scale: expected a finite number above 0, got ", new_scale);
+  amp::check_scale("new_scale", new_scale);
   state_->scale.fill_(new_scale);
   state_->optimizers.clear();
 }

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 #include <ampfuse/multi_tensor_unscale.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "../ops/device_scalars.h"
 #include "../ops/known_norm.h"
@@ -71,7 +72,8 @@ at::Tensor shared(const std::vector<at::Tensor>& flags, at::Device device,
 }  // namespace
 
 Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& inv_scale,
-                   bool allow_fp16, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+                   bool allow_fp16,
+                   const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group) {
   const c10::NoGradGuard no_grad;
   Inspection inspection;
   const std::vector<DeviceGradients> all = gather(optimizer, allow_fp16);
@@ -86,10 +88,16 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
     inspection.found_infs.push_back(found_inf);
   }
   if (process_group) {
-    inspection.found_infs = {shared(inspection.found_infs, inv_scale.device(), *process_group)};
+    inspection.found_infs = {shared(inspection.found_infs, inv_scale.device(),
+                                    dynamic_cast<c10d::ProcessGroup&>(*process_group))};
   }
   if (all.size() == 1) remember_norm(all[0].grads, inspection.total_norms[0]);
   return inspection;
+}
+
+void check_process_group(const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group) {
+  TORCH_CHECK_TYPE(!process_group || dynamic_cast<c10d::ProcessGroup*>(process_group.get()),
+                   "process_group: expected a c10d::ProcessGroup");
 }
 
 }  // namespace ampfuse::amp

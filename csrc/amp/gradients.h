@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <vector>
 
@@ -19,8 +18,13 @@ struct Inspection {
 };
 
 /// Multiplies by `inv_scale`, and tells whether a result is not finite. At 1 nothing is written.
-/// Refuses half gradients, naming the parameter, unless they are allowed.
+/// Refuses half gradients, naming the parameter, unless they are allowed. `process_group`: null, or
+/// one that check_process_group has let pass.
 Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& inv_scale,
-                   bool allow_fp16, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+                   bool allow_fp16,
+                   const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group);
+
+/// Refuses what is none.
+void check_process_group(const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group);
 
 }  // namespace ampfuse::amp

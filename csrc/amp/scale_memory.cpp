@@ -40,6 +40,9 @@ ScaleMemory::Counts ScaleMemory::counts() const {
 
 void ScaleMemory::set_counts(const Counts& counts) {
   first_counts_ = counts;
+  counters_mirror_ = Mirror();
+  skips_in_a_row_ = counts[1];
+  recorded_from_ = counts[2];
   for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
     counters_[static_cast<int64_t>(i)].fill_(counts[i]);
   }
@@ -81,7 +84,7 @@ std::vector<ScaleRecord> ScaleMemory::records() const {
   const double* const numbers = copied.const_data_ptr<double>();
   const auto updates = static_cast<int64_t>(numbers[copied.numel() - 1]);
   std::vector<ScaleRecord> records;
-  for (int64_t i = std::max<int64_t>(0, updates - length_); i < updates; ++i) {
+  for (int64_t i = std::max(recorded_from_, updates - length_); i < updates; ++i) {
     const double* const record = numbers + i % length_ * kRecord;
     records.push_back({record[0], record[1] != 0, record[2]});
   }

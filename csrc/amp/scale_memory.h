@@ -23,8 +23,8 @@ class ScaleMemory {
   const at::Tensor& counters(at::Device device);
   const std::optional<at::Tensor>& history() const { return history_; }
 
-  Counts counts() const;  // the host waits for them
-  void set_counts(const Counts& counts);
+  Counts counts() const;                  // the host waits for them
+  void set_counts(const Counts& counts);  // the history begins anew
 
   /// A step is about to be taken, unless the flag says otherwise.
   void note_step(const at::Tensor& found_inf, const Inspection& inspection);
@@ -51,8 +51,9 @@ class ScaleMemory {
   int64_t length_;
   at::Tensor counters_;
   std::optional<at::Tensor> history_;
-  at::Tensor found_inf_;      // of the last step
-  bool is_replayed_ = false;  // that step, by a CUDA graph
+  int64_t recorded_from_ = 0;  // the first update of which it knows
+  at::Tensor found_inf_;       // of the last step
+  bool is_replayed_ = false;   // that step, by a CUDA graph
   Mirror counters_mirror_;
   int64_t skips_in_a_row_ = 0;              // that the host knows of
   std::optional<Mirror> found_inf_mirror_;  // once somebody has asked

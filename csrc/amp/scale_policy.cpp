@@ -13,17 +13,26 @@ void check(const char* name, const T& value, bool makes_sense, const char* expec
 
 }  // namespace
 
+void check_scale(const char* name, double scale) {
+  check(name, scale, scale > 0 && std::isfinite(static_cast<float>(scale)),
+        "a finite float above 0");
+}
+
 void check_first_options(const GradScalerOptions& options) {
   TORCH_CHECK(!(options.growth_factor() <= 1), "The growth factor must be > 1.0.");
   TORCH_CHECK(!(options.backoff_factor() >= 1), "The backoff factor must be < 1.0.");
   check_options(options);
+  const double init_scale = options.init_scale();
+  const bool in_range = init_scale >= options.min_scale().value_or(init_scale) &&
+                        init_scale <= options.max_scale().value_or(init_scale);
+  check("init_scale", init_scale, in_range, "a number from min_scale to max_scale");
 }
 
 void check_options(const GradScalerOptions& options) {
   const auto check_positive = [](const char* name, double number) {
     check(name, number, number > 0 && std::isfinite(number), "a finite number above 0");
   };
-  check_positive("init_scale", options.init_scale());
+  check_scale("init_scale", options.init_scale());
   check_positive("growth_factor", options.growth_factor());
   check_positive("backoff_factor", options.backoff_factor());
   check("growth_factor", options.growth_factor(), options.growth_factor() >= 1, "at least 1");

@@ -1,6 +1,7 @@
 #include "scaler_state.h"
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ampfuse/multi_tensor_norm.h>
 
@@ -25,7 +26,9 @@ ScalerState::ScalerState(GradScalerOptions given)
       enabled(can_be_enabled(options)),
       memory({options.hysteresis(), 0, 0}, options.history()),
       first_scale_(options.init_scale()) {
-  if (enabled) check_first_options(options);
+  if (!enabled) return;
+  check_first_options(options);
+  check_process_group(options.process_group());
 }
 
 OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {

@@ -46,7 +46,7 @@ struct KnownNorm {
   bool was_captured;
 };
 
-constexpr size_t kKnown = 8;                     // one for each of some optimizers
+constexpr size_t kKnown = 4;                     // one for each of some optimizers
 thread_local std::deque<KnownNorm> known_norms;  // the last first
 
 // What happens to this tensor now.

@@ -38,6 +38,9 @@ void check_shapes(const AdamParamState& state, const at::Tensor& param, size_t p
                       "loaded state dict: ", name, " of parameter ", place, " of group ", group,
                       ": expected shape ", param.sizes(), ", got ", tensor.sizes());
   };
+  TORCH_CHECK_VALUE(state.exp_avg().defined() && state.exp_avg_sq().defined(),
+                    "loaded state dict: parameter ", place, " of group ", group,
+                    " has no exp_avg or no exp_avg_sq");
   check("exp_avg", state.exp_avg());
   check("exp_avg_sq", state.exp_avg_sq());
   check("max_exp_avg_sq", state.max_exp_avg_sq());

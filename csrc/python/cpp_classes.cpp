@@ -8,6 +8,7 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace py = pybind11;
 

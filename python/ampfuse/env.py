@@ -57,11 +57,16 @@ def _verdict(device: str) -> str:
         stepped = torch.nn.Parameter(torch.ones(2, device=device, dtype=torch.bfloat16))
         stepped.grad = torch.ones_like(stepped)
         ampfuse.AdamW([stepped], lr=0.25, weight_decay=0.0).step()
+        scaler = ampfuse.GradScaler(grads[0].device.type, 4.0, growth_interval=1)
+        scaler.scale(flag)
+        scaler.unscale_(torch.optim.SGD([stepped], lr=1.0))
+        scaler.update()
     except RuntimeError as error:
         return f"no: {str(error).splitlines()[0]}"
     right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
-    right = right and stepped.tolist() == [0.75, 0.75]
-    return "norm, unscale, unscale_norm, clip, fused_adam" if right else "no: the results are wrong"
+    right = right and stepped.tolist() == [0.75, 0.75] and scaler.get_scale() == 8.0
+    names = "norm, unscale, unscale_norm, clip, fused_adam, update_scale"
+    return names if right else "no: the results are wrong"
 
 
 def _cuda_verdict() -> str:

@@ -6,6 +6,7 @@ import pickle
 import ampfuse
 import pytest
 import torch
+from ampfuse._cpp_archive import write_archive
 from scaler_languages import EVERY_LANGUAGE, LANGUAGES
 from torch.nn import Parameter
 
@@ -103,7 +104,7 @@ def test_cpp_archives_that_are_none_are_refused(tmp_path):
     scaler = CPP.scaler()
     before = scaler.state_dict()
     (tmp_path / "garbage").write_bytes(b"garbage")
-    ampfuse.save_cpp_scaler_state({"scale": 1.0}, tmp_path / "truncated")
+    write_archive({"scale": 1.0}, tmp_path / "truncated")
 
     with pytest.raises(RuntimeError):
         CPP.load(scaler, tmp_path / "garbage")
@@ -111,6 +112,22 @@ def test_cpp_archives_that_are_none_are_refused(tmp_path):
         CPP.load(scaler, tmp_path / "truncated")
 
     assert scaler.state_dict() == before
+
+
+def test_what_is_no_scalers_state_is_neither_written_nor_read(tmp_path):
+    optimizer = ampfuse.AdamW([torch.zeros(2)])
+    file = tmp_path / "scaler.pt"
+    for state in (optimizer.state_dict(), {}, {"scale": 1.0}):
+        with pytest.raises(KeyError, match="no entry"):
+            ampfuse.save_cpp_scaler_state(state, file)
+    assert not file.exists()
+
+    ampfuse.save_cpp_optimizer_state(optimizer.state_dict(), file)
+    with pytest.raises(ValueError, match="expected a scaler that was saved in C"):
+        ampfuse.load_cpp_scaler_state(file)
+    ampfuse.save_cpp_scaler_state(ampfuse.GradScaler("cpu").state_dict(), file)
+    with pytest.raises(ValueError, match="expected an optimizer that was saved in C"):
+        ampfuse.load_cpp_optimizer_state(file)
 
 
 def test_states_are_plain(device):

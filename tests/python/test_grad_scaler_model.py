@@ -199,6 +199,7 @@ SEQUENCES = given(
 def test_sequences(language, kinds, init_scale, growth_interval, hysteresis, min_scale, commands):
     if language is LANGUAGES["C++"]:
         kinds = [kind.replace("fused", "SGD") for kind in kinds]  # which its torch does not have
+    min_scale = min(min_scale, init_scale)
     run = Run(language, kinds, init_scale, growth_interval, hysteresis, min_scale)
     for command in commands:
         run.do(*command)

@@ -85,6 +85,22 @@ def test_history_is_empty_unless_asked_for(language, device):
 
 
 @EVERY_LANGUAGE
+def test_history_begins_anew_where_a_state_is_loaded(language, device):
+    run = Run(language, device, history=4)
+    for _ in range(6):
+        run.step()
+    state = run.scaler.state_dict()
+    fresh = Run(language, device, history=4)
+    fresh.step()
+
+    for again in (run, fresh):
+        again.scaler.load_state_dict(state)
+        assert again.scaler.history() == []
+        again.step(overflow=True)
+        assert [record.skipped for record in again.scaler.history()] == [True]
+
+
+@EVERY_LANGUAGE
 def test_norms_of_several_optimizers_are_one_in_the_history(language, device):
     params = [Parameter(torch.ones(1, device=device)) for _ in range(2)]
     optimizers = [language.sgd(params[:1], lr=0.1), language.adamw(params[1:])]
@@ -164,10 +180,13 @@ def test_scale_tensor_is_the_live_one(language, device):
 
 NAN, INF = math.nan, math.inf
 SENSELESS = [
-    ({"init_scale": 0.0}, ValueError, "init_scale: expected a finite number above 0, got 0"),
-    ({"init_scale": -1.0}, ValueError, "init_scale: expected a finite number above 0, got -1"),
-    ({"init_scale": NAN}, ValueError, "init_scale: expected a finite number above 0, got nan"),
-    ({"init_scale": INF}, ValueError, "init_scale: expected a finite number above 0, got inf"),
+    ({"init_scale": 0.0}, ValueError, "init_scale: expected a finite float above 0, got 0"),
+    ({"init_scale": -1.0}, ValueError, "init_scale: expected a finite float above 0, got -1"),
+    ({"init_scale": NAN}, ValueError, "init_scale: expected a finite float above 0, got nan"),
+    ({"init_scale": INF}, ValueError, "init_scale: expected a finite float above 0, got inf"),
+    ({"init_scale": 1e39}, ValueError, "init_scale: expected a finite float above 0, got 1e"),
+    ({"min_scale": 1e6}, ValueError, "init_scale: expected a number from min_scale to max_scale"),
+    ({"max_scale": 1.0}, ValueError, "init_scale: expected a number from min_scale to max_scale"),
     ({"growth_factor": 1.0}, AssertionError, "growth factor must be > 1.0"),
     ({"growth_factor": NAN}, ValueError, "growth_factor: expected a finite number above 0"),
     ({"growth_factor": INF}, ValueError, "growth_factor: expected a finite number"),
@@ -253,12 +272,12 @@ def test_factors_of_one_keep_the_scale_as_in_torch(device):
 
 
 @EVERY_LANGUAGE
-@pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF])
+@pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF, 1e39])
 def test_a_scale_that_makes_no_sense_is_not_set(language, device, new_scale):
     run = Run(language, device)
     run.scaler.scale(torch.ones((), device=device))
 
-    with pytest.raises(ValueError, match="new_scale: expected a finite number above 0"):
+    with pytest.raises(ValueError, match="new_scale: expected a finite float above 0"):
         run.scaler.update(new_scale)
 
     assert run.scaler.get_scale() == 64.0

@@ -321,3 +321,17 @@ def test_state_dict_hooks_may_change_what_is_saved_and_loaded(device):
     assert calls == ["saving", "loading epoch 3", "loaded"]
     assert optimizer.state[params[0]]["step"] == 0
     assert optimizer.state[params[1]]["step"] == 2
+
+
+@pytest.mark.parametrize("missing", ["step", "exp_avg", "exp_avg_sq"])
+def test_a_state_that_lacks_something_is_refused(device, missing):
+    optimizer = trained(ampfuse.AdamW, parameters(device), range(2))
+    state = optimizer.state_dict()
+    before = state_values(optimizer)
+    truncated = {**state, "state": {k: dict(v) for k, v in state["state"].items()}}
+    del truncated["state"][1][missing]
+
+    with pytest.raises(KeyError, match="parameter 1 has but"):
+        optimizer.load_state_dict(truncated)
+
+    assert_same_state(optimizer, before)

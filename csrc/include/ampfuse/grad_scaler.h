@@ -5,15 +5,18 @@
 #include <ATen/core/ivalue.h>
 #include <ampfuse/export.h>
 #include <torch/arg.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/ordered_dict.h>
 
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace ampfuse {
 
@@ -42,12 +45,14 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
   TORCH_ARG(int64_t, history) = 0;  // how many updates history() remembers
   /// Processes that are to skip together, though each sees other gradients.
-  TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group) = nullptr;
+  /// A c10d::ProcessGroup, whose header takes long to compile.
+  TORCH_ARG(c10::intrusive_ptr<c10::intrusive_ptr_target>, process_group) = nullptr;
   TORCH_ARG(bool, allow_fp16_grads) = false;  // half gradients, for optimizers that have masters
   TORCH_ARG(bool, allow_no_grads) = false;    // a step without gradients is no error
 };
 
-/// As many steps in a row were skipped as `max_consecutive_skips` allows.
+/// As many steps in a row were skipped as `max_consecutive_skips` says. The scale has moved all the
+/// same, and training may go on.
 class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -85,7 +90,7 @@ class AMPFUSE_API GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
   ~GradScaler();
-  GradScaler(GradScaler&&) noexcept;
+  GradScaler(GradScaler&&) noexcept;  ///< the other may only be assigned to or destroyed
   GradScaler& operator=(GradScaler&&) noexcept;
 
   /// The outputs times the scale, which is made on the device of the first.
@@ -115,12 +120,13 @@ class AMPFUSE_API GradScaler {
   GradScalerOptions& options();  ///< factors, interval, limits and policy may be changed
 
   at::Tensor step_skipped() const;  ///< whether the last step was: bool, 0-dim, on the device
-  bool was_skipped();  ///< the same on the host, which waits if that step is still to come
+  bool was_skipped();  ///< the same on the host, which waits if that step is still to come; of
+                       ///< several optimizers it is the last one's
 
   std::vector<ScaleRecord> history() const;  ///< the oldest first, by one copy to the host
 
   /// Names of the parameters whose gradients were not finite in the last skipped step, of the last
-  /// 16 steps. The host waits for it.
+  /// 16 steps: ask when was_skipped(). The host waits for it.
   std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
   std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;

@@ -16,7 +16,12 @@ REMEMBERED = 16  # steps that a report can look back
 
 
 class ScaleCollapseError(RuntimeError):
-    """As many steps in a row were skipped as `max_consecutive_skips` allows."""
+    """As many steps in a row were skipped as `max_consecutive_skips` says.
+
+    The scale has moved all the same: training may go on.
+    """
+
+    __module__ = "ampfuse"  # where users find it
 
 
 class ScaleRecord(NamedTuple):
@@ -30,6 +35,9 @@ class ScaleRecord(NamedTuple):
     """Of all unscaled gradients; NaN where nobody measured it."""
 
 
+ScaleRecord.__module__ = "ampfuse"  # where users find it
+
+
 class Memory:
     """Everything but the scale and torch's growth tracker, which are attributes of torch's."""
 
@@ -38,6 +46,7 @@ class Memory:
         self.length = history
         self._counters: Tensor | None = None
         self._history: Tensor | None = None
+        self._recorded_from = 0  # the first update of which the history knows
         self._found_inf: Tensor | None = None  # of the last step
         self._is_replayed = False  # that step, by a CUDA graph
         self._counters_mirror = Mirror()
@@ -61,8 +70,10 @@ class Memory:
         return self._first_counters if self._counters is None else self._counters.tolist()
 
     def set_counts(self, counts: Sequence[int]) -> None:
-        """In place, where they are on a device already."""
+        """In place, where they are on a device already. The history begins anew."""
         self._first_counters = list(counts)
+        self._counters_mirror, self._skips_in_a_row = Mirror(), counts[1]
+        self._recorded_from = counts[2]
         if self._counters is not None:
             for place, count in enumerate(counts):
                 self._counters[place].fill_(count)
@@ -115,9 +126,9 @@ class Memory:
         skips = 0 if limit is None else self.skips_in_a_row()
         if limit is not None and skips >= limit:
             raise ScaleCollapseError(
-                f"{skips} steps in a row were skipped, of at most {limit}: the gradients are not "
-                "finite at any scale that was tried. GradScaler.overflow_report(model) names "
-                "the parameters"
+                f"{skips} steps in a row were skipped (max_consecutive_skips={limit}): the "
+                "gradients are not finite at any scale that was tried. "
+                "GradScaler.overflow_report(model) names the parameters"
             )
 
     def records(self) -> list[ScaleRecord]:
@@ -127,7 +138,7 @@ class Memory:
         copied = torch.cat([self._history.flatten().double(), self._counters.double()]).tolist()
         rows = [copied[3 * i : 3 * i + 3] for i in range(self.length)]
         updates = int(copied[-1])
-        oldest = max(0, updates - self.length)
+        oldest = max(self._recorded_from, updates - self.length)
         numbers = (rows[i % self.length] for i in range(oldest, updates))
         return [ScaleRecord(scale, bool(skipped), norm) for scale, skipped, norm in numbers]
 

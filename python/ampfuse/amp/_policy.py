@@ -6,8 +6,10 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
 REFILLS = ("growth", "clean_step", "consecutive")
 
 
@@ -38,6 +40,14 @@ def count(name: str, value: Any, least: int) -> int:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
     if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return number
+
+
+def scale(name: str, value: Any) -> float:
+    """What a float32 tensor can be scaled by."""
+    number = real(name, value)
+    if not 0 < number <= FLOAT32_MAX:
+        raise ValueError(f"{name}: expected a finite float above 0, got {value}")
     return number
 
 
@@ -86,6 +96,14 @@ class Policy:
             )
         if not isinstance(self.dynamic, bool):
             raise TypeError(f"dynamic: expected a bool, got {type(self.dynamic).__name__}")
+
+    def check_first(self, init_scale: float) -> None:
+        """Refuses limits between which a new scale is not."""
+        low, high = self.min_scale or init_scale, self.max_scale or init_scale
+        if not low <= init_scale <= high:
+            raise ValueError(
+                f"init_scale: expected a number from min_scale to max_scale, got {init_scale}"
+            )
 
     @property
     def options(self) -> dict[str, Any]:

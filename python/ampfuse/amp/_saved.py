@@ -43,6 +43,11 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
     return Loaded(torchs, policy.updated(state), ours)
 
 
+def check_loadable(state: dict[str, Any]) -> None:
+    """Refuses what no scaler could load."""
+    loaded(state, Policy(None, None, 1, "growth", dynamic=True), [1, 0, 0])
+
+
 def check_pickled(state: dict[str, Any]) -> None:
     """Refuses what is not the pickled state of a scaler."""
     needed = {"_enabled", "_device"}

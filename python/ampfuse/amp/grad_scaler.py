@@ -52,6 +52,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
     - `dynamic`: False keeps the scale where it is; overflowing steps are skipped all the same.
     - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` when so many steps in a row
       were skipped. On a GPU it looks at what has arrived, so that this may be some steps later.
+      The scale has moved all the same, and training may go on.
     - `history`: how many updates `history()` remembers.
     - `process_group`: processes that are to skip together, though each sees other gradients.
     - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
@@ -93,11 +94,12 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         )
         if not self._enabled:
             return
-        self._init_scale = _policy.positive("init_scale", init_scale)
+        self._init_scale = _policy.scale("init_scale", init_scale)
         self._growth_factor = _policy.growth_factor(growth_factor)
         self._backoff_factor = _policy.backoff_factor(backoff_factor)
         self._growth_interval = _policy.growth_interval(growth_interval)
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
+        self._policy.check_first(self._init_scale)
         if max_consecutive_skips is not None:
             _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
         self.max_consecutive_skips = max_consecutive_skips
@@ -153,7 +155,10 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
                 self.unscale_(optimizer)
         has_gradients = bool(state["found_inf_per_device"])
         if not (has_gradients or skips_itself or self._allow_no_grads):
-            raise AssertionError("No inf checks were recorded for this optimizer.")
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer. None of its parameters has a "
+                "gradient, which allow_no_grads=True makes no error"
+            )
         found_inf = self._note_step(optimizer, state)
         if skips_itself:
             result = self._step_with_tensors(optimizer, state, found_inf, args, kwargs)
@@ -208,7 +213,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
             if not isinstance(new_scale, Tensor):
-                new_scale = _policy.positive("new_scale", new_scale)
+                new_scale = _policy.scale("new_scale", new_scale)
             super().update(new_scale)
             self._inspections.clear()
             return
@@ -218,7 +223,10 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             for flag in state["found_inf_per_device"].values()
         ]
         if not found_infs and not self._allow_no_grads:
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(
+                "No inf checks were recorded prior to update. Nothing that has gradients was "
+                "stepped or unscaled since the last one, which allow_no_grads=True makes no error"
+            )
         if found_infs:
             counters, history = self._memory.tensors(scale.device)
             ops.update_scale(
@@ -275,7 +283,10 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         return self._memory.step_skipped() if self._enabled else torch.tensor(False)
 
     def was_skipped(self) -> bool:
-        """The same on the host, which waits for that step's check if it is still to come."""
+        """The same on the host, which waits for that step's check if it is still to come.
+
+        Of several optimizers it is the last one's step.
+        """
         return self._enabled and self._memory.was_skipped()
 
     def history(self) -> list[ScaleRecord]:
@@ -285,7 +296,8 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
     def overflow_report(self, model: torch.nn.Module) -> list[str]:
         """Names of the parameters whose gradients were not finite in the last skipped step.
 
-        Of the last 16 steps, that is; empty if none of them was skipped. The host waits for it.
+        Of the last 16 steps, that is; empty if none of them was skipped. So ask when
+        `was_skipped()`. The host waits for it.
         """
         return names_of(self._memory.offenders(), model) if self._enabled else []
 

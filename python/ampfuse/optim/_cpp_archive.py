@@ -42,6 +42,8 @@ def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
     0.25
     """
     saved = read_archive(file)
+    if not hasattr(saved, "param_groups"):
+        raise ValueError(f"{file}: expected an optimizer that was saved in C++, got something else")
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     params = 0

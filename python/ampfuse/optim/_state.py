@@ -210,8 +210,10 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a state that is another parameter's."""
+    """Refuse a state that is another parameter's, or another optimizer's."""
     place = next(i for i, other in enumerate(group["params"]) if other is param)
+    if saved and not saved.keys() >= {"step", "exp_avg", "exp_avg_sq"}:
+        raise KeyError(f"loaded state dict: parameter {place} has but {sorted(saved)}")
     for name in (*MOMENTS, "master_param"):
         value = saved.get(name)
         if value is not None and value.shape != param.shape:
