@@ -11,6 +11,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include "../ops/device_scalars.h"
+#include "../ops/known_norm.h"
 #include "scale_policy.h"
 #include "scaler_state.h"
 
@@ -65,15 +66,9 @@ at::Tensor step_with_tensors(Adam& optimizer, const ScalerState& state,
     ~Reset() {
       optimizer.grad_scale.reset();
       optimizer.found_inf.reset();
-      optimizer.known_norm.reset();
     }
   } const reset{optimizer};
   const Inspection& inspection = of_optimizer.inspection;
-  // After unscale_() somebody may have changed the gradients.
-  if (inspection.is_scaled && !optimizer.grad_scale && inspection.total_norms.size() == 1 &&
-      !state.options.process_group()) {
-    optimizer.known_norm = inspection.total_norms[0];
-  }
   if (inspection.is_scaled) {
     const auto& users_own = optimizer.grad_scale;
     optimizer.grad_scale =
@@ -168,7 +163,8 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   } else if (flags.empty() || found_inf.item<float>() == 0) {  // the one place that waits
     loss = optimizer.step();
   }
-  of_optimizer.stage = Stage::kStepped;
+  forget_norms();  // a step may write gradients without moving their version counters
+  state_->of(optimizer).stage = Stage::kStepped;  // the step may have called this scaler, too
   return loss;
 }
 

@@ -4,6 +4,7 @@
 #include <torch/serialize/archive.h>
 
 #include <cmath>
+#include <limits>
 
 #include "scale_policy.h"
 #include "scaler_state.h"
@@ -33,8 +34,10 @@ double number(const char* key, const at::IValue& value) {
   return value.toScalar().toDouble();
 }
 
-int64_t count(const char* key, const at::IValue& value) {
+int64_t count(const char* key, const at::IValue& value, int64_t most = int64_t{1} << 62) {
   if (!value.isInt() || value.toInt() < 0) refuse(key, "a whole number, at least 0", value);
+  TORCH_CHECK_VALUE(value.toInt() <= most, "GradScaler's state: ", key, ": expected at most ", most,
+                    ", got ", value);
   return value.toInt();
 }
 
@@ -115,10 +118,11 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   const Reader state(entries);
   const GradScalerOptions options = loaded_options(state_->options, state);
   const double scale = number("scale", state.torchs("scale"));
-  if (!(scale >= 0 && std::isfinite(scale))) {
-    refuse("scale", "a finite number, at least 0", scale);
+  if (!(scale >= 0 && std::isfinite(static_cast<float>(scale)))) {
+    refuse("scale", "a finite float, at least 0", scale);
   }
-  const int64_t growth_tracker = count("_growth_tracker", state.torchs("_growth_tracker"));
+  const int64_t growth_tracker =
+      count("_growth_tracker", state.torchs("_growth_tracker"), std::numeric_limits<int>::max());
   amp::ScaleMemory::Counts counts = state_->memory.counts();
   auto* const next = counts.data();
   state.ours("_hysteresis_tracker", [&](auto key, auto& value) { next[0] = count(key, value); });

@@ -57,6 +57,15 @@ std::vector<DeviceGradients> gather(const torch::optim::Optimizer& optimizer, bo
   return all;
 }
 
+bool are_dense(const std::vector<DeviceGradients>& all) {
+  for (const DeviceGradients& part : all) {
+    for (const at::Tensor& param : part.params) {
+      if (param.grad().is_sparse()) return false;
+    }
+  }
+  return true;
+}
+
 // One flag for all processes, also those that have no gradients here: all skip, or none.
 at::Tensor shared(const std::vector<at::Tensor>& flags, at::Device device,
                   c10d::ProcessGroup& process_group) {
@@ -77,11 +86,14 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
   const c10::NoGradGuard no_grad;
   Inspection inspection;
   const std::vector<DeviceGradients> all = gather(optimizer, allow_fp16);
+  inspection.are_whole = !process_group && are_dense(all);
   for (const DeviceGradients& part : all) {
     const auto floats = at::TensorOptions(part.device).dtype(at::kFloat);
     const at::Tensor found_inf = at::zeros({}, floats);
-    const UnscaledNorm result =
-        multi_tensor_unscale_norm(part.grads, found_inf, on_device(inv_scale, part.device));
+    // In double, since scaled gradients have norms beyond float where none of their elements is.
+    const UnscaledNorm result = multi_tensor_unscale_norm(
+        part.grads, found_inf, on_device(inv_scale, part.device), /*ord=*/2, at::kDouble);
+    remember_norm(part.grads, result.total_norm);
     inspection.params.insert(inspection.params.end(), part.params.begin(), part.params.end());
     inspection.norms.push_back(result.norms);
     inspection.total_norms.push_back(result.total_norm);
@@ -91,7 +103,6 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
     inspection.found_infs = {shared(inspection.found_infs, inv_scale.device(),
                                     dynamic_cast<c10d::ProcessGroup&>(*process_group))};
   }
-  if (all.size() == 1) remember_norm(all[0].grads, inspection.total_norms[0]);
   return inspection;
 }
 

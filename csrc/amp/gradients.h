@@ -14,7 +14,8 @@ struct Inspection {
   std::vector<at::Tensor> norms;        // of the parameters' gradients, one tensor per device
   std::vector<at::Tensor> total_norms;  // one per device
   std::vector<at::Tensor> found_infs;   // one per device, or one for all processes
-  bool is_scaled = false;               // whether the norms are of gradients that are scaled still
+  bool are_whole = true;                // whether the norms are of all of all gradients
+  bool is_scaled = false;               // whether these are scaled still
 };
 
 /// Multiplies by `inv_scale`, and tells whether a result is not finite. At 1 nothing is written.

@@ -68,13 +68,14 @@ void ScalerState::set_scale(double new_scale, int64_t new_growth_tracker) {
 std::optional<at::Tensor> ScalerState::unscaled_norm() const {
   std::vector<at::Tensor> norms;
   for (const OptimizerState& state : optimizers) {
+    if (!state.inspection.are_whole) return std::nullopt;
     for (const at::Tensor& norm : state.inspection.total_norms) {
-      const at::Tensor there = on_device(norm, scale.device()).to(at::kFloat);
+      const at::Tensor there = on_device(norm, scale.device());
       norms.push_back(state.inspection.is_scaled ? there / scale : there);
     }
   }
   if (norms.empty()) return std::nullopt;
-  return multi_tensor_norm(norms).total_norm;
+  return multi_tensor_norm(norms, /*ord=*/2, at::kFloat).total_norm;
 }
 
 }  // namespace ampfuse::amp

@@ -39,8 +39,9 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
   *nonfinite_count.template mutable_data_ptr<int64_t>() = count;
 }
 
-NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {
-  check_multi_tensor_norm(tensors, ord);
+NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord,
+                                  std::optional<at::ScalarType> dtype) {
+  check_multi_tensor_norm(tensors, ord, dtype);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
   const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
   const Chunks chunks(dense.get());
@@ -49,7 +50,7 @@ NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord) {
   chunks.parallel_for([&](const Chunk& chunk) {
     partials[chunk.number] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
   });
-  NormOutputs outputs = empty_norm_outputs(tensors);
+  NormOutputs outputs = empty_norm_outputs(tensors, dtype);
   write_norms(type, chunks, partials, outputs);
   return outputs;
 }

@@ -34,10 +34,12 @@ void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_in
 
 UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
                                                   const at::Tensor& found_inf,
-                                                  const at::Tensor& inv_scale, double ord) {
+                                                  const at::Tensor& inv_scale, double ord,
+                                                  std::optional<at::ScalarType> dtype) {
   const char* op = "multi_tensor_unscale_norm";
   check_multi_tensor_unscale(op, tensors, found_inf, inv_scale);
   const math::NormType type = norm_type(op, ord);
+  check_norm_dtype(op, dtype);
   check_distinct(op, tensors);
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
@@ -51,7 +53,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
                     : scale_norm_chunk(type, chunk.dtype, chunk.data, chunk.size, factor);
   });
   if (factor != 1) dense.write_back();
-  const NormOutputs outputs = empty_norm_outputs(tensors);
+  const NormOutputs outputs = empty_norm_outputs(tensors, dtype);
   write_norms(type, chunks, partials, outputs);
   if (*std::get<2>(outputs).const_data_ptr<float>() != 0) found_inf.fill_(1);
   return unscaled(outputs);

@@ -9,14 +9,15 @@ namespace ampfuse {
 
 namespace {
 
-NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord) {
-  check_multi_tensor_norm(tensors, ord);
+NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
+                                   std::optional<at::ScalarType> dtype) {
+  check_multi_tensor_norm(tensors, ord, dtype);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
   const LaunchStream stream(tensors[0]);
   const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
   const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, tensors[0].device());
-  const NormOutputs outputs = empty_norm_outputs(tensors);
+  const NormOutputs outputs = empty_norm_outputs(tensors, dtype);
   dispatch_norm_type(type, [&]<math::NormType kNorm>() {
     for_each_norm_table<kNorm>(
         runs, scratch, [&]<typename scalar_t>(const NormTable& table, int64_t slots) {

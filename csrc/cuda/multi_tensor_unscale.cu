@@ -24,17 +24,19 @@ void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_i
 
 UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
                                                    const at::Tensor& found_inf,
-                                                   const at::Tensor& inv_scale, double ord) {
+                                                   const at::Tensor& inv_scale, double ord,
+                                                   std::optional<at::ScalarType> dtype) {
   const char* op = "multi_tensor_unscale_norm";
   check_multi_tensor_unscale(op, tensors, found_inf, inv_scale);
   const math::NormType type = norm_type(op, ord);
+  check_norm_dtype(op, dtype);
   check_distinct(op, tensors);
-  if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device()));
+  if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device(), dtype));
   const LaunchStream stream(found_inf);
   const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
   const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, found_inf.device());
-  const NormOutputs outputs = empty_norm_outputs(tensors);
+  const NormOutputs outputs = empty_norm_outputs(tensors, dtype);
   dispatch_norm_type(type, [&]<math::NormType kNorm>() {
     for_each_norm_table<kNorm>(
         runs, scratch, [&]<typename scalar_t>(const NormTable& table, int64_t slots) {

@@ -95,7 +95,10 @@ AMPFUSE_HOST_DEVICE void update_scale(const ScaleMemory& memory, const ScalePoli
                                       bool overflow) {
   int64_t* const counters = memory.counters;
   if (memory.history != nullptr) {
-    float* const record = memory.history + counters[kUpdates] % memory.history_rows * kScaleRecord;
+    // Unsigned, so that no number of updates leads out of the history.
+    const auto row =
+        static_cast<uint64_t>(counters[kUpdates]) % static_cast<uint64_t>(memory.history_rows);
+    float* const record = memory.history + row * kScaleRecord;
     record[0] = *memory.scale;
     record[1] = overflow ? 1.0f : 0.0f;
     record[2] = memory.norm != nullptr ? *memory.norm : __builtin_nanf("");
@@ -108,7 +111,7 @@ AMPFUSE_HOST_DEVICE void update_scale(const ScaleMemory& memory, const ScalePoli
   *memory.growth_tracker = state.growth_tracker;
   counters[kHysteresisTracker] = state.hysteresis_tracker;
   counters[kConsecutiveSkips] = state.consecutive_skips;
-  counters[kUpdates] += 1;
+  counters[kUpdates] = static_cast<int64_t>(static_cast<uint64_t>(counters[kUpdates]) + 1);
 }
 
 }  // namespace ampfuse::math

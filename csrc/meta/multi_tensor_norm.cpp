@@ -6,9 +6,10 @@ namespace ampfuse {
 
 namespace {
 
-NormOutputs multi_tensor_norm_meta(at::TensorList tensors, double ord) {
-  check_multi_tensor_norm(tensors, ord);
-  return empty_norm_outputs(tensors);
+NormOutputs multi_tensor_norm_meta(at::TensorList tensors, double ord,
+                                   std::optional<at::ScalarType> dtype) {
+  check_multi_tensor_norm(tensors, ord, dtype);
+  return empty_norm_outputs(tensors, dtype);
 }
 
 }  // namespace

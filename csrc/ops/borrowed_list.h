@@ -7,6 +7,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -56,6 +57,13 @@ struct StackArgument<double> {
   explicit StackArgument(const c10::IValue& value) : number(value.toDouble()) {}
   double get() const { return number; }
   double number;
+};
+
+template <>
+struct StackArgument<std::optional<at::ScalarType>> {
+  explicit StackArgument(const c10::IValue& value) : dtype(value.toOptional<at::ScalarType>()) {}
+  std::optional<at::ScalarType> get() const { return dtype; }
+  std::optional<at::ScalarType> dtype;
 };
 
 template <auto kKernel>

@@ -56,8 +56,8 @@ at::Tensor measured_norm(at::TensorList tensors, double norm_type) {
 
 at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_if_nonfinite) {
   const c10::NoGradGuard no_grad;
-  const auto known = norm_type == 2 ? recall_norm(tensors) : std::nullopt;
-  const at::Tensor total = known ? known->clone() : measured_norm(tensors, norm_type);
+  const auto known = norm_type == 2 ? recall_norm(tensors, /*as_double=*/false) : std::nullopt;
+  const at::Tensor total = known ? *known : measured_norm(tensors, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()),
               "The total norm of order ", norm_type,
               " for gradients from `parameters` is non-finite, so it cannot be clipped; with "

@@ -1,5 +1,6 @@
 #include "known_norm.h"
 
+#include <algorithm>
 #include <deque>
 
 #include "capture.h"
@@ -8,41 +9,63 @@ namespace ampfuse {
 
 namespace {
 
+using Impls = c10::ArrayRef<c10::TensorImpl*>;
+
+const void* storage_of(const c10::TensorImpl* tensor) {
+  return tensor->has_storage() ? tensor->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
 // By which tensors are known again, if nobody has written them since.
 class Stamp {
  public:
-  explicit Stamp(c10::ArrayRef<c10::TensorImpl*> tensors) {
+  explicit Stamp(Impls tensors) {
     stamped_.reserve(tensors.size());
     for (c10::TensorImpl* tensor : tensors) {
       // A weak pointer keeps the address from being given to another tensor.
-      stamped_.push_back({Weak::reclaim(c10::raw::intrusive_ptr::make_weak(tensor)),
-                          tensor->version_counter().current_version()});
+      stamped_.push_back({Weak::reclaim(c10::raw::intrusive_ptr::make_weak(tensor)), tensor,
+                          storage_of(tensor), tensor->version_counter().current_version()});
     }
   }
 
-  bool matches(c10::ArrayRef<c10::TensorImpl*> tensors) const {
+  bool matches(Impls tensors) {
     if (tensors.size() != stamped_.size()) return false;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (stamped_[i].tensor._unsafe_get_target() != tensors[i] ||
-          stamped_[i].version != tensors[i]->version_counter().current_version()) {
-        return false;
-      }
-    }
-    return true;
+    if (is_of(tensors)) return is_unchanged();
+    // Groups of parameters may be in another order than the model's. From here on by address.
+    const auto address = [](const Stamped& stamped) { return stamped.tensor; };
+    std::ranges::sort(stamped_, {}, address);
+    std::vector<c10::TensorImpl*> sorted = tensors.vec();
+    std::ranges::sort(sorted);
+    return is_of(sorted) && is_unchanged();
   }
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Stamped {
-    Weak tensor;
+    Weak keeps_address;
+    const c10::TensorImpl* tensor;
+    const void* storage;
     uint32_t version;
   };
+
+  bool is_of(Impls tensors) const {
+    return std::ranges::equal(stamped_, tensors, {}, &Stamped::tensor);
+  }
+
+  // Of tensors that are there, since somebody has just shown them.
+  bool is_unchanged() const {
+    return std::ranges::all_of(stamped_, [](const Stamped& stamped) {
+      return stamped.version == stamped.tensor->version_counter().current_version() &&
+             stamped.storage == storage_of(stamped.tensor);
+    });
+  }
+
   std::vector<Stamped> stamped_;
 };
 
 struct KnownNorm {
   Stamp stamp;
   at::Tensor norm;
+  at::ScalarType dtype;  // that multi_tensor_norm gives it
   bool was_captured;
 };
 
@@ -55,11 +78,17 @@ bool is_captured(const at::Tensor& tensor) {
 }
 
 // Those of inference mode do not count how often they are written.
-bool all_count_writes(c10::ArrayRef<c10::TensorImpl*> tensors) {
-  for (const c10::TensorImpl* tensor : tensors) {
-    if (!tensor->version_counter().enabled()) return false;
-  }
-  return true;
+bool all_count_writes(Impls tensors) {
+  return std::ranges::all_of(
+      tensors, [](const auto* tensor) { return tensor->version_counter().enabled(); });
+}
+
+at::ScalarType norm_dtype(Impls tensors) {
+  const bool any_double = std::ranges::any_of(tensors, [](const auto* tensor) {
+    const auto dtype = c10::typeMetaToScalarType(tensor->dtype());
+    return dtype == at::kDouble || dtype == at::kComplexDouble;
+  });
+  return any_double ? at::kDouble : at::kFloat;
 }
 
 std::vector<c10::TensorImpl*> impls(at::TensorList tensors) {
@@ -71,27 +100,32 @@ std::vector<c10::TensorImpl*> impls(at::TensorList tensors) {
 
 }  // namespace
 
-void remember_norm(c10::ArrayRef<c10::TensorImpl*> tensors, const at::Tensor& norm) {
+void remember_norm(Impls tensors, const at::Tensor& norm) {
   if (!all_count_writes(tensors)) return;
-  known_norms.push_front({Stamp(tensors), norm, is_captured(norm)});
+  known_norms.push_front({Stamp(tensors), norm, norm_dtype(tensors), is_captured(norm)});
   if (known_norms.size() > kKnown) known_norms.pop_back();
 }
 
-std::optional<at::Tensor> recall_norm(c10::ArrayRef<c10::TensorImpl*> tensors) {
+std::optional<at::Tensor> recall_norm(Impls tensors, bool as_double) {
   if (known_norms.empty() || !all_count_writes(tensors)) return std::nullopt;
-  for (const KnownNorm& known : known_norms) {
-    if (!known.stamp.matches(tensors)) continue;
-    if (known.was_captured == is_captured(known.norm)) return known.norm;
+  for (KnownNorm& known : known_norms) {
+    if (!known.stamp.matches(tensors) || known.was_captured != is_captured(known.norm)) continue;
+    return known.norm.to(as_double ? at::kDouble : known.dtype, /*non_blocking=*/false,
+                         /*copy=*/true);
   }
   return std::nullopt;
+}
+
+void forget_norms() {
+  known_norms.clear();
 }
 
 void remember_norm(at::TensorList tensors, const at::Tensor& norm) {
   remember_norm(impls(tensors), norm);
 }
 
-std::optional<at::Tensor> recall_norm(at::TensorList tensors) {
-  return recall_norm(impls(tensors));
+std::optional<at::Tensor> recall_norm(at::TensorList tensors, bool as_double) {
+  return recall_norm(impls(tensors), as_double);
 }
 
 }  // namespace ampfuse

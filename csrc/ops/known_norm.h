@@ -8,15 +8,22 @@
 
 namespace ampfuse {
 
-/// Remembers that this is the 2-norm of the tensors as they are now. They are not kept alive.
+/// Remembers that this is the 2-norm of the tensors as they are now, in double. They are not kept
+/// alive.
 AMPFUSE_API void remember_norm(c10::ArrayRef<c10::TensorImpl*> tensors, const at::Tensor& norm);
 void remember_norm(at::TensorList tensors, const at::Tensor& norm);
 
-/// Their norm, if it is known and none has been written since: by its version counter, which
-/// writing through `data` and by collectives of torch.distributed does not move.
+/// Their norm, in any order, if it is known and none has been written since or given other memory:
+/// a fresh tensor, of the dtype that multi_tensor_norm gives it, or `as_double`. Writing is seen by
+/// version counters, which some writes do not move: through data(), by collectives of
+/// torch.distributed, by torch's own fused optimizers.
 ///
 /// A graph that is being captured does not take it from before: at replays it would be old.
-AMPFUSE_API std::optional<at::Tensor> recall_norm(c10::ArrayRef<c10::TensorImpl*> tensors);
-std::optional<at::Tensor> recall_norm(at::TensorList tensors);
+AMPFUSE_API std::optional<at::Tensor> recall_norm(c10::ArrayRef<c10::TensorImpl*> tensors,
+                                                  bool as_double);
+std::optional<at::Tensor> recall_norm(at::TensorList tensors, bool as_double);
+
+/// After whatever may have written gradients unseen.
+AMPFUSE_API void forget_norms();
 
 }  // namespace ampfuse

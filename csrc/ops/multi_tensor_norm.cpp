@@ -11,17 +11,27 @@
 
 namespace ampfuse {
 
-MultiTensorNorm multi_tensor_norm(at::TensorList tensors, double ord) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ampfuse::multi_tensor_norm", "")
-                             .typed<NormOutputs(at::TensorList, double)>();
-  auto [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] = op.call(tensors, ord);
+MultiTensorNorm multi_tensor_norm(at::TensorList tensors, double ord,
+                                  std::optional<at::ScalarType> dtype) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::multi_tensor_norm", "")
+          .typed<NormOutputs(at::TensorList, double, std::optional<at::ScalarType>)>();
+  auto [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] =
+      op.call(tensors, ord, dtype);
   return {total_norm, norms, found_inf, first_nonfinite, nonfinite_count};
 }
 
-void check_multi_tensor_norm(at::TensorList tensors, double ord) {
+void check_multi_tensor_norm(at::TensorList tensors, double ord,
+                             std::optional<at::ScalarType> dtype) {
   norm_type("multi_tensor_norm", ord);
+  check_norm_dtype("multi_tensor_norm", dtype);
   check_tensors("multi_tensor_norm", tensors);
+}
+
+void check_norm_dtype(const char* op, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_TYPE(!dtype || *dtype == at::kFloat || *dtype == at::kDouble, op,
+                   ": dtype: expected Float, Double or none, got ", *dtype);
 }
 
 math::NormType norm_type(const char* op, double ord) {
@@ -36,19 +46,20 @@ Complex norm_cut(math::NormType type) {
   return type == math::NormType::kL2 ? Complex::kAsReal : Complex::kWhole;
 }
 
-NormOutputs empty_norm_outputs(at::TensorList tensors) {
+NormOutputs empty_norm_outputs(at::TensorList tensors, std::optional<at::ScalarType> dtype) {
   const auto options =
       at::TensorOptions().device(tensors.empty() ? c10::Device(at::kCPU) : tensors[0].device());
-  const auto norm = options.dtype(norm_dtype(tensors));
+  const auto norm = options.dtype(dtype ? *dtype : norm_dtype(tensors));
   const auto count = static_cast<int64_t>(tensors.size());
   return {at::empty({}, norm), at::empty({count}, norm), at::empty({}, options.dtype(at::kFloat)),
           at::empty({}, options.dtype(at::kLong)), at::empty({}, options.dtype(at::kLong))};
 }
 
-NormOutputs zero_norm_outputs(c10::Device device) {
-  const auto norm = at::TensorOptions().device(device).dtype(at::kFloat);
-  const auto index = norm.dtype(at::kLong);
-  return {at::zeros({}, norm), at::zeros({0}, norm), at::zeros({}, norm), at::full({}, -1, index),
+NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> dtype) {
+  const auto flag = at::TensorOptions().device(device).dtype(at::kFloat);
+  const auto norm = flag.dtype(dtype.value_or(at::kFloat));
+  const auto index = flag.dtype(at::kLong);
+  return {at::zeros({}, norm), at::zeros({0}, norm), at::zeros({}, flag), at::full({}, -1, index),
           at::zeros({}, index)};
 }
 
@@ -56,18 +67,20 @@ namespace {
 
 // An empty list names no backend, so the dispatcher comes here: its norm is 0, on the CPU, as
 // torch's.
-NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord) {
-  check_multi_tensor_norm(tensors, ord);
+NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord,
+                                         std::optional<at::ScalarType> dtype) {
+  check_multi_tensor_norm(tensors, ord, dtype);
   if (!tensors.empty()) refuse_backend("multi_tensor_norm", tensors);
-  return zero_norm_outputs(at::kCPU);
+  return zero_norm_outputs(at::kCPU, dtype);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
   m.def(
-      "multi_tensor_norm(Tensor[] tensors, float ord=2.0) -> (Tensor total_norm, Tensor norms, "
-      "Tensor found_inf, Tensor first_nonfinite, Tensor nonfinite_count)",
+      "multi_tensor_norm(Tensor[] tensors, float ord=2.0, *, ScalarType? dtype=None) -> "
+      "(Tensor total_norm, Tensor norms, Tensor found_inf, Tensor first_nonfinite, "
+      "Tensor nonfinite_count)",
       {at::Tag::pt2_compliant_tag});
 }
 

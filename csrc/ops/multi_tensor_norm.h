@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <tuple>
 
 #include "../math/multi_tensor_norm.h"
@@ -10,7 +11,11 @@
 namespace ampfuse {
 
 /// What every backend's kernel checks first.
-void check_multi_tensor_norm(at::TensorList tensors, double ord);
+void check_multi_tensor_norm(at::TensorList tensors, double ord,
+                             std::optional<at::ScalarType> dtype);
+
+/// Refuses a dtype that norms cannot have.
+void check_norm_dtype(const char* op, std::optional<at::ScalarType> dtype);
 
 /// 1, 2 or infinity as the enumeration the kernels are compiled for.
 math::NormType norm_type(const char* op, double ord);
@@ -22,9 +27,10 @@ Complex norm_cut(math::NormType type);
 using NormOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// Fresh outputs of the right shapes and dtypes on the list's device (CPU for an empty list).
-NormOutputs empty_norm_outputs(at::TensorList tensors);
+/// `dtype`: of the norms, if it is not to be that which the tensors have.
+NormOutputs empty_norm_outputs(at::TensorList tensors, std::optional<at::ScalarType> dtype);
 
 /// What an empty list has: norm 0, nothing found.
-NormOutputs zero_norm_outputs(c10::Device device);
+NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> dtype);
 
 }  // namespace ampfuse

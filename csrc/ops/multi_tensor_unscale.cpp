@@ -17,13 +17,15 @@ void multi_tensor_unscale(at::TensorList tensors, const at::Tensor& found_inf,
 }
 
 UnscaledNorm multi_tensor_unscale_norm(at::TensorList tensors, const at::Tensor& found_inf,
-                                       const at::Tensor& inv_scale, double ord) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ampfuse::multi_tensor_unscale_norm", "")
-                             .typed<UnscaledNormOutputs(at::TensorList, const at::Tensor&,
-                                                        const at::Tensor&, double)>();
+                                       const at::Tensor& inv_scale, double ord,
+                                       std::optional<at::ScalarType> dtype) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::multi_tensor_unscale_norm", "")
+          .typed<UnscaledNormOutputs(at::TensorList, const at::Tensor&, const at::Tensor&, double,
+                                     std::optional<at::ScalarType>)>();
   auto [total_norm, norms, first_nonfinite, nonfinite_count] =
-      op.call(tensors, found_inf, inv_scale, ord);
+      op.call(tensors, found_inf, inv_scale, ord, dtype);
   return {total_norm, norms, first_nonfinite, nonfinite_count};
 }
 
@@ -44,7 +46,8 @@ void multi_tensor_unscale_no_backend(at::TensorList tensors, const at::Tensor& f
 
 UnscaledNormOutputs multi_tensor_unscale_norm_no_backend(at::TensorList tensors,
                                                          const at::Tensor& found_inf,
-                                                         const at::Tensor& inv_scale, double) {
+                                                         const at::Tensor& inv_scale, double,
+                                                         std::optional<at::ScalarType>) {
   check_multi_tensor_unscale("multi_tensor_unscale_norm", tensors, found_inf, inv_scale);
   refuse_backend("multi_tensor_unscale_norm", tensors);
 }
@@ -56,7 +59,8 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
         {at::Tag::pt2_compliant_tag});
   m.def(
       "multi_tensor_unscale_norm(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale, "
-      "float ord=2.0) -> (Tensor total_norm, Tensor norms, Tensor first_nonfinite, "
+      "float ord=2.0, *, ScalarType? dtype=None) -> (Tensor total_norm, Tensor norms, Tensor "
+      "first_nonfinite, "
       "Tensor nonfinite_count)",
       {at::Tag::pt2_compliant_tag});
 }

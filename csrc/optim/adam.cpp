@@ -106,8 +106,7 @@ void check_before_writing(const std::vector<AdamGroup>& groups) {
 void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
                  const at::Tensor& grad_norm) {
   const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
-  const auto clips = optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm,
-                                          optimizer.known_norm, find_inf);
+  const auto clips = optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf);
   const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const AdamLists& lists : groups[i].lists) {

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "../ops/device_scalars.h"
+#include "../ops/known_norm.h"
 
 namespace ampfuse::optim {
 
@@ -35,12 +36,20 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
   return all;
 }
 
-// All gradients as one vector, on the device of the first.
-Measured measure(const std::vector<const AdamGroup*>& groups) {
+// All gradients as one vector, on the device of the first. Unless somebody wants to find what is
+// not finite, a norm that is known already will do.
+Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf) {
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> flags;
   for (const DeviceGrads& part : grads_by_device(groups)) {
-    const MultiTensorNorm norm = multi_tensor_norm(part.grads);
+    if (!find_inf) {
+      if (const auto known = recall_norm(part.grads, /*as_double=*/true)) {
+        norms.push_back(*known);
+        flags.push_back(at::zeros({}, known->options().dtype(at::kFloat)));
+        continue;
+      }
+    }
+    const MultiTensorNorm norm = multi_tensor_norm(part.grads, /*ord=*/2, at::kDouble);
     norms.push_back(norm.total_norm);
     flags.push_back(norm.found_inf);
   }
@@ -53,8 +62,7 @@ Measured measure(const std::vector<const AdamGroup*>& groups) {
 }  // namespace
 
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                    const at::Tensor& grad_norm, const std::optional<at::Tensor>& known_norm,
-                    bool find_inf) {
+                    const at::Tensor& grad_norm, bool find_inf) {
   Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
   std::vector<const AdamGroup*> sharing;
   std::vector<at::Tensor> flags;
@@ -65,15 +73,14 @@ Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> 
       sharing.push_back(&groups[i]);
       any_shared = any_shared || !groups[i].lists.empty();
     } else if (find_inf || !std::isinf(*limit)) {
-      const Measured measured = measure({&groups[i]});
+      const Measured measured = measure({&groups[i]}, find_inf);
       clips.of_groups[i] = {measured.total_norm, *limit, {}};
       flags.push_back(measured.found_inf);
     }
   }
   if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
   if (shared_limit || (find_inf && any_shared)) {
-    const bool is_known = known_norm && sharing.size() == groups.size() && !find_inf;
-    const Measured measured = is_known ? Measured{*known_norm, {}} : measure(sharing);
+    const Measured measured = measure(sharing, find_inf);
     flags.push_back(measured.found_inf);
     for (size_t i = 0; i < groups.size() && shared_limit; ++i) {
       if (groups[i].settings.max_grad_norm) continue;

@@ -4,6 +4,7 @@
 #include <ampfuse/build_info.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "../ops/known_norm.h"
 #include "cpp_classes.h"
 #include "eager_op.h"
 #include "survey.h"
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("version_sum", &ampfuse::version_sum);
   m.def("remember_norm", &ampfuse::remember_norm_of_list);
   m.def("recall_norm", &ampfuse::recall_norm_of_list);
+  m.def("forget_norms", &ampfuse::forget_norms);
   py::class_<ampfuse::EagerOp>(m, "EagerOp")
       .def(py::init<const std::string&, const std::string&>())
       .def("__call__", &ampfuse::EagerOp::call);

@@ -39,7 +39,6 @@ void bind_optimizers(py::module_& m) {
   py::class_<Adam, Optimizer>(m, "Adam", py::module_local())
       .def_readwrite("grad_scale", &Adam::grad_scale)
       .def_readwrite("found_inf", &Adam::found_inf)
-      .def_readwrite("known_norm", &Adam::known_norm)
       .def_property_readonly("grad_norm", &Adam::grad_norm);
   py::class_<AdamW, Adam>(m, "AdamW", py::module_local())
       .def(py::init([](const Tensors& params, double lr, std::optional<double> max_grad_norm) {

@@ -3,6 +3,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -79,6 +80,10 @@ class Arguments {
   }
 
   bool push_integer(py::handle value) {
+    if (THPDtype_Check(value.ptr())) {  // to a schema a dtype is a number, too
+      stack.emplace_back(reinterpret_cast<THPDtype*>(value.ptr())->scalar_type);
+      return true;
+    }
     if (!PyLong_CheckExact(value.ptr())) return false;
     int overflow = 0;
     const int64_t number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);

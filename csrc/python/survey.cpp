@@ -90,8 +90,8 @@ void remember_norm_of_list(const py::list& tensors, const at::Tensor& norm) {
   remember_norm(impls(tensors), norm);
 }
 
-std::optional<at::Tensor> recall_norm_of_list(const py::list& tensors) {
-  return recall_norm(impls(tensors));
+std::optional<at::Tensor> recall_norm_of_list(const py::list& tensors, bool as_double) {
+  return recall_norm(impls(tensors), as_double);
 }
 
 int64_t version_sum(const py::list& tensors) {

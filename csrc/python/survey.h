@@ -19,7 +19,7 @@ pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
 
 /// What csrc/ops/known_norm.h says.
 void remember_norm_of_list(const pybind11::list& tensors, const at::Tensor& norm);
-std::optional<at::Tensor> recall_norm_of_list(const pybind11::list& tensors);
+std::optional<at::Tensor> recall_norm_of_list(const pybind11::list& tensors, bool as_double);
 
 /// How often tensors have been written, summed; of those made in inference mode nobody knows.
 int64_t version_sum(const pybind11::list& tensors);

@@ -106,9 +106,9 @@ def get_total_norm(
     if torch.compiler.is_compiling():
         total_norm = norm_over_devices()
     else:
-        known = _C.recall_norm(tensors) if norm_type == 2 else None
+        known = _C.recall_norm(tensors, False) if norm_type == 2 else None
         try:
-            total_norm = norm_of(tensors) if known is None else known.clone()
+            total_norm = norm_of(tensors) if known is None else known
         except ValueError:  # several devices, most likely: asking each tensor first would take long
             total_norm = norm_over_devices()
     if error_if_nonfinite and not torch.isfinite(total_norm):
@@ -153,8 +153,8 @@ def clip_grad_norm_(
     no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
 
     Right after `ampfuse.GradScaler.unscale_` the norm is the one that unscaling told, unless a
-    gradient's version counter says that it was written since (writing through `.data` does not move
-    it).
+    gradient's version counter says that it was written since. (Writing through `.data` does not
+    move it, nor do collectives of `torch.distributed`.)
 
     >>> import torch, ampfuse
     >>> p = torch.nn.Parameter(torch.zeros(2))

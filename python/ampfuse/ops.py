@@ -13,6 +13,7 @@ for it; on a GPU strided tensors have then been copied out and are copied back.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from ampfuse._op import Op
@@ -50,8 +51,13 @@ class UnscaledNorm(NamedTuple):
     nonfinite_count: Tensor
 
 
-def multi_tensor_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> MultiTensorNorm:
+def multi_tensor_norm(
+    tensors: Sequence[Tensor], ord: float = 2.0, *, dtype: torch.dtype | None = None
+) -> MultiTensorNorm:
     """Norm of a list as if it were one vector, of order 1, 2 or inf, from one read.
+
+    `dtype`: of the norms, float32 or float64. The sums are float64, and as such a norm of float32
+    tensors is infinite only when an element is.
 
     >>> import torch, ampfuse
     >>> result = ampfuse.ops.multi_tensor_norm([torch.tensor([3.0]), torch.tensor([4.0])])
@@ -59,7 +65,7 @@ def multi_tensor_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> MultiTenso
     (tensor(5.), tensor([3., 4.]))
     """
     try:
-        return MultiTensorNorm(*_multi_tensor_norm(tensors, ord))
+        return MultiTensorNorm(*_multi_tensor_norm(tensors, ord, dtype=dtype))
     except RuntimeError as error:
         _explain("multi_tensor_norm", error, tensors)
 
@@ -82,9 +88,16 @@ def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale
 
 
 def multi_tensor_unscale_norm(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, ord: float = 2.0
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    ord: float = 2.0,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> UnscaledNorm:
     """`multi_tensor_unscale`, and the norms of what it wrote from the same pass.
+
+    `dtype` is that of `multi_tensor_norm`.
 
     >>> import torch, ampfuse
     >>> grads, found_inf = [torch.tensor([6.0, 8.0])], torch.zeros(())
@@ -92,7 +105,9 @@ def multi_tensor_unscale_norm(
     tensor(5.)
     """
     try:
-        return UnscaledNorm(*_multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord))
+        return UnscaledNorm(
+            *_multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord, dtype=dtype)
+        )
     except RuntimeError as error:
         _explain(
             "multi_tensor_unscale_norm", error, tensors, found_inf=found_inf, inv_scale=inv_scale

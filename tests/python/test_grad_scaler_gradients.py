@@ -1,5 +1,7 @@
 """Gradients of every kind in ampfuse.GradScaler, and the hooks that other libraries rely on."""
 
+from functools import partial
+
 import ampfuse
 import pytest
 import torch
@@ -103,7 +105,6 @@ def test_a_scale_of_the_users_own_multiplies(language, device):
     assert optimizer.grad_norm.item() == pytest.approx(2**0.5 / 2)
     assert getattr(optimizer, "grad_scale", None) is None
     assert getattr(optimizer, "found_inf", None) is None
-    assert optimizer.known_norm is None
 
 
 def test_sparse_float16_duplicates_that_overflow_together(device):
@@ -191,7 +192,7 @@ def test_attributes_are_the_optimizers_for_the_step_alone(device):
         grad_scale, found_inf = optimizer.got
         assert grad_scale is None if unscale else grad_scale == 4
         assert found_inf == 0
-        assert not {"grad_scale", "found_inf", "known_norm"} & vars(optimizer).keys()
+        assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
 def test_two_optimizers_share_a_scale_and_only_one_is_skipped(device):
@@ -276,3 +277,69 @@ def test_the_scale_that_a_subclass_tells_is_the_one_that_is_stepped_with(device)
     scaler.step(optimizer)
 
     assert optimizer.grad_norm.item() == pytest.approx(0.5)
+
+
+@EVERY_LANGUAGE
+def test_a_norm_beyond_float32_of_scaled_gradients_clips_as_usual(language, device):
+    """No element overflows, only their norm times the scale would, in float32."""
+    outcomes = []
+    for scale in (1.0, 2.0**120):
+        param = Parameter(torch.zeros(1_000_000, device=device))
+        optimizer = language.adamw([param], lr=0.5, max_grad_norm=1000.0)
+        scaler = language.scaler(device, scale, history=1)
+        scaler.scale((param * 5.0).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.grad_norm.item() == pytest.approx(5000.0)
+        assert scaler.history()[0].norm == pytest.approx(5000.0)
+        outcomes.append(param.detach())
+    torch.testing.assert_close(*outcomes)
+    assert (outcomes[0] != 0).all()
+
+
+def multiply(param, factor, *_):
+    """As a hook of an optimizer."""
+    param.grad.mul_(factor)
+
+
+def test_a_hook_that_changes_gradients_is_clipped_for(device):
+    norms = []
+    for factor in (1.0, 100.0):
+        param = Parameter(torch.zeros(4, device=device))
+        optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+        optimizer.register_step_pre_hook(partial(multiply, param, factor))
+        scaler = ampfuse.GradScaler(device.type, 4.0)
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        norms.append(optimizer.grad_norm.item())
+    assert norms == [pytest.approx(2.0), pytest.approx(200.0)]
+
+
+@EVERY_LANGUAGE
+def test_large_finite_gradients_are_not_reported(language, device):
+    network = torch.nn.ParameterDict(
+        {"finite": torch.zeros(4, device=device), "nan": torch.zeros(4, device=device)}
+    )
+    params = list(network.parameters())
+    scaler = language.scaler(device, 1.0)
+    scaler.scale(torch.ones((), device=device))
+    params[0].grad = torch.full((4,), 3e38, device=device)
+    params[1].grad = torch.full((4,), float("nan"), device=device)
+
+    scaler.step(language.sgd(params, lr=0.1))
+
+    assert scaler.overflow_report(network) == ["nan"]
+
+
+@EVERY_LANGUAGE
+def test_the_norm_of_gradients_that_are_sparse_is_not_told(language, device):
+    indices = torch.tensor([[0, 0]], device=device)
+    param = Parameter(torch.zeros(2, device=device))
+    param.grad = torch.sparse_coo_tensor(indices, torch.tensor([2.0, 2.0], device=device), (2,))
+    scaler = language.scaler(device, 1.0, history=1)
+    scaler.scale(torch.ones((), device=device))
+
+    scaler.step(language.sgd([param], lr=0.1))
+    scaler.update()
+
+    assert scaler.history()[0].norm != scaler.history()[0].norm  # NaN

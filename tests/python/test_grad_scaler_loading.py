@@ -13,11 +13,11 @@ from torch.nn import Parameter
 CPP = LANGUAGES["C++"]
 
 SPOILED = {
-    "scale": [-1.0, float("nan"), float("inf"), None, "64"],
+    "scale": [-1.0, float("nan"), float("inf"), 1e300, None, "64"],
     "growth_factor": [0.5, None, "2"],
     "backoff_factor": [1.5, 0.0, None],
     "growth_interval": [0, 2.5, None],
-    "_growth_tracker": [-1, 0.5],
+    "_growth_tracker": [-1, 0.5, 2**40],
     "min_scale": [0.0, "1"],
     "max_scale": [4.0],  # less than min_scale
     "hysteresis": [0, 1.5],
@@ -25,7 +25,7 @@ SPOILED = {
     "dynamic": ["yes"],
     "_hysteresis_tracker": [-1, 0.5],
     "_consecutive_skips": [-1],
-    "_updates": [None],
+    "_updates": [None, 2**63 - 1],
 }
 
 

@@ -50,7 +50,10 @@ CHANGES = {
     "a gradient is gone": lambda params: setattr(params[1], "grad", None),
     "a backward pass has added to them": lambda params: sum(p.sum() for p in params).backward(),
     "they were clipped": lambda params: ampfuse.clip_grad_norm_(params, 0.1),
-    "another order": lambda params: params.reverse(),
+    "a gradient got other memory": lambda params: params[1].grad.set_(torch.ones(5)),
+    "a gradient's data was replaced": lambda params: setattr(
+        params[1].grad, "data", torch.ones_like(params[1])
+    ),
     "one fewer": lambda params: params.pop(),
 }
 
@@ -65,6 +68,32 @@ def test_it_is_when_something_has_changed(device, change):
 
     assert count == 1
     torch.testing.assert_close(norm, expected)
+
+
+def test_another_order_is_the_same_norm(device):
+    """Groups of an optimizer, those without weight decay first say, and the model's parameters."""
+    params, _, _ = unscaled(device)
+    params.reverse()
+
+    norm, count = reads(lambda: ampfuse.clip_grad_norm_(params, 1e9))
+
+    assert count == 0
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([p.grad for p in params]))
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_step_that_writes_gradients_unseen_leaves_no_norm(device, unscale):
+    """torch's fused optimizers unscale without moving a version counter."""
+    param = Parameter(torch.ones(2, device=device))
+    optimizer = torch.optim.AdamW([param], fused=True)
+    scaler = ampfuse.GradScaler(device.type, 1024.0)
+    scaler.scale((param * torch.tensor([3.0, 4.0], device=device)).sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+
+    scaler.step(optimizer)
+
+    assert ampfuse.get_total_norm([param.grad]).item() == pytest.approx(5.0)
 
 
 def test_other_norms_are_measured(device):

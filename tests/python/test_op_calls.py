@@ -26,7 +26,7 @@ def lent(name, *args, **kwargs):
 
 
 def test_results_are_the_dispatchers():
-    ours = lent("multi_tensor_norm", tensors(), 2.0)
+    ours = lent("multi_tensor_norm", tensors(), 2.0, None)
 
     assert isinstance(ours, tuple)
     for x, expected in zip(ours, torch.ops.ampfuse.multi_tensor_norm(tensors(), 2.0), strict=True):
@@ -97,7 +97,7 @@ def test_the_list_may_change_while_it_is_looked_at():
         for _ in range(200):
             xs[:] = good
             watching = True
-            result = op(xs, 2.0)
+            result = op(xs, 2.0, None)
             watching = False
             assert result is NotImplemented or len(result) == 5
     finally:
@@ -109,7 +109,7 @@ def test_tensors_die_after_a_call_as_before_it():
     xs = tensors()
     ghosts = [weakref.ref(x) for x in xs]
 
-    lent("multi_tensor_norm", xs, 2.0)
+    lent("multi_tensor_norm", xs, 2.0, None)
     del xs
     gc.collect()
 
@@ -153,7 +153,7 @@ def test_duplicates_and_empty_lists():
 
 @pytest.mark.parametrize("number", [2, 2.0])
 def test_integers_are_numbers_too(number):
-    assert lent("multi_tensor_norm", [torch.tensor([3.0, 4.0])], number)[0] == 5
+    assert lent("multi_tensor_norm", [torch.tensor([3.0, 4.0])], number, None)[0] == 5
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,8 @@ def test_integers_are_numbers_too(number):
     ],
 )
 def test_what_is_not_plain_is_left_to_torch(args):
-    assert lent("multi_tensor_norm", *args) is NotImplemented
+    dtype = () if len(args) == 1 else (None,)
+    assert lent("multi_tensor_norm", *args, *dtype) is NotImplemented
 
 
 def test_keywords_go_by_name():

@@ -266,6 +266,8 @@ def test_a_group_of_adamw_has_decoupled_decay():
 )
 def test_only_copies_to_the_cpu_are_waited_for(device_type, waits):
     class Scalar:
+        device = torch.device("xla")  # somewhere else
+
         def to(self, device, non_blocking):
             return device, non_blocking
 

@@ -188,6 +188,20 @@ def test_history_is_a_ring(device):
     assert scale.counters[2].item() == 5
 
 
+@pytest.mark.parametrize("updates", [-1, -5, 2**63 - 1])
+def test_no_number_of_updates_leads_out_of_the_history(device, updates):
+    memory = torch.zeros(9, 3, device=device)
+    scale = Scale(device, history=3)
+    scale.history = memory[3:6]
+    scale.counters[2] = updates
+
+    for _ in range(4):
+        scale.update(1)
+
+    assert (memory[:3] == 0).all()
+    assert (memory[6:] == 0).all()
+
+
 def test_without_flags_a_step_is_clean(device):
     assert Scale(device).update(growth_interval=1) == 2048
 

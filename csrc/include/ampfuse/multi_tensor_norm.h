@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ampfuse/export.h>
 
+#include <optional>
+
 namespace ampfuse {
 
 /// What one read of a tensor list tells. All on the tensors' device; nothing waits for it.
@@ -26,7 +28,11 @@ struct MultiTensorNorm {
 /// alignment to 16 bytes; not on threads, launches or the rest of the list.
 /// An empty list has norm 0, on the CPU.
 ///
+/// `dtype`: of the norms, float or double: the sums are double, and as such a norm of floats is
+/// infinite only when an element is.
+///
 /// Throws c10::TypeError for a dtype and c10::ValueError for a device, layout or ord not listed.
-AMPFUSE_API MultiTensorNorm multi_tensor_norm(at::TensorList tensors, double ord = 2.0);
+AMPFUSE_API MultiTensorNorm multi_tensor_norm(at::TensorList tensors, double ord = 2.0,
+                                              std::optional<at::ScalarType> dtype = std::nullopt);
 
 }  // namespace ampfuse

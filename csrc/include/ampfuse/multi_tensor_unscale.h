@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ampfuse/export.h>
 
+#include <optional>
+
 namespace ampfuse {
 
 /// Multiplies every tensor by `inv_scale` in place and sets `found_inf` to 1 if a value is NaN or
@@ -29,8 +31,8 @@ struct UnscaledNorm {
 
 /// multi_tensor_unscale, and the norms of what it wrote from the same pass over memory: the same
 /// bits as multi_tensor_norm called after it.
-AMPFUSE_API UnscaledNorm multi_tensor_unscale_norm(at::TensorList tensors,
-                                                   const at::Tensor& found_inf,
-                                                   const at::Tensor& inv_scale, double ord = 2.0);
+AMPFUSE_API UnscaledNorm multi_tensor_unscale_norm(
+    at::TensorList tensors, const at::Tensor& found_inf, const at::Tensor& inv_scale,
+    double ord = 2.0, std::optional<at::ScalarType> dtype = std::nullopt);
 
 }  // namespace ampfuse

@@ -128,10 +128,6 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
 
-  /// Norm of all gradients as they are, from whoever has measured it already. Like the scale it is
-  /// set for a step; clipping by a limit for all groups then reads no gradient before the update.
-  std::optional<at::Tensor> known_norm;
-
  protected:
   Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
        std::unique_ptr<torch::optim::OptimizerOptions> defaults,

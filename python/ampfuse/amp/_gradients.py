@@ -45,13 +45,8 @@ class Inspection:
     params: list[Tensor]
     norms: list[Tensor]  # of the parameters' gradients, one tensor per device
     total_norms: list[Tensor]  # one per device, of what this process has
-    are_whole: bool
+    are_whole: bool  # whether that is all of all gradients
     is_scaled: bool = False  # whether the norms are of gradients that are scaled still
-
-    @property
-    def total_norm(self) -> Tensor | None:
-        """Of all gradients, if this process has them all, on one device."""
-        return self.total_norms[0] if self.are_whole and len(self.total_norms) == 1 else None
 
 
 def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
@@ -106,17 +101,16 @@ def inspect(
     for device, part in gradients.on.items():
         flags[device] = on_device(found_inf, device).clone()
         result = ops.multi_tensor_unscale_norm(
-            part.grads, flags[device], on_device(inv_scale, device)
+            part.grads, flags[device], on_device(inv_scale, device), dtype=torch.float64
         )
+        _C.remember_norm(part.grads, result.total_norm)
         params += part.params
         norms.append(result.norms)
         total_norms.append(result.total_norm)
     if gradients.meshes or process_group is not None:
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
-    inspection = Inspection(params, norms, total_norms, gradients.are_whole)
-    if inspection.total_norm is not None:
-        _C.remember_norm(part.grads, inspection.total_norm)
-    return flags, inspection
+    are_whole = gradients.are_whole and process_group is None
+    return flags, Inspection(params, norms, total_norms, are_whole)
 
 
 def shared(

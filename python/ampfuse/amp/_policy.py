@@ -30,8 +30,8 @@ def real(name: str, value: Any) -> float:
     return float(value)
 
 
-def count(name: str, value: Any, least: int) -> int:
-    """A whole number, so many at least."""
+def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
+    """A whole number, so many at least and at most."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -40,6 +40,8 @@ def count(name: str, value: Any, least: int) -> int:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
     if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name}: expected at most {most}, got {number}")
     return number
 
 

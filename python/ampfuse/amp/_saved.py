@@ -1,6 +1,5 @@
 """What a scaler saves, checked when it comes back: before any of it is taken."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,14 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
         return state[name]
 
     scale = _policy.real("scale", entry("scale"))
-    if not 0 <= scale < math.inf:
-        raise ValueError(f"scale: expected a finite number, at least 0, got {scale}")
+    if not 0 <= scale <= _policy.FLOAT32_MAX:
+        raise ValueError(f"scale: expected a finite float, at least 0, got {scale}")
     torchs = {
         "scale": scale,
         "growth_factor": _policy.growth_factor(entry("growth_factor")),
         "backoff_factor": _policy.backoff_factor(entry("backoff_factor")),
         "growth_interval": _policy.growth_interval(entry("growth_interval")),
-        "_growth_tracker": _policy.count("_growth_tracker", entry("_growth_tracker"), least=0),
+        "_growth_tracker": _policy.count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1),
     }
     pairs = zip(COUNTERS, counts, strict=True)
     ours = [_policy.count(name, state.get(name, here), least=0) for name, here in pairs]

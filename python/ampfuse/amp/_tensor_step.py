@@ -24,14 +24,13 @@ def step_with_tensors(
     optimizer: Any,
     scale: Tensor | None,
     found_inf: Tensor,
-    known_norm: Tensor | None,
     args: Any,
     kwargs: Any,
 ) -> Any:
     """`optimizer.step(*args, **kwargs)`, with attributes that are there for its duration.
 
     `scale`: by which gradients are scaled still, besides the user's own `grad_scale`, if there is
-    one. `known_norm`: that they have as they are; our own optimizers clip by it.
+    one.
     """
     users_own = getattr(optimizer, "grad_scale", None)
     if scale is not None and users_own is not None:
@@ -40,9 +39,7 @@ def step_with_tensors(
         optimizer.grad_scale = users_own if scale is None else scale
     optimizer.found_inf = found_inf
     try:
-        if isinstance(optimizer, Adam) and users_own is None and known_norm is not None:
-            optimizer.known_norm = known_norm
         return optimizer.step(*args, **kwargs)
     finally:
-        for name in ("grad_scale", "found_inf", "known_norm"):
+        for name in ("grad_scale", "found_inf"):
             optimizer.__dict__.pop(name, None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from ampfuse import ops
+from ampfuse import _C, ops
 from ampfuse.amp import _policy
 from ampfuse.amp._gradients import Inspection, gather, inspect
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
@@ -145,9 +145,19 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        try:
+            if takes_tensors(optimizer) and wants_the_scaler(optimizer):
+                stage = state["stage"]
+                result = super().step(optimizer, *args, **kwargs)
+                self._note_step(optimizer, {**state, "stage": stage})
+                return result
+            return self._step(optimizer, state, args, kwargs)
+        finally:
+            _C.forget_norms()  # steps may write gradients without moving version counters
+
+    def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """The step of an optimizer that knows nothing of scalers, but perhaps of tensors."""
         skips_itself = takes_tensors(optimizer)
-        if skips_itself and wants_the_scaler(optimizer):
-            return super().step(optimizer, *args, **kwargs)
         if state["stage"] is OptState.READY:
             if skips_itself:
                 self._check_inf_per_device(optimizer)
@@ -161,25 +171,14 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             )
         found_inf = self._note_step(optimizer, state)
         if skips_itself:
-            result = self._step_with_tensors(optimizer, state, found_inf, args, kwargs)
+            scale = self._get_scale_async() if state["stage"] is OptState.READY else None
+            result = step_with_tensors(optimizer, scale, found_inf, args, kwargs)
         elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
             result = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
-
-    def _step_with_tensors(
-        self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, args: Any, kwargs: Any
-    ) -> Any:
-        """The step of an optimizer that takes scale and flag as attributes for its duration."""
-        if state["stage"] is OptState.UNSCALED:  # and perhaps changed since
-            return step_with_tensors(optimizer, None, found_inf, None, args, kwargs)
-        inspection = self._inspections.get(id(optimizer))
-        # Of processes that skip together each has seen a part.
-        norm = inspection.total_norm if inspection and self.process_group is None else None
-        scale = self._get_scale_async()
-        return step_with_tensors(optimizer, scale, found_inf, norm, args, kwargs)
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
         """Remember what the step's fate is: the flag, where the scale is."""
@@ -260,11 +259,13 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
     def _unscaled_norm(self, scale: Tensor) -> Tensor | None:
         """Of the gradients of all optimizers, as the checks before their steps told it."""
         norms = []
+        if not all(inspection.are_whole for inspection in self._inspections.values()):
+            return None
         for inspection in self._inspections.values():
             for norm in inspection.total_norms:
-                norm = on_device(norm, scale.device).float()
+                norm = on_device(norm, scale.device)
                 norms.append(norm / scale if inspection.is_scaled else norm)
-        return ops.multi_tensor_norm(norms).total_norm if norms else None
+        return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
 
     def scale_tensor(self) -> Tensor:
         """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse import ops
+from ampfuse import _C, ops
 from ampfuse.optim._columns import Columns, Sharding, on_device
 
 
@@ -61,19 +61,17 @@ def group_clips(
     grad_norm: Tensor | None,
     *,
     grad_scale: Tensor | None,
-    known_norm: Tensor | None,
     check: bool,
     process_group: Any,
 ) -> tuple[list[Clip | None], Tensor | None]:
     """What each group is clipped by: its own norm where it has a limit, else that of the others.
 
     With `check` also whether any gradient is not finite, for which all are read. Whether there are
-    gradients makes no difference to the collectives: other processes may have some. `known_norm` is
-    that of all gradients, if somebody has measured it.
+    gradients makes no difference to the collectives: other processes may have some.
     """
 
     def measured_by_all(columns: Sequence[Columns]) -> Measured:
-        measured = measure(columns)
+        measured = measure(columns, check)
         if process_group is None:
             return measured
         return reduced(measured.to(device_of(groups, process_group)), process_group)
@@ -87,9 +85,6 @@ def group_clips(
             clips[index] = Clip(measured.total_norm, limit, None)
             flags.append(measured.found_inf)
     sharing = [index for index, limit in enumerate(limits) if limit is None]
-    if known_norm is not None and len(sharing) == len(groups) and not check:
-        clip = None if shared_limit is None else Clip(known_norm, shared_limit, grad_norm)
-        return [clip] * len(groups), None
     if shared_limit is not None or (check and sharing):
         measured = measured_by_all([part for index in sharing for part in columns[index]])
         flags.append(measured.found_inf)
@@ -103,8 +98,12 @@ def group_clips(
     return clips, largest(flags) if check else None
 
 
-def measure(columns: Sequence[Columns]) -> Measured:
-    """Of all gradients as one vector, on the device of the first."""
+def measure(columns: Sequence[Columns], check: bool) -> Measured:
+    """Of all gradients as one vector, on the device of the first; in float64.
+
+    Scaled gradients have norms beyond float32 where none of their elements is. Without `check`
+    nobody asks whether one is not finite, and a norm that is known already will do.
+    """
     lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {}
     for part in columns:
         if not part.shardings:
@@ -112,16 +111,15 @@ def measure(columns: Sequence[Columns]) -> Measured:
             continue
         for grad, sharding in zip(part.grads, part.shardings, strict=True):
             lists.setdefault((part.device, sharding), []).append(grad)
-    parts = [_measure_list(grads, sharding) for (_, sharding), grads in lists.items()]
+    parts = [_measure_list(grads, sharding, check) for (_, sharding), grads in lists.items()]
     if len(parts) == 1:
         return parts[0]
     if not parts:
         nothing = torch.zeros((), dtype=torch.float32, device="cpu")
         return Measured(nothing, nothing.clone())
     norms = [part.total_norm.to(parts[0].total_norm.device) for part in parts]
-    return Measured(
-        ops.multi_tensor_norm(norms).total_norm, largest([part.found_inf for part in parts])
-    )
+    total_norm = ops.multi_tensor_norm(norms).total_norm
+    return Measured(total_norm, largest([part.found_inf for part in parts]))
 
 
 def largest(flags: list[Tensor]) -> Tensor:
@@ -131,9 +129,13 @@ def largest(flags: list[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
 
-def _measure_list(grads: list[Tensor], sharding: Sharding | None) -> Measured:
+def _measure_list(grads: list[Tensor], sharding: Sharding | None, check: bool) -> Measured:
     """Of whole tensors, of which `grads` may be this process's shards."""
-    result = ops.multi_tensor_norm(grads)
+    if not (check or torch.compiler.is_compiling()):
+        known = _C.recall_norm(grads, True)
+        if known is not None:
+            return Measured(known, known.new_zeros((), dtype=torch.float32))
+    result = ops.multi_tensor_norm(grads, dtype=torch.float64)
     if sharding is None:
         return Measured(result.total_norm, result.found_inf)
     measured = Measured(result.total_norm, result.found_inf)

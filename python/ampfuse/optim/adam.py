@@ -75,8 +75,6 @@ class Adam(Optimizer):
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
-    known_norm: Tensor | None = None
-    """Of all gradients as they are, set for a step by whoever has measured it already."""
 
     def __init__(
         self,
@@ -204,7 +202,6 @@ class Adam(Optimizer):
             self.max_grad_norm,
             self._grad_norm,
             grad_scale=grad_scale,
-            known_norm=self.known_norm if self.process_group is None else None,
             check=grad_scale is not None and found_inf is None,
             process_group=self.process_group,
         )
