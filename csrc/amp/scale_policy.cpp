@@ -14,8 +14,8 @@ void check(const char* name, const T& value, bool makes_sense, const char* expec
 }  // namespace
 
 void check_scale(const char* name, double scale) {
-  check(name, scale, scale > 0 && std::isfinite(static_cast<float>(scale)),
-        "a finite float above 0");
+  const auto narrow = static_cast<float>(scale);
+  check(name, scale, narrow > 0 && std::isfinite(narrow), "a finite float above 0");
 }
 
 void check_first_options(const GradScalerOptions& options) {

@@ -184,6 +184,7 @@ SENSELESS = [
     ({"init_scale": -1.0}, ValueError, "init_scale: expected a finite float above 0, got -1"),
     ({"init_scale": NAN}, ValueError, "init_scale: expected a finite float above 0, got nan"),
     ({"init_scale": INF}, ValueError, "init_scale: expected a finite float above 0, got inf"),
+    ({"init_scale": 1e-60}, ValueError, "init_scale: expected a finite float above 0, got 1e-60"),
     ({"init_scale": 1e39}, ValueError, "init_scale: expected a finite float above 0, got 1e"),
     ({"min_scale": 1e6}, ValueError, "init_scale: expected a number from min_scale to max_scale"),
     ({"max_scale": 1.0}, ValueError, "init_scale: expected a number from min_scale to max_scale"),
@@ -281,6 +282,22 @@ def test_a_scale_that_makes_no_sense_is_not_set(language, device, new_scale):
         run.scaler.update(new_scale)
 
     assert run.scaler.get_scale() == 64.0
+
+
+def test_options_of_other_libraries_numbers_are_saved_as_pythons(device):
+    """numpy's and tensors: torch.load takes plain ones alone from whom it does not trust."""
+    np = pytest.importorskip("numpy")
+    given = {"min_scale": np.float32(1), "max_scale": torch.tensor(1e6), "hysteresis": np.int64(2)}
+
+    state = ampfuse.GradScaler(device.type, **given).state_dict()
+
+    assert [type(state[name]) for name in given] == [float, float, int]
+
+
+def test_a_disabled_scaler_has_its_attributes(device):
+    scaler = ampfuse.GradScaler(device.type, enabled=False, max_consecutive_skips=3)
+
+    assert (scaler.max_consecutive_skips, scaler.process_group) == (3, None)
 
 
 def test_options_are_keyword_only():

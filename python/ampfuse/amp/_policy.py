@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
 REFILLS = ("growth", "clean_step", "consecutive")
 
 
@@ -48,7 +48,7 @@ def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
 def scale(name: str, value: Any) -> float:
     """What a float32 tensor can be scaled by."""
     number = real(name, value)
-    if not 0 < number <= FLOAT32_MAX:
+    if not FLOAT32_MIN <= number <= FLOAT32_MAX:
         raise ValueError(f"{name}: expected a finite float above 0, got {value}")
     return number
 
@@ -85,13 +85,17 @@ class Policy:
     dynamic: bool
 
     def __post_init__(self) -> None:
-        low, high = self.min_scale, self.max_scale
-        for name, limit in (("min_scale", low), ("max_scale", high)):
-            if limit is not None and not real(name, limit) > 0:
+        for name in ("min_scale", "max_scale"):
+            limit = getattr(self, name)
+            if limit is None:
+                continue
+            if not real(name, limit) > 0:
                 raise ValueError(f"{name}: expected None or more than 0, got {limit}")
+            object.__setattr__(self, name, real(name, limit))  # also of a tensor or numpy's
+        low, high = self.min_scale, self.max_scale
         if low is not None and high is not None and low > high:
             raise ValueError(f"max_scale: expected at least min_scale, got {high} and {low}")
-        count("hysteresis", self.hysteresis, least=1)
+        object.__setattr__(self, "hysteresis", count("hysteresis", self.hysteresis, least=1))
         if self.hysteresis_refill not in REFILLS:
             raise ValueError(
                 f"hysteresis_refill: expected one of {REFILLS}, got {self.hysteresis_refill!r}"

@@ -92,6 +92,8 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
+        self.max_consecutive_skips = max_consecutive_skips
+        self.process_group = process_group
         if not self._enabled:
             return
         self._init_scale = _policy.scale("init_scale", init_scale)
@@ -102,8 +104,6 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         self._policy.check_first(self._init_scale)
         if max_consecutive_skips is not None:
             _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
-        self.max_consecutive_skips = max_consecutive_skips
-        self.process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
         self._allow_no_grads = allow_no_grads
         self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
@@ -341,8 +341,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
         """Another one for the same processes."""
-        if self._enabled:
-            memo[id(self.process_group)] = self.process_group
+        memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
