@@ -29,6 +29,20 @@ class Dispatched(TorchDispatchMode):
 WAITS = {"_local_scalar_dense", "is_nonzero", "item", "equal"}
 
 
+# And in Python, where on the CPU nothing is dispatched for it.
+READERS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.fixture
+def reading_is_an_error(monkeypatch):
+    """A function after which no tensor can be read, until the test is over."""
+
+    def refuse(*_):
+        raise AssertionError("the host waits here")
+
+    return lambda: [monkeypatch.setattr(torch.Tensor, name, refuse) for name in READERS]
+
+
 class Loop:
     """The part of a training loop that the scaler has: gradients are there already."""
 
@@ -69,10 +83,13 @@ EVERY_OPTIMIZER_OF_OURS = pytest.mark.parametrize("kind", ours(PYTHON))
 @EVERY_LANGUAGE
 @EVERY_OPTIMIZER_OF_OURS
 @CLIPS
-def test_nothing_is_waited_for_with_our_optimizers(device, language, kind, clip):
+def test_nothing_is_waited_for_with_our_optimizers(
+    device, language, kind, clip, reading_is_an_error
+):
     options = {"history": 4, "hysteresis": 2, "min_scale": 1.0}
     loop = Loop(device, lambda d: language.scaler(d, **options), ours(language)[kind], clip)
 
+    reading_is_an_error()
     with Dispatched() as dispatched:
         loop.iterate()
 
