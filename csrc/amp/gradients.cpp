@@ -94,7 +94,9 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
     const UnscaledNorm result = multi_tensor_unscale_norm(
         part.grads, found_inf, on_device(inv_scale, part.device), /*ord=*/2, at::kDouble);
     remember_norm(part.grads, result.total_norm);
-    inspection.params.insert(inspection.params.end(), part.params.begin(), part.params.end());
+    for (const at::Tensor& param : part.params) {
+      inspection.params.emplace_back(param.getIntrusivePtr());
+    }
     inspection.norms.push_back(result.norms);
     inspection.total_norms.push_back(result.total_norm);
     inspection.found_infs.push_back(found_inf);

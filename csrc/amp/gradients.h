@@ -10,7 +10,9 @@ namespace ampfuse::amp {
 
 /// What one look at an optimizer's gradients told; all on the devices of the gradients.
 struct Inspection {
-  std::vector<at::Tensor> params;
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  std::vector<WeakTensor> params;       // which a model may take with it
   std::vector<at::Tensor> norms;        // of the parameters' gradients, one tensor per device
   std::vector<at::Tensor> total_norms;  // one per device
   std::vector<at::Tensor> found_infs;   // one per device, or one for all processes

@@ -102,7 +102,8 @@ std::vector<at::Tensor> ScaleMemory::offenders() const {
     const at::Tensor norms = of_device.to(at::kCPU, at::kDouble);
     for (int64_t i = 0; i < norms.numel(); ++i, ++place) {
       if (std::isfinite(norms.const_data_ptr<double>()[i])) continue;
-      offenders.push_back(skipped->inspection.params[place]);
+      auto param = skipped->inspection.params[place].lock();
+      if (param) offenders.emplace_back(std::move(param));
     }
   }
   return offenders;

@@ -27,6 +27,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("remember_norm", &ampfuse::remember_norm_of_list);
   m.def("recall_norm", &ampfuse::recall_norm_of_list);
   m.def("forget_norms", &ampfuse::forget_norms);
+  py::class_<ampfuse::WeakTensors>(m, "WeakTensors")
+      .def(py::init<const py::list&>())
+      .def("alive", &ampfuse::WeakTensors::alive);
   py::class_<ampfuse::EagerOp>(m, "EagerOp")
       .def(py::init<const std::string&, const std::string&>())
       .def("__call__", &ampfuse::EagerOp::call);

@@ -94,6 +94,22 @@ std::optional<at::Tensor> recall_norm_of_list(const py::list& tensors, bool as_d
   return recall_norm(impls(tensors), as_double);
 }
 
+WeakTensors::WeakTensors(const py::list& tensors) {
+  tensors_.reserve(tensors.size());
+  for_each_tensor(tensors, [this](const at::Tensor& tensor, size_t) {
+    tensors_.emplace_back(tensor.getIntrusivePtr());
+  });
+}
+
+py::list WeakTensors::alive() const {
+  py::list alive;
+  for (const auto& tensor : tensors_) {
+    auto locked = tensor.lock();
+    alive.append(locked ? py::cast(at::Tensor(std::move(locked))) : py::object(py::none()));
+  }
+  return alive;
+}
+
 int64_t version_sum(const py::list& tensors) {
   int64_t sum = 0;
   for_each_tensor(tensors, [&sum](const at::Tensor& tensor, size_t) { sum += tensor._version(); });

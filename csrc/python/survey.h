@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <optional>
+#include <vector>
 
 namespace ampfuse {
 
@@ -20,6 +21,18 @@ pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
 /// What csrc/ops/known_norm.h says.
 void remember_norm_of_list(const pybind11::list& tensors, const at::Tensor& norm);
 std::optional<at::Tensor> recall_norm_of_list(const pybind11::list& tensors, bool as_double);
+
+/// Tensors that are not kept alive.
+class WeakTensors {
+ public:
+  explicit WeakTensors(const pybind11::list& tensors);
+
+  /// Those that live, and None for the others.
+  pybind11::list alive() const;
+
+ private:
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors_;
+};
 
 /// How often tensors have been written, summed; of those made in inference mode nobody knows.
 int64_t version_sum(const pybind11::list& tensors);

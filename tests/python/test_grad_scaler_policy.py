@@ -1,6 +1,8 @@
 """What GradScaler has beyond torch's, in both languages: limits, hysteresis, history, reports."""
 
+import gc
 import math
+import weakref
 
 import ampfuse
 import pytest
@@ -135,6 +137,20 @@ def test_report_of_an_optimizer_that_is_not_ours(language, device):
     run.step(overflow=True)
 
     assert run.scaler.overflow_report(run.model) == ["weight"]
+
+
+@EVERY_LANGUAGE
+def test_a_model_that_is_gone_is_not_kept_by_the_scaler(language, device):
+    run = Run(language, device)
+    run.step(overflow=True)
+    ghost = weakref.ref(run.model.weight)
+    model = torch.nn.Linear(3, 2, device=device)
+
+    run.model, run.optimizer = model, None
+    gc.collect()
+
+    assert ghost() is None
+    assert run.scaler.overflow_report(model) == []
 
 
 @EVERY_LANGUAGE

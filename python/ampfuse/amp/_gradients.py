@@ -42,7 +42,7 @@ class Gradients:
 class Inspection:
     """What one look at an optimizer's gradients told; all on the devices of the gradients."""
 
-    params: list[Tensor]
+    params: _C.WeakTensors  # which a model may take with it
     norms: list[Tensor]  # of the parameters' gradients, one tensor per device
     total_norms: list[Tensor]  # one per device, of what this process has
     are_whole: bool  # whether that is all of all gradients
@@ -110,7 +110,7 @@ def inspect(
     if gradients.meshes or process_group is not None:
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
     are_whole = gradients.are_whole and process_group is None
-    return flags, Inspection(params, norms, total_norms, are_whole)
+    return flags, Inspection(_C.WeakTensors(params), norms, total_norms, are_whole)
 
 
 def shared(

@@ -147,8 +147,9 @@ class Memory:
         for found_inf, inspection in reversed(self._steps):
             if found_inf.item() != 0:
                 norms = [norm for norms in inspection.norms for norm in norms.tolist()]
-                pairs = zip(inspection.params, norms, strict=True)
-                return [param for param, norm in pairs if not math.isfinite(norm)]
+                pairs = zip(inspection.params.alive(), norms, strict=True)
+                found = [param for param, norm in pairs if not math.isfinite(norm)]
+                return [param for param in found if param is not None]
         return []
 
 
