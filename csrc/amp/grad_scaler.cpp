@@ -109,8 +109,7 @@ GradScalerOptions& GradScaler::options() {
   return state_->options;
 }
 
-// --- losses and gradients
-// ---------------------------------------------------------------------------
+// --- losses and gradients ------------------------------------------------------------------------
 
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!is_enabled()) return outputs;
@@ -168,8 +167,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   return loss;
 }
 
-// --- the scale
-// --------------------------------------------------------------------------------------
+// --- the scale -----------------------------------------------------------------------------------
 
 void GradScaler::update() {
   if (!is_enabled()) return;
@@ -224,8 +222,7 @@ at::Tensor GradScaler::scale_tensor() {
   return is_enabled() ? state_->scale_on(device) : at::ones({}, at::TensorOptions(at::kFloat));
 }
 
-// --- what happened
-// ----------------------------------------------------------------------------------
+// --- what happened -------------------------------------------------------------------------------
 
 at::Tensor GradScaler::step_skipped() const {
   return state_->memory.step_skipped();

@@ -14,8 +14,13 @@ namespace {
 
 struct DeviceGradients {
   at::Device device;
-  std::vector<at::Tensor> params;
-  std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> params = {};
+  std::vector<at::Tensor> grads = {};
+};
+
+struct Gradients {
+  std::vector<DeviceGradients> parts = {};
+  bool are_whole = true;  // whether that is all elements of all, and nothing else
 };
 
 // What of a gradient is to be unscaled.
@@ -26,17 +31,8 @@ at::Tensor dense_part(const at::Tensor& param) {
   return param.grad()._values();
 }
 
-// In order of appearance.
-DeviceGradients& part_for(std::vector<DeviceGradients>& all, at::Device device) {
-  for (DeviceGradients& part : all) {
-    if (part.device == device) return part;
-  }
-  all.push_back({device, {}, {}});
-  return all.back();
-}
-
-std::vector<DeviceGradients> gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
-  std::vector<DeviceGradients> all;
+Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
+  Gradients all;
   const auto& groups = optimizer.param_groups();
   for (size_t group = 0; group < groups.size(); ++group) {
     const std::vector<at::Tensor>& params = groups[group].params();
@@ -49,21 +45,13 @@ std::vector<DeviceGradients> gather(const torch::optim::Optimizer& optimizer, bo
                         ": keep parameters in float under autocast, or set allow_fp16_grads for "
                         "an optimizer that has masters");
       const at::Tensor grad = dense_part(param);
-      DeviceGradients& part = part_for(all, grad.device());
+      all.are_whole = all.are_whole && grad.is_same(param.grad());
+      DeviceGradients& part = part_for(all.parts, grad.device());
       part.params.push_back(param);
       part.grads.push_back(grad);
     }
   }
   return all;
-}
-
-bool are_dense(const std::vector<DeviceGradients>& all) {
-  for (const DeviceGradients& part : all) {
-    for (const at::Tensor& param : part.params) {
-      if (param.grad().is_sparse()) return false;
-    }
-  }
-  return true;
 }
 
 // One flag for all processes, also those that have no gradients here: all skip, or none.
@@ -85,9 +73,9 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
                    const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group) {
   const c10::NoGradGuard no_grad;
   Inspection inspection;
-  const std::vector<DeviceGradients> all = gather(optimizer, allow_fp16);
-  inspection.are_whole = !process_group && are_dense(all);
-  for (const DeviceGradients& part : all) {
+  const Gradients all = gather(optimizer, allow_fp16);
+  inspection.are_whole = !process_group && all.are_whole;
+  for (const DeviceGradients& part : all.parts) {
     const auto floats = at::TensorOptions(part.device).dtype(at::kFloat);
     const at::Tensor found_inf = at::zeros({}, floats);
     // In double, since scaled gradients have norms beyond float where none of their elements is.

@@ -15,7 +15,6 @@ namespace ampfuse::amp {
 namespace {
 
 constexpr size_t kRemembered = 16;  // steps that a report can look back
-constexpr int64_t kRecord = 3;      // numbers of an update
 
 }  // namespace
 
@@ -25,7 +24,7 @@ const at::Tensor& ScaleMemory::counters(at::Device device) {
     const auto options = at::TensorOptions(device);
     counters_ = at::zeros({static_cast<int64_t>(now.size())}, options.dtype(at::kLong));
     set_counts(now);
-    if (length_ > 0) history_ = at::zeros({length_, kRecord}, options.dtype(at::kFloat));
+    if (length_ > 0) history_ = at::zeros({length_, math::kScaleRecord}, options.dtype(at::kFloat));
   }
   return counters_;
 }
@@ -41,8 +40,8 @@ ScaleMemory::Counts ScaleMemory::counts() const {
 void ScaleMemory::set_counts(const Counts& counts) {
   first_counts_ = counts;
   counters_mirror_ = Mirror();
-  skips_in_a_row_ = counts[1];
-  recorded_from_ = counts[2];
+  skips_in_a_row_ = counts[math::kConsecutiveSkips];
+  recorded_from_ = counts[math::kUpdates];
   for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
     counters_[static_cast<int64_t>(i)].fill_(counts[i]);
   }
@@ -68,10 +67,10 @@ bool ScaleMemory::was_skipped() {
 }
 
 int64_t ScaleMemory::skips_in_a_row() {
-  if (!counters_.defined() || !counters_.is_cuda()) return counts()[1];
+  if (!counters_.defined() || !counters_.is_cuda()) return counts()[math::kConsecutiveSkips];
   if (is_capturing()) return skips_in_a_row_;
   const auto arrived = counters_mirror_.latest();
-  if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[1];
+  if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
   // One that is on its way still is not overtaken, or none would ever arrive.
   if (arrived || counters_mirror_.is_idle()) counters_mirror_.send(counters_);
   return skips_in_a_row_;
@@ -85,7 +84,7 @@ std::vector<ScaleRecord> ScaleMemory::records() const {
   const auto updates = static_cast<int64_t>(numbers[copied.numel() - 1]);
   std::vector<ScaleRecord> records;
   for (int64_t i = std::max(recorded_from_, updates - length_); i < updates; ++i) {
-    const double* const record = numbers + i % length_ * kRecord;
+    const double* const record = numbers + i % length_ * math::kScaleRecord;
     records.push_back({record[0], record[1] != 0, record[2]});
   }
   return records;

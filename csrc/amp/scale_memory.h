@@ -6,6 +6,7 @@
 #include <array>
 #include <deque>
 
+#include "../ops/update_scale.h"
 #include "gradients.h"
 #include "mirror.h"
 
@@ -15,7 +16,7 @@ namespace ampfuse::amp {
 class ScaleMemory {
  public:
   /// Which overflow from here on backs off, skips in a row, updates.
-  using Counts = std::array<int64_t, 3>;
+  using Counts = std::array<int64_t, math::kScaleCounters>;
 
   ScaleMemory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}
 

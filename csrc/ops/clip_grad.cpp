@@ -17,17 +17,14 @@ namespace {
 
 struct DeviceList {
   c10::Device device;
-  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> tensors = {};
 };
 
 // One list per device, in order of appearance.
 std::vector<DeviceList> by_device(at::TensorList tensors) {
   std::vector<DeviceList> lists;
   for (const at::Tensor& tensor : tensors) {
-    auto list = lists.begin();
-    while (list != lists.end() && list->device != tensor.device()) ++list;
-    if (list == lists.end()) list = lists.insert(list, {tensor.device(), {}});
-    list->tensors.push_back(tensor);
+    part_for(lists, tensor.device()).tensors.push_back(tensor);
   }
   return lists;
 }

@@ -1,4 +1,4 @@
-// 0-dim tensors on their way between devices.
+// Tensors on several devices: sorted by them, and 0-dim ones on their way between them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,16 @@ namespace ampfuse {
 /// it is read.
 inline at::Tensor on_device(const at::Tensor& scalar, at::Device device) {
   return scalar.to(device, scalar.scalar_type(), /*non_blocking=*/!device.is_cpu());
+}
+
+/// Of a list of structs that begin with a device the one for this device, added if there is none:
+/// so they are in order of appearance.
+template <typename OfDevice>
+OfDevice& part_for(std::vector<OfDevice>& all, at::Device device) {
+  for (OfDevice& part : all) {
+    if (part.device == device) return part;
+  }
+  return all.emplace_back(OfDevice{device});
 }
 
 /// The largest of flags, on this device.

@@ -110,8 +110,8 @@ std::optional<at::Tensor> recall_norm(Impls tensors, bool as_double) {
   if (known_norms.empty() || !all_count_writes(tensors)) return std::nullopt;
   for (KnownNorm& known : known_norms) {
     if (!known.stamp.matches(tensors) || known.was_captured != is_captured(known.norm)) continue;
-    return known.norm.to(as_double ? at::kDouble : known.dtype, /*non_blocking=*/false,
-                         /*copy=*/true);
+    if (as_double) return known.norm;
+    return known.norm.to(known.dtype, /*non_blocking=*/false, /*copy=*/true);
   }
   return std::nullopt;
 }

@@ -14,9 +14,9 @@ AMPFUSE_API void remember_norm(c10::ArrayRef<c10::TensorImpl*> tensors, const at
 void remember_norm(at::TensorList tensors, const at::Tensor& norm);
 
 /// Their norm, in any order, if it is known and none has been written since or given other memory:
-/// a fresh tensor, of the dtype that multi_tensor_norm gives it, or `as_double`. Writing is seen by
-/// version counters, which some writes do not move: through data(), by collectives of
-/// torch.distributed, by torch's own fused optimizers.
+/// of the dtype that multi_tensor_norm gives it, and then a fresh tensor, or `as_double`, to be
+/// read alone. Writing is seen by version counters, which some writes do not move: through data(),
+/// by collectives of torch.distributed, by torch's own fused optimizers.
 ///
 /// A graph that is being captured does not take it from before: at replays it would be old.
 AMPFUSE_API std::optional<at::Tensor> recall_norm(c10::ArrayRef<c10::TensorImpl*> tensors,

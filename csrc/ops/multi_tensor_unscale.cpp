@@ -59,9 +59,8 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
         {at::Tag::pt2_compliant_tag});
   m.def(
       "multi_tensor_unscale_norm(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale, "
-      "float ord=2.0, *, ScalarType? dtype=None) -> (Tensor total_norm, Tensor norms, Tensor "
-      "first_nonfinite, "
-      "Tensor nonfinite_count)",
+      "float ord=2.0, *, ScalarType? dtype=None) -> (Tensor total_norm, Tensor norms, "
+      "Tensor first_nonfinite, Tensor nonfinite_count)",
       {at::Tag::pt2_compliant_tag});
 }
 

@@ -14,12 +14,12 @@ namespace {
 
 struct Measured {
   at::Tensor total_norm;
-  at::Tensor found_inf;
+  at::Tensor found_inf;  // undefined where nobody asked
 };
 
 struct DeviceGrads {
   at::Device device;
-  std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> grads = {};
 };
 
 // In order of appearance.
@@ -27,10 +27,8 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
   std::vector<DeviceGrads> all;
   for (const AdamGroup* group : groups) {
     for (const AdamLists& lists : group->lists) {
-      auto found = all.begin();
-      while (found != all.end() && found->device != lists.device) ++found;
-      if (found == all.end()) found = all.insert(found, {lists.device, {}});
-      found->grads.insert(found->grads.end(), lists.grads.begin(), lists.grads.end());
+      std::vector<at::Tensor>& grads = part_for(all, lists.device).grads;
+      grads.insert(grads.end(), lists.grads.begin(), lists.grads.end());
     }
   }
   return all;
@@ -45,7 +43,6 @@ Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf) {
     if (!find_inf) {
       if (const auto known = recall_norm(part.grads, /*as_double=*/true)) {
         norms.push_back(*known);
-        flags.push_back(at::zeros({}, known->options().dtype(at::kFloat)));
         continue;
       }
     }
@@ -54,9 +51,11 @@ Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf) {
     flags.push_back(norm.found_inf);
   }
   if (norms.empty()) return {at::zeros({}, at::kFloat), at::zeros({}, at::kFloat)};
-  if (norms.size() == 1) return {norms[0], flags[0]};
-  for (at::Tensor& norm : norms) norm = on_device(norm, norms[0].device());
-  return {multi_tensor_norm(norms).total_norm, largest(flags, flags[0].device())};
+  const at::Device first = norms[0].device();
+  const at::Tensor found_inf = find_inf ? largest(flags, first) : at::Tensor();
+  if (norms.size() == 1) return {norms[0], found_inf};
+  for (at::Tensor& norm : norms) norm = on_device(norm, first);
+  return {multi_tensor_norm(norms).total_norm, found_inf};
 }
 
 }  // namespace

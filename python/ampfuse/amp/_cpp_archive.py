@@ -3,24 +3,7 @@
 from typing import Any
 
 from ampfuse._cpp_archive import File, read_archive, write_archive
-from ampfuse.amp._saved import check_loadable
-
-# What C++ expects: a whole number is no double to it.
-_TYPES: dict[str, Any] = {
-    "scale": float,
-    "growth_factor": float,
-    "backoff_factor": float,
-    "growth_interval": int,
-    "_growth_tracker": int,
-    "min_scale": float,
-    "max_scale": float,
-    "hysteresis": int,
-    "hysteresis_refill": str,
-    "dynamic": bool,
-    "_hysteresis_tracker": int,
-    "_consecutive_skips": int,
-    "_updates": int,
-}
+from ampfuse.amp._saved import ENTRIES, loadable
 
 
 def load_cpp_scaler_state(file: File) -> dict[str, Any]:
@@ -34,7 +17,7 @@ def load_cpp_scaler_state(file: File) -> dict[str, Any]:
     128.0
     """
     saved = read_archive(file)
-    state = {name: getattr(saved, name) for name in _TYPES if hasattr(saved, name)}
+    state = {name: getattr(saved, name) for name in ENTRIES if hasattr(saved, name)}
     if "scale" not in state:
         raise ValueError(f"{file}: expected a scaler that was saved in C++, got something else")
     return state
@@ -42,10 +25,4 @@ def load_cpp_scaler_state(file: File) -> dict[str, Any]:
 
 def save_cpp_scaler_state(state_dict: dict[str, Any], file: File) -> None:
     """Save a scaler's state dictionary, ours or torch's, for `torch::load(scaler, file)` in C++."""
-    check_loadable(state_dict)
-    entries = {
-        name: None if state_dict[name] is None else convert(state_dict[name])
-        for name, convert in _TYPES.items()
-        if name in state_dict
-    }
-    write_archive(entries, file)
+    write_archive(loadable(state_dict), file)

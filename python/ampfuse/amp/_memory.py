@@ -123,8 +123,10 @@ class Memory:
 
     def raise_if_collapsed(self, limit: int | None) -> None:
         """Where so many steps in a row were skipped."""
-        skips = 0 if limit is None else self.skips_in_a_row()
-        if limit is not None and skips >= limit:
+        if limit is None:
+            return
+        skips = self.skips_in_a_row()
+        if skips >= limit:
             raise ScaleCollapseError(
                 f"{skips} steps in a row were skipped (max_consecutive_skips={limit}): the "
                 "gradients are not finite at any scale that was tried. "

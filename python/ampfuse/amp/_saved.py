@@ -1,13 +1,17 @@
 """What a scaler saves, checked when it comes back: before any of it is taken."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ampfuse.amp import _policy
 from ampfuse.amp._policy import Policy
 
+TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 COUNTERS = ("_hysteresis_tracker", "_consecutive_skips", "_updates")
+
+
+ENTRIES = (*TORCHS, *(field.name for field in fields(Policy)), *COUNTERS)
 
 
 @dataclass
@@ -17,6 +21,11 @@ class Loaded:
     torchs: dict[str, Any]
     policy: Policy
     counts: list[int]
+
+    def entries(self) -> dict[str, Any]:
+        """All of them, each of the one type that it has."""
+        counts = dict(zip(COUNTERS, self.counts, strict=True))
+        return {**self.torchs, **self.policy.options, **counts}
 
 
 def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
@@ -42,9 +51,10 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
     return Loaded(torchs, policy.updated(state), ours)
 
 
-def check_loadable(state: dict[str, Any]) -> None:
-    """Refuses what no scaler could load."""
-    loaded(state, Policy(None, None, 1, "growth", dynamic=True), [1, 0, 0])
+def loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """The same entries, each of the one type that it has; refuses what no scaler could load."""
+    entries = loaded(state, Policy(None, None, 1, "growth", dynamic=True), [1, 0, 0]).entries()
+    return {name: value for name, value in entries.items() if name in state}
 
 
 def check_pickled(state: dict[str, Any]) -> None:
