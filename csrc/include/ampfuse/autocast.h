@@ -55,6 +55,17 @@ class AMPFUSE_API AutocastGuard {
 /// For the forward of a torch::autograd::Function whose backward has a CustomBackward: Python's
 /// torch.amp.custom_fwd. Autocast stays as it is, unless it is on and `cast_inputs` are wanted:
 /// then it is off until the end of the scope, and cast() casts.
+///
+///     static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x) {
+///       const ampfuse::CustomForward amp(*context, torch::kCUDA, torch::kFloat);
+///       x = amp.cast(x);
+///       ...
+///     }
+///     static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+///                                                    torch::autograd::variable_list grads) {
+///       const ampfuse::CustomBackward amp(*context);
+///       ...
+///     }
 class AMPFUSE_API CustomForward {
  public:
   CustomForward(torch::autograd::AutogradContext& context, at::DeviceType device_type,

@@ -41,7 +41,8 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
   TORCH_ARG(bool, dynamic) = true;  // else the scale stays what it is
   /// update() throws ScaleCollapseError when so many steps in a row were skipped. On a GPU it looks
-  /// at what has arrived, so that this may be some steps later.
+  /// at what has arrived, so that this may be some steps later, and a row that has ended by then is
+  /// not seen.
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
   TORCH_ARG(int64_t, history) = 0;  // how many updates history() remembers
   /// Processes that are to skip together, though each sees other gradients.

@@ -51,8 +51,9 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
     - `hysteresis`: the overflow in this place of a row is the first to cost (1: every one).
     - `dynamic`: False keeps the scale where it is; overflowing steps are skipped all the same.
     - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` when so many steps in a row
-      were skipped. On a GPU it looks at what has arrived, so that this may be some steps later.
-      The scale has moved all the same, and training may go on.
+      were skipped. On a GPU it looks at what has arrived, so that this may be some steps later, and
+      a row that has ended by then is not seen. The scale has moved all the same, and training may
+      go on.
     - `history`: how many updates `history()` remembers.
     - `process_group`: processes that are to skip together, though each sees other gradients.
     - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
