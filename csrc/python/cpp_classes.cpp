@@ -25,6 +25,13 @@ auto wrap(F f) {
   return torch::wrap_pybind_function(std::move(f));
 }
 
+// Without Python's lock: what waits for other processes must not keep it from the threads that they
+// are waited for with, which need it to let go of a tensor.
+template <typename F>
+auto wrap_without_lock(F&& f) {
+  return torch::wrap_pybind_function_no_gil(std::forward<F>(f));
+}
+
 void bind_optimizers(py::module_& m) {
   py::class_<Optimizer>(m, "Optimizer", py::module_local())
       .def("step", wrap([](Optimizer& self) { self.step(); }))
@@ -155,8 +162,9 @@ void bind_grad_scaler(py::module_& m) {
            wrap([](GradScaler& self, const at::Tensor& outputs) { return self.scale(outputs); }))
       .def("scale",
            wrap([](GradScaler& self, const Tensors& outputs) { return self.scale(outputs); }))
-      .def("unscale_", wrap(&GradScaler::unscale_))
-      .def("step", wrap([](GradScaler& self, Optimizer& optimizer) { self.step(optimizer); }))
+      .def("unscale_", wrap_without_lock(&GradScaler::unscale_))
+      .def("step",
+           wrap_without_lock([](GradScaler& self, Optimizer& optimizer) { self.step(optimizer); }))
       .def("update", wrap(update), arg("new_scale") = py::none())
       .def("get_scale", wrap(&GradScaler::get_scale))
       .def("scale_tensor", wrap(&GradScaler::scale_tensor))
