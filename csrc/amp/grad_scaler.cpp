@@ -156,13 +156,16 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   const at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
   state_->memory.note_step(found_inf, of_optimizer.inspection);
+  // A step may write gradients without moving their version counters, also one that throws.
+  struct ForgetNorms {
+    ~ForgetNorms() { forget_norms(); }
+  } const forget;
   at::Tensor loss;
   if (takes_tensors) {
     loss = step_with_tensors(*takes_tensors, *state_, of_optimizer, found_inf);
   } else if (flags.empty() || found_inf.item<float>() == 0) {  // the one place that waits
     loss = optimizer.step();
   }
-  forget_norms();  // a step may write gradients without moving their version counters
   state_->of(optimizer).stage = Stage::kStepped;  // the step may have called this scaler, too
   return loss;
 }

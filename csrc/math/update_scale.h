@@ -1,7 +1,9 @@
 // The loss scale after a training step.
 //
-//   overflow:  forgiven while the tracker is above 1, which counts it down; else scale ←
-//   backoff·scale clean:     after growth_interval of them in a row scale ← growth·scale
+//   overflow:  forgiven while the tracker is above 1, which counts it down;
+//              else scale ← backoff·scale
+//
+//   clean:     after growth_interval of them in a row scale ← growth·scale
 //
 // Products are rounded once, from double, as torch's are, and a product that is no finite float is
 // not taken.

@@ -1,6 +1,7 @@
 #include "known_norm.h"
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 
 #include "capture.h"
@@ -11,8 +12,14 @@ namespace {
 
 using Impls = c10::ArrayRef<c10::TensorImpl*>;
 
-const void* storage_of(const c10::TensorImpl* tensor) {
-  return tensor->has_storage() ? tensor->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+// A weak pointer keeps an address from being given to another.
+template <typename Impl, typename Null>
+c10::weak_intrusive_ptr<Impl, Null> weak(Impl* impl) {
+  return c10::weak_intrusive_ptr<Impl, Null>::reclaim(c10::raw::intrusive_ptr::make_weak(impl));
+}
+
+c10::StorageImpl* storage_of(const c10::TensorImpl* tensor) {
+  return tensor->unsafe_storage().unsafeGetStorageImpl();
 }
 
 // By which tensors are known again, if nobody has written them since.
@@ -21,9 +28,8 @@ class Stamp {
   explicit Stamp(Impls tensors) {
     stamped_.reserve(tensors.size());
     for (c10::TensorImpl* tensor : tensors) {
-      // A weak pointer keeps the address from being given to another tensor.
-      stamped_.push_back({Weak::reclaim(c10::raw::intrusive_ptr::make_weak(tensor)), tensor,
-                          storage_of(tensor), tensor->version_counter().current_version()});
+      stamped_.push_back({weak<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor), tensor,
+                          weak<c10::StorageImpl, NoStorage>(storage_of(tensor)), extent(tensor)});
     }
   }
 
@@ -39,13 +45,27 @@ class Stamp {
   }
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Stamped {
-    Weak keeps_address;
-    const c10::TensorImpl* tensor;
-    const void* storage;
+  using NoStorage = c10::detail::intrusive_target_default_null_type<c10::StorageImpl>;
+
+  // Which elements of which memory a tensor has, as of which version. It has no gaps.
+  struct Extent {
+    const c10::StorageImpl* storage;
+    int64_t offset;
+    int64_t count;
     uint32_t version;
+    bool operator==(const Extent&) const = default;
   };
+  struct Stamped {
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> keeps_tensors_address;
+    const c10::TensorImpl* tensor;
+    c10::weak_intrusive_ptr<c10::StorageImpl, NoStorage> keeps_storages_address;
+    Extent extent;
+  };
+
+  static Extent extent(const c10::TensorImpl* tensor) {
+    return {storage_of(tensor), tensor->storage_offset(), tensor->numel(),
+            tensor->version_counter().current_version()};
+  }
 
   bool is_of(Impls tensors) const {
     return std::ranges::equal(stamped_, tensors, {}, &Stamped::tensor);
@@ -53,10 +73,8 @@ class Stamp {
 
   // Of tensors that are there, since somebody has just shown them.
   bool is_unchanged() const {
-    return std::ranges::all_of(stamped_, [](const Stamped& stamped) {
-      return stamped.version == stamped.tensor->version_counter().current_version() &&
-             stamped.storage == storage_of(stamped.tensor);
-    });
+    return std::ranges::all_of(
+        stamped_, [](const Stamped& stamped) { return stamped.extent == extent(stamped.tensor); });
   }
 
   std::vector<Stamped> stamped_;
@@ -67,20 +85,24 @@ struct KnownNorm {
   at::Tensor norm;
   at::ScalarType dtype;  // that multi_tensor_norm gives it
   bool was_captured;
+  uint64_t age;
 };
 
 constexpr size_t kKnown = 4;                     // one for each of some optimizers
 thread_local std::deque<KnownNorm> known_norms;  // the last first
+std::atomic<uint64_t> age = 0;                   // moved on by whoever may have written unseen
 
 // What happens to this tensor now.
 bool is_captured(const at::Tensor& tensor) {
   return tensor.is_cuda() && is_capturing();
 }
 
-// Those of inference mode do not count how often they are written.
-bool all_count_writes(Impls tensors) {
-  return std::ranges::all_of(
-      tensors, [](const auto* tensor) { return tensor->version_counter().enabled(); });
+// Tensors of inference mode do not count how often they are written.
+bool can_be_stamped(Impls tensors) {
+  return std::ranges::all_of(tensors, [](const auto* tensor) {
+    return tensor->version_counter().enabled() && tensor->has_storage() &&
+           tensor->is_non_overlapping_and_dense();
+  });
 }
 
 at::ScalarType norm_dtype(Impls tensors) {
@@ -101,13 +123,14 @@ std::vector<c10::TensorImpl*> impls(at::TensorList tensors) {
 }  // namespace
 
 void remember_norm(Impls tensors, const at::Tensor& norm) {
-  if (!all_count_writes(tensors)) return;
-  known_norms.push_front({Stamp(tensors), norm, norm_dtype(tensors), is_captured(norm)});
+  if (!can_be_stamped(tensors)) return;
+  known_norms.push_front({Stamp(tensors), norm, norm_dtype(tensors), is_captured(norm), age});
   if (known_norms.size() > kKnown) known_norms.pop_back();
 }
 
 std::optional<at::Tensor> recall_norm(Impls tensors, bool as_double) {
-  if (known_norms.empty() || !all_count_writes(tensors)) return std::nullopt;
+  while (!known_norms.empty() && known_norms.back().age != age) known_norms.pop_back();
+  if (known_norms.empty() || !can_be_stamped(tensors)) return std::nullopt;
   for (KnownNorm& known : known_norms) {
     if (!known.stamp.matches(tensors) || known.was_captured != is_captured(known.norm)) continue;
     if (as_double) return known.norm;
@@ -117,6 +140,7 @@ std::optional<at::Tensor> recall_norm(Impls tensors, bool as_double) {
 }
 
 void forget_norms() {
+  ++age;
   known_norms.clear();
 }
 

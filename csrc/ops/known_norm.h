@@ -23,7 +23,7 @@ AMPFUSE_API std::optional<at::Tensor> recall_norm(c10::ArrayRef<c10::TensorImpl*
                                                   bool as_double);
 std::optional<at::Tensor> recall_norm(at::TensorList tensors, bool as_double);
 
-/// After whatever may have written gradients unseen.
+/// After whatever may have written gradients unseen. Also those that other threads remember.
 AMPFUSE_API void forget_norms();
 
 }  // namespace ampfuse

@@ -106,7 +106,11 @@ void check_before_writing(const std::vector<AdamGroup>& groups) {
 void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
                  const at::Tensor& grad_norm) {
   const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
-  const auto clips = optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf);
+  // A scaler's own look at scaled gradients was a moment ago. Since its unscale_() somebody may
+  // have written them without moving version counters.
+  const bool may_recall = optimizer.grad_scale.has_value();
+  const auto clips =
+      optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf, may_recall);
   const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const AdamLists& lists : groups[i].lists) {

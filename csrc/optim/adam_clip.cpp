@@ -34,13 +34,12 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
   return all;
 }
 
-// All gradients as one vector, on the device of the first. Unless somebody wants to find what is
-// not finite, a norm that is known already will do.
-Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf) {
+// All gradients as one vector, on the device of the first.
+Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf, bool may_recall) {
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> flags;
   for (const DeviceGrads& part : grads_by_device(groups)) {
-    if (!find_inf) {
+    if (may_recall && !find_inf) {
       if (const auto known = recall_norm(part.grads, /*as_double=*/true)) {
         norms.push_back(*known);
         continue;
@@ -61,7 +60,7 @@ Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf) {
 }  // namespace
 
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                    const at::Tensor& grad_norm, bool find_inf) {
+                    const at::Tensor& grad_norm, bool find_inf, bool may_recall) {
   Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
   std::vector<const AdamGroup*> sharing;
   std::vector<at::Tensor> flags;
@@ -72,14 +71,14 @@ Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> 
       sharing.push_back(&groups[i]);
       any_shared = any_shared || !groups[i].lists.empty();
     } else if (find_inf || !std::isinf(*limit)) {
-      const Measured measured = measure({&groups[i]}, find_inf);
+      const Measured measured = measure({&groups[i]}, find_inf, may_recall);
       clips.of_groups[i] = {measured.total_norm, *limit, {}};
       flags.push_back(measured.found_inf);
     }
   }
   if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
   if (shared_limit || (find_inf && any_shared)) {
-    const Measured measured = measure(sharing, find_inf);
+    const Measured measured = measure(sharing, find_inf, may_recall);
     flags.push_back(measured.found_inf);
     for (size_t i = 0; i < groups.size() && shared_limit; ++i) {
       if (groups[i].settings.max_grad_norm) continue;

@@ -69,6 +69,18 @@ def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
     }
 
 
+def _is_alone() -> bool:
+    """Whether nobody writes gradients but this process, which its version counters tell.
+
+    Collectives do not move them: replicas that are unscaled first and averaged then would be
+    clipped by norms of their own.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_world_size() == 1
+
+
 @torch.no_grad()
 def get_total_norm(
     tensors: TensorOrTensors,
@@ -106,7 +118,7 @@ def get_total_norm(
     if torch.compiler.is_compiling():
         total_norm = norm_over_devices()
     else:
-        known = _C.recall_norm(tensors, False) if norm_type == 2 else None
+        known = _C.recall_norm(tensors, False) if norm_type == 2 and _is_alone() else None
         try:
             total_norm = norm_of(tensors) if known is None else known
         except ValueError:  # several devices, most likely: asking each tensor first would take long
@@ -153,8 +165,8 @@ def clip_grad_norm_(
     no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
 
     Right after `ampfuse.GradScaler.unscale_` the norm is the one that unscaling told, unless a
-    gradient's version counter says that it was written since. (Writing through `.data` does not
-    move it, nor do collectives of `torch.distributed`.)
+    gradient's version counter says that it was written since (writing through `.data` or `.numpy()`
+    does not move it) or `torch.distributed` has several processes, whose collectives do not either.
 
     >>> import torch, ampfuse
     >>> p = torch.nn.Parameter(torch.zeros(2))

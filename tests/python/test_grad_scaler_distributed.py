@@ -127,3 +127,44 @@ def test_a_sharded_model_is_skipped_whole(outcomes, case):
         assert result["scales"] == [8.0, 4.0]
         assert result["moved"] == [True, False]
         assert result["report"] == (["weight"] if result["rank"] == 1 else [])
+
+
+@scenario("our scaler", "torch's")
+def norm_of_shards(name):
+    """Of a model that is sharded whole: every process has a part of each gradient."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(4, 6)
+    fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = ampfuse.AdamW(network.parameters(), max_grad_norm=0.1)
+    scaler = (torch.amp if name == "torch's" else ampfuse).GradScaler("cpu", 8.0)
+    scaler.scale(network(torch.arange(4.0)).square().sum()).backward()
+    parts = [param.grad.full_tensor() / 8 for param in network.parameters()]
+    scaler.step(optimizer)
+    return {"told": optimizer.grad_norm.item(), "exact": torch.nn.utils.get_total_norm(parts)}
+
+
+@pytest.mark.parametrize("name", ["our scaler", "torch's"])
+def test_a_sharded_model_is_clipped_by_the_norm_of_the_whole(outcomes, name):
+    for result in outcomes("norm_of_shards", name):
+        assert result["told"] == pytest.approx(result["exact"].item())
+
+
+@scenario("clip_grad_norm_", "AdamW")
+def averaged_after_unscaling(name):
+    """Replicas that are unscaled before they exchange gradients, which moves no version counter."""
+    param = Parameter(torch.zeros(2))
+    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+    scaler = ampfuse.GradScaler("cpu", 8.0)
+    scaler.scale((param * torch.tensor([3.0, 4.0])).sum() * 10 ** dist.get_rank()).backward()
+    scaler.unscale_(optimizer)
+    dist.all_reduce(param.grad)
+    if name == "clip_grad_norm_":
+        return {"norm": ampfuse.clip_grad_norm_([param], 1.0).item()}
+    scaler.step(optimizer)
+    return {"norm": optimizer.grad_norm.item()}
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "AdamW"])
+def test_gradients_that_were_exchanged_are_measured_again(outcomes, name):
+    for result in outcomes("averaged_after_unscaling", name):
+        assert result["norm"] == pytest.approx(55.0)

@@ -1,12 +1,15 @@
 """clip_grad_norm_ right after unscale_ takes the norm that unscaling told, if it still holds."""
 
 import gc
+import threading
 import weakref
+from functools import partial
 
 import ampfuse
 import pytest
 import torch
 from optim_models import assert_same_bits, clones
+from scaler_languages import EVERY_LANGUAGE, ready
 from torch.nn import Parameter
 
 
@@ -135,6 +138,125 @@ def test_gradients_are_not_kept_alive(device):
 
     assert [ghost() for ghost in ghosts] == [None] * 3
     assert [storage() for storage in storages] == [None] * 3
+
+
+@EVERY_LANGUAGE
+def test_clipping_after_unscaling_reads_no_gradient_for_its_norm(language, device):
+    param, optimizer, scaler = ready(language, device)
+    scaler.unscale_(optimizer)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        norm = ampfuse.clip_grad_norm_([param], 1.0)
+
+    assert norm.item() == pytest.approx(2**0.5)
+    assert "ampfuse::multi_tensor_norm" not in {event.name for event in profile.events()}
+
+
+@EVERY_LANGUAGE
+def test_an_optimizer_that_clips_reads_its_gradients_twice(language, device):
+    """Once to look for overflow and for the norm, once for the update."""
+    param, _, scaler = ready(language, device)
+    optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        scaler.step(optimizer)
+
+    names = {event.name for event in profile.events() if event.name.startswith("ampfuse::")}
+    assert names == {"ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"}
+    assert optimizer.grad_norm.item() == pytest.approx(2**0.5)
+
+
+def multiply(param, factor, *_):
+    """As a hook of an optimizer."""
+    param.grad.mul_(factor)
+
+
+def multiply_unseen(param, factor, *_):
+    """Without moving the version counter."""
+    param.grad.data.mul_(factor)
+
+
+@pytest.mark.parametrize("write", [multiply, multiply_unseen])
+def test_a_hook_that_changes_gradients_is_clipped_for(device, write):
+    norms = []
+    for factor in (1.0, 100.0):
+        param = Parameter(torch.zeros(4, device=device))
+        optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+        optimizer.register_step_pre_hook(partial(write, param, factor))
+        scaler = ampfuse.GradScaler(device.type, 4.0)
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        norms.append(optimizer.grad_norm.item())
+    assert norms == [pytest.approx(2.0), pytest.approx(200.0)]
+
+
+@EVERY_LANGUAGE
+@pytest.mark.parametrize("write", [multiply, multiply_unseen])
+def test_an_optimizer_that_clips_does_not_rely_on_what_unscale_told(language, device, write):
+    param, _, scaler = ready(language, device)
+    optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
+    scaler.unscale_(optimizer)
+    write(param, 10.0)
+
+    scaler.step(optimizer)
+
+    assert optimizer.grad_norm.item() == pytest.approx(10 * 2**0.5)
+
+
+@EVERY_LANGUAGE
+def test_a_gradient_in_other_memory_is_another(language, device):
+    """Of a flat buffer, say, of which the same tensor takes one part and then the next."""
+    param, optimizer, scaler = ready(language, device)
+    flat = torch.tensor([[4.0, 4.0], [40.0, 40.0]], device=device)
+    param.grad.data = flat[0]
+    scaler.unscale_(optimizer)
+    param.grad.data = flat[1]
+
+    assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(40 * 2**0.5)
+
+
+@EVERY_LANGUAGE
+def test_memory_at_the_address_of_memory_that_is_gone_is_another(language, device):
+    for _ in range(20):
+        param, optimizer, scaler = ready(language, device)
+        scaler.unscale_(optimizer)
+        for factor in (10.0, 10.0):
+            param.grad.data = param.grad.data * factor
+        assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(100 * 2**0.5)
+
+
+@EVERY_LANGUAGE
+def test_a_step_in_another_thread_ends_what_is_known_in_this_one(language, device):
+    param, optimizer, scaler = ready(language, device)
+    scaler.unscale_(optimizer)
+
+    def step():
+        scaler.step(optimizer)
+        multiply_unseen(param, 10.0)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+
+    assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(10 * 2**0.5)
+
+
+def test_the_norm_of_an_optimizer_that_unscales_itself_is_not_unscaled_again(device):
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            grad_scaler.unscale_(self)
+            return super().step()
+
+    param = Parameter(torch.zeros(4, device=device))
+    optimizer, scaler = Old([param], lr=1.0), ampfuse.GradScaler(device.type, 1024.0, history=1)
+    scaler.scale(param.sum()).backward()
+    with pytest.warns(FutureWarning):
+        scaler.step(optimizer)
+    scaler.update()
+
+    assert scaler.history()[0].norm == pytest.approx(2.0)
 
 
 @pytest.mark.needs_cuda

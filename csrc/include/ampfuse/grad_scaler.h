@@ -99,7 +99,8 @@ class AMPFUSE_API GradScaler {
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients by the scale, for whoever wants to see or change them before the step.
-  /// clip_grad_norm_ right after it takes the norm from it, unless a gradient was written since.
+  /// clip_grad_norm_ right after it takes the norm from it, unless a version counter says that a
+  /// gradient was written since.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// optimizer.step() on unscaled gradients, or nothing if one of them is not finite; unscales

@@ -103,7 +103,8 @@ def inspect(
         result = ops.multi_tensor_unscale_norm(
             part.grads, flags[device], on_device(inv_scale, device), dtype=torch.float64
         )
-        _C.remember_norm(part.grads, result.total_norm)
+        if not torch.compiler.is_compiling():
+            _C.remember_norm(part.grads, result.total_norm)
         params += part.params
         norms.append(result.norms)
         total_norms.append(result.total_norm)

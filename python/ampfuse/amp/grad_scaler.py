@@ -133,6 +133,12 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         self._inspections[id(optimizer)] = inspection
         return flags
 
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As torch's hook of this name: a look at gradients that are scaled still."""
+        flags = super()._check_inf_per_device(optimizer)
+        self._inspections[id(optimizer)].is_scaled = True
+        return flags
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` on unscaled gradients, or nothing if one is not finite.
 
@@ -148,9 +154,8 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         try:
             if takes_tensors(optimizer) and wants_the_scaler(optimizer):
-                stage = state["stage"]
                 result = super().step(optimizer, *args, **kwargs)
-                self._note_step(optimizer, {**state, "stage": stage})
+                self._note_step(optimizer, state)
                 return result
             return self._step(optimizer, state, args, kwargs)
         finally:
@@ -189,10 +194,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
         else:  # nothing to overflow
             found_inf = torch.zeros_like(self._scale)
-        inspection = self._inspections.get(id(optimizer))
-        if inspection is not None:
-            inspection.is_scaled = state["stage"] is OptState.READY
-        self._memory.note_step(found_inf, inspection)
+        self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
         return found_inf
 
     def _maybe_opt_step(

@@ -70,8 +70,12 @@ def group_clips(
     gradients makes no difference to the collectives: other processes may have some.
     """
 
+    # What a scaler's own look at scaled gradients told, a moment ago. Not what it told in
+    # unscale_(): since then somebody may have written them without moving version counters.
+    may_recall = grad_scale is not None and not check and not torch.compiler.is_compiling()
+
     def measured_by_all(columns: Sequence[Columns]) -> Measured:
-        measured = measure(columns, check)
+        measured = measure(columns, may_recall)
         if process_group is None:
             return measured
         return reduced(measured.to(device_of(groups, process_group)), process_group)
@@ -98,10 +102,10 @@ def group_clips(
     return clips, largest(flags) if check else None
 
 
-def measure(columns: Sequence[Columns], check: bool) -> Measured:
+def measure(columns: Sequence[Columns], may_recall: bool) -> Measured:
     """Of all gradients as one vector, on the device of the first; in float64.
 
-    Scaled gradients have norms beyond float32 where none of their elements is. Without `check`
+    Scaled gradients have norms beyond float32 where none of their elements is. With `may_recall`
     nobody asks whether one is not finite, and a norm that is known already will do.
     """
     lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {}
@@ -111,7 +115,7 @@ def measure(columns: Sequence[Columns], check: bool) -> Measured:
             continue
         for grad, sharding in zip(part.grads, part.shardings, strict=True):
             lists.setdefault((part.device, sharding), []).append(grad)
-    parts = [_measure_list(grads, sharding, check) for (_, sharding), grads in lists.items()]
+    parts = [_measure_list(grads, sharding, may_recall) for (_, sharding), grads in lists.items()]
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -129,16 +133,20 @@ def largest(flags: list[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
 
-def _measure_list(grads: list[Tensor], sharding: Sharding | None, check: bool) -> Measured:
-    """Of whole tensors, of which `grads` may be this process's shards."""
-    if not (check or torch.compiler.is_compiling()):
-        known = _C.recall_norm(grads, True)
-        if known is not None:
-            return Measured(known, known.new_zeros((), dtype=torch.float32))
-    result = ops.multi_tensor_norm(grads, dtype=torch.float64)
+def _measure_list(grads: list[Tensor], sharding: Sharding | None, may_recall: bool) -> Measured:
+    """Of whole tensors, of which `grads` may be this process's shards.
+
+    Whether the norm of these is known makes no difference to the collectives: each process may
+    remember other ones.
+    """
+    known = _C.recall_norm(grads, True) if may_recall else None
+    if known is None:
+        result = ops.multi_tensor_norm(grads, dtype=torch.float64)
+        measured = Measured(result.total_norm, result.found_inf)
+    else:
+        measured = Measured(known, known.new_zeros((), dtype=torch.float32))
     if sharding is None:
-        return Measured(result.total_norm, result.found_inf)
-    measured = Measured(result.total_norm, result.found_inf)
+        return measured
     for dimension in spread_dimensions(sharding.placements):
         measured = reduced(measured, sharding.mesh.get_group(dimension))
     return measured
