@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "host_device.h"
 
@@ -29,6 +30,21 @@ struct Lane {
 
   // A NaN on either side wins: fmax would lose it.
   static AMPFUSE_HOST_DEVICE V larger(V a, V b) { return (b > a || b != b) ? b : a; }
+
+  // The larger one; x where that is a NaN.
+  static AMPFUSE_HOST_DEVICE V at_least(V x, V floor) { return x < floor ? floor : x; }
+
+  // 0 where x is below `floor`, else value.
+  static AMPFUSE_HOST_DEVICE V from_floor_on(V x, V floor, V value) {
+    return x < floor ? 0 : value;
+  }
+
+  // x·2ᵏ for floats, where `rounded` holds k in its low bits, in two's complement. The result has
+  // to be normal.
+  static AMPFUSE_HOST_DEVICE float times_power(float x, float rounded) {
+    const uint32_t power = __builtin_bit_cast(uint32_t, rounded) << 23;
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) + power);
+  }
 };
 
 // x - x is 0 for every finite x and NaN for infinities and NaNs.

@@ -7,6 +7,12 @@ from ampfuse import _library
 _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
+from ampfuse._cross_entropy import (  # noqa: E402
+    CrossEntropyLoss,
+    CrossEntropyMetrics,
+    cross_entropy,
+    cross_entropy_,
+)
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.amp._cpp_archive import load_cpp_scaler_state, save_cpp_scaler_state  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
@@ -19,6 +25,8 @@ from ampfuse.optim._cpp_archive import (  # noqa: E402
 __all__ = [
     "Adam",
     "AdamW",
+    "CrossEntropyLoss",
+    "CrossEntropyMetrics",
     "GradScaler",
     "ScaleCollapseError",
     "ScaleRecord",
@@ -26,6 +34,8 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "cmake_prefix_path",
+    "cross_entropy",
+    "cross_entropy_",
     "get_total_norm",
     "has_cuda",
     "load_cpp_optimizer_state",

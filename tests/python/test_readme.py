@@ -28,7 +28,7 @@ def test_cpp_quick_start_builds_and_runs(tmp_path: Path) -> None:
     prefix = f"-DCMAKE_PREFIX_PATH={ROOT / 'python' / 'ampfuse'}"
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", prefix)
     run("cmake", "--build", tmp_path / "build")
-    assert "CPUFloatType" in run(tmp_path / "build" / "train", env=environment())
+    assert "CPUFloatType" in run(tmp_path / "build" / "train", cwd=tmp_path, env=environment())
 
 
 def test_every_verb_in_the_readme_is_in_the_makefile() -> None:

@@ -2,11 +2,10 @@
 // buffers that stay in the first cache, so that one loop serves every combination of types.
 #include "fused_adam.h"
 
-#include <ATen/cpu/vec/functional.h>
-
 #include <algorithm>
 
 #include "../../math/remainder.h"
+#include "convert.h"
 #include "lane.h"
 
 namespace ampfuse::CPU_CAPABILITY {
@@ -55,31 +54,6 @@ void update(const AdamArrays<acc_t>& arrays, int64_t count, acc_t grad_factor, b
             const math::AdamConstants<acc_t>& constants, const math::AdamStep<acc_t>& step) {
   amsgrad ? update<true>(arrays, count, grad_factor, constants, step)
           : update<false>(arrays, count, grad_factor, constants, step);
-}
-
-template <typename scalar_t>
-void widen(const scalar_t* from, float* to, int64_t count) {
-  using Vec = Vectorized<scalar_t>;
-  constexpr int64_t kHalf = Vec::size() / 2;
-  for (int64_t i = 0; i < count; i += Vec::size()) {
-    const int64_t rest = std::min<int64_t>(Vec::size(), count - i);
-    const auto [low, high] = at::vec::convert_to_float(Vec::loadu(from + i, rest));
-    low.store(to + i, std::min(kHalf, rest));
-    if (rest > kHalf) high.store(to + i + kHalf, rest - kHalf);
-  }
-}
-
-template <typename scalar_t>
-void narrow(const float* from, scalar_t* to, int64_t count) {
-  using Vec = Vectorized<scalar_t>;
-  using Wide = Vectorized<float>;
-  constexpr int64_t kHalf = Vec::size() / 2;
-  for (int64_t i = 0; i < count; i += Vec::size()) {
-    const int64_t rest = std::min<int64_t>(Vec::size(), count - i);
-    const Wide low = Wide::loadu(from + i, std::min(kHalf, rest));
-    const Wide high = rest > kHalf ? Wide::loadu(from + i + kHalf, rest - kHalf) : Wide(0);
-    at::vec::convert_from_float<scalar_t>(low, high).store(to + i, rest);
-  }
 }
 
 // A column as fp32: in place, or in `buffer`.

@@ -16,6 +16,29 @@ struct Lane<at::vec::Vectorized<T>> {
     return at::vec::fmadd(a, b, c);
   }
   static AMPFUSE_HOST_DEVICE V larger(const V& a, const V& b) { return at::vec::maximum(a, b); }
+  static AMPFUSE_HOST_DEVICE V at_least(const V& x, const V& floor) {
+    return at::vec::clamp_min(x, floor);
+  }
+  static AMPFUSE_HOST_DEVICE V from_floor_on(const V& x, const V& floor, const V& value) {
+#if defined(CPU_CAPABILITY_AVX512)
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, floor, _CMP_NLT_UQ), value);
+#else
+    return value & ((x >= floor) | (x != x));
+#endif
+  }
+  static AMPFUSE_HOST_DEVICE V times_power(const V& x, const V& rounded) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(rounded), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), power));
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(rounded), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), power));
+#else
+    V result;
+    for (int i = 0; i < V::size(); ++i) result[i] = Lane<T>::times_power(x[i], rounded[i]);
+    return result;
+#endif
+  }
 };
 
 }  // namespace ampfuse::math

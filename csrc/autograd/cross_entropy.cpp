@@ -1,0 +1,237 @@
+// Where the gradient of a cross-entropy is formed. In forward, from the read that the loss needs
+// anyway, where it is known by what backward multiplies it: 4 bytes per 16-bit logit in all. Else
+// in backward, from the logits and a few numbers for each row: 6.
+#include "../ops/cross_entropy.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/log.h>
+#include <ATen/ops/tanh.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include "mutating.h"
+
+namespace ampfuse {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+
+// Refuses to differentiate once more what it returns.
+at::Tensor once_differentiable(const at::Tensor& grad) {
+  if (!c10::GradMode::is_enabled()) return grad;
+  torch::autograd::DelayedError refusal(
+      "ampfuse::cross_entropy has no second derivative: torch.nn.functional.cross_entropy has", 1);
+  return refusal.apply({grad.detach().requires_grad_()})[0];
+}
+
+// The gradient that forward has left in `saved`, for what backward is called with. A graph that is
+// kept may be gone through again, so that its gradient stays what it is.
+at::Tensor baked_gradient(const variable_list& saved, const at::Tensor& grad_output) {
+  const at::AutoDispatchBelowAutograd below;
+  const at::Tensor& baked = saved[1];
+  const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
+  const at::Tensor grad = is_kept ? saved[0].clone() : saved[0].detach();
+  cross_entropy_rescale_(grad, baked, grad_output);
+  return once_differentiable(grad);
+}
+
+variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
+  const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
+  context->mark_non_differentiable({lse, entropy, argmax});
+  return {loss, lse, entropy, argmax};
+}
+
+struct GradientInForward : Function<GradientInForward> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& input,
+                               const CrossEntropyCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto outputs = cross_entropy_forward(call.on(input), /*with_grad=*/true);
+    context->save_for_backward({std::get<1>(outputs), std::get<2>(outputs)});
+    return with_metrics(context, outputs);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    if (!grad_outputs[0].defined()) return {at::Tensor(), at::Tensor()};
+    return {baked_gradient(context->get_saved_variables(), grad_outputs[0]), at::Tensor()};
+  }
+};
+
+struct GradientInPlace : Function<GradientInPlace> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& input,
+                               const CrossEntropyCall& call) {
+    const at::AutoDispatchBelowAutograd below;
+    const auto [loss, baked] = cross_entropy_in_place(call.on(input));
+    context->save_for_backward({input.detach(), baked});
+    context->mark_non_differentiable({baked});
+    return {loss, baked};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    if (!grad_outputs[0].defined()) return {at::Tensor(), at::Tensor()};
+    return {baked_gradient(context->get_saved_variables(), grad_outputs[0]), at::Tensor()};
+  }
+};
+
+// −w·(1 − ε)·(z − lse) of probabilities, for each row's gradient.
+at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Tensor& statistics,
+                           const at::Tensor& row_grads) {
+  at::Tensor z = arguments.input.to(loss_dtype(arguments.input));
+  if (arguments.softcap) z = at::tanh(z / *arguments.softcap) * *arguments.softcap;
+  const at::Tensor lse = statistics.select(1, 0) + at::log(statistics.select(1, 1));
+  at::Tensor grad = (lse.unsqueeze(1) - z) * (row_grads * (1 - arguments.label_smoothing));
+  if (arguments.weight) grad = grad * *arguments.weight;
+  return grad.to(arguments.target.scalar_type());
+}
+
+struct GradientInBackward : Function<GradientInBackward> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& input,
+                               const at::Tensor& target, const CrossEntropyCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    CrossEntropyCall here = call.on(input);
+    here.arguments.target = target;
+    const auto outputs = cross_entropy_forward(here, /*with_grad=*/false);
+    const CrossEntropyArguments& arguments = here.arguments;
+    context->save_for_backward({input, target, arguments.weight.value_or(at::Tensor()),
+                                std::get<3>(outputs), std::get<4>(outputs)});
+    context->saved_data["reduction"] = arguments.reduction;
+    context->saved_data["ignore_index"] = arguments.ignore_index;
+    context->saved_data["label_smoothing"] = arguments.label_smoothing;
+    context->saved_data["z_loss"] = arguments.z_loss;
+    context->saved_data["softcap"] = arguments.softcap;
+    return with_metrics(context, outputs);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    variable_list grads(3);
+    if (!grad_outputs[0].defined()) return grads;
+    const auto saved = context->get_saved_variables();
+    auto& data = context->saved_data;
+    const OptionalTensor weight = saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt;
+    const CrossEntropyArguments arguments = {saved[0],
+                                             saved[1],
+                                             weight,
+                                             data["reduction"].toInt(),
+                                             data["ignore_index"].toInt(),
+                                             data["label_smoothing"].toDouble(),
+                                             data["z_loss"].toDouble(),
+                                             data["softcap"].toOptional<double>()};
+    const at::Tensor& statistics = saved[3];
+    const at::Tensor& divisor = saved[4];
+    const auto below = std::make_optional<at::AutoDispatchBelowAutograd>();
+    if (context->needs_input_grad(0)) {
+      grads[0] = once_differentiable(
+          cross_entropy_backward(grad_outputs[0], arguments, statistics, divisor));
+    }
+    if (context->needs_input_grad(1)) {
+      at::Tensor row_grads = grad_outputs[0] / divisor;
+      if (row_grads.dim() == 1) row_grads = row_grads.unsqueeze(1);
+      grads[1] = once_differentiable(target_gradient(arguments, statistics, row_grads));
+    }
+    return grads;
+  }
+};
+
+// Tensors that stand for others while a program is traced. A compiled backward may not be given
+// memory of forward's to write to: it would copy it.
+bool is_traced(const at::Tensor& input) {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         input.key_set().has(c10::DispatchKey::Python) ||
+         input.key_set().has(c10::DispatchKey::Functionalize);
+}
+
+bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
+  const CrossEntropyArguments& arguments = call.arguments;
+  return c10::GradMode::is_enabled() && arguments.input.requires_grad() &&
+         !arguments.target.requires_grad() && arguments.reduction != at::Reduction::None &&
+         !is_traced(arguments.input) &&
+         // Half gradients of a mean are mostly zeros without the scale that is to come.
+         (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable(
+    const CrossEntropyCall& call) {
+  const at::Tensor& input = call.arguments.input;
+  const at::Tensor& target = call.arguments.target;
+  const variable_list results = can_form_gradient_in_forward(call)
+                                    ? GradientInForward::apply(input, call)
+                                    : GradientInBackward::apply(input, target, call);
+  return {results[0], results[1], results[2], results[3]};
+}
+
+at::Tensor cross_entropy_composite(const at::Tensor& input, const at::Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction,
+                                   int64_t ignore_index, double label_smoothing,
+                                   const OptionalTensor& grad_scale,
+                                   const OptionalTensor& denominator, double z_loss,
+                                   std::optional<double> softcap) {
+  const CrossEntropyRows rows(
+      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
+      grad_scale, denominator, /*with_metrics=*/false);
+  return rows.shaped_loss(std::get<0>(differentiable(rows.call())));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_metrics_composite(
+    const at::Tensor& input, const at::Tensor& target, const OptionalTensor& weight,
+    int64_t reduction, int64_t ignore_index, double label_smoothing,
+    const OptionalTensor& grad_scale, const OptionalTensor& denominator, double z_loss,
+    std::optional<double> softcap) {
+  const CrossEntropyRows rows(
+      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
+      grad_scale, denominator, /*with_metrics=*/true);
+  const auto [loss, lse, entropy, argmax] = differentiable(rows.call());
+  return {rows.shaped_loss(loss), rows.shaped(lse), rows.shaped(entropy), rows.shaped(argmax)};
+}
+
+std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
+    const at::Tensor& input, const at::Tensor& target, const OptionalTensor& weight,
+    int64_t reduction, int64_t ignore_index, double label_smoothing,
+    const OptionalTensor& grad_scale, const OptionalTensor& denominator, double z_loss,
+    std::optional<double> softcap) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_traced(input),
+                              "cross_entropy_: input cannot be overwritten inside torch.compile: "
+                              "cross_entropy is for that");
+  TORCH_CHECK(!(c10::GradMode::is_enabled() && input.requires_grad() && input.is_leaf()),
+              "cross_entropy_: input: a leaf Variable that requires grad is being used in an "
+              "in-place operation");
+  TORCH_CHECK_VALUE(input.dim() == 2 && input.stride(1) == 1,
+                    "cross_entropy_: input: expected logits of shape [batch, classes] with classes "
+                    "next to each other, got shape ",
+                    input.sizes(), " and strides ", input.strides());
+  const CrossEntropyRows rows(
+      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
+      grad_scale, denominator, /*with_metrics=*/false);
+  const variable_list results = GradientInPlace::apply(input, rows.call());
+  return {results[0], results[1]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeImplicitAutograd, m) {
+  m.impl("cross_entropy", cross_entropy_composite);
+  m.impl("cross_entropy.metrics", cross_entropy_metrics_composite);
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+  m.impl("cross_entropy_", cross_entropy_in_place_autograd);
+  m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("cross_entropy_rescale_", mutating_autograd());
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, ADInplaceOrView, m) {
+  m.impl("cross_entropy_", mutating_version_bump());
+  m.impl("cross_entropy_rescale_", mutating_version_bump());
+}
+
+}  // namespace ampfuse

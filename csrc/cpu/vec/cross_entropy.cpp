@@ -1,0 +1,252 @@
+// Blocks of a row of logits: read once from memory, then from the first cache. Of each logit one
+// exponential is computed. Sums are double for fp32 logits, whose gradients have as many digits;
+// for 16-bit ones the fp32 sums of a block lose nothing that shows.
+#include "cross_entropy.h"
+
+#include "../../math/exponential.h"
+#include "class_shares.h"
+#include "lane.h"
+#include "logits.h"
+#include "to_double.h"
+
+namespace ampfuse::CPU_CAPABILITY {
+
+namespace {
+
+using at::vec::Vectorized;
+using math::RowPart;
+
+// Adds up pairs of vectors.
+template <typename scalar_t>
+class Sum {
+ public:
+  using Vec = AccVec<scalar_t>;
+
+  void add(int chain, const Vec& x) {
+    if constexpr (kInDouble) {
+      const auto [low, high] = to_double(x);
+      sums_[chain][0] = sums_[chain][0] + low;
+      sums_[chain][1] = sums_[chain][1] + high;
+    } else {
+      sums_[chain][0] = sums_[chain][0] + x;
+    }
+  }
+
+  // What is so much smaller than what is added beside it that fp32 will do.
+  void add_low(int chain, const Vec& x) { lows_[chain] = lows_[chain] + x; }
+
+  double get() const {
+    double sum = 0;
+    for (const auto& chain : sums_) {
+      for (const Lanes& part : chain) {
+        typename Lanes::value_type values[Lanes::size()];
+        part.store(values);
+        for (const auto value : values) sum += value;
+      }
+    }
+    for (const Vec& chain : lows_) {
+      acc_t<scalar_t> values[Vec::size()];
+      chain.store(values);
+      for (const auto value : values) sum += value;
+    }
+    return sum;
+  }
+
+ private:
+  static constexpr bool kInDouble = std::is_same_v<scalar_t, float>;
+  using Lanes = std::conditional_t<kInDouble, Vectorized<double>, Vec>;
+
+  Lanes sums_[kPair][kInDouble ? 2 : 1] = {};
+  Vec lows_[kPair] = {};
+};
+
+// Of all logits, the target too. A NaN may hide here; it shows in their sum.
+template <typename scalar_t>
+acc_t<scalar_t> largest_logit(const Logits& logits) {
+  using Vec = AccVec<scalar_t>;
+  Vec even(-kInfinity<scalar_t>);
+  Vec odd = even;
+  each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t, const Vec(&x)[kPair]) {
+    even = at::vec::clamp_min(x[0], even);
+    odd = at::vec::clamp_min(x[1], odd);
+  });
+  acc_t<scalar_t> lanes[Vec::size()];
+  at::vec::clamp_min(even, odd).store(lanes);
+  return *std::max_element(lanes, lanes + Vec::size());
+}
+
+// What exponentials are relative to.
+template <typename scalar_t>
+auto reference_of(acc_t<scalar_t> largest) {
+  if constexpr (std::is_same_v<scalar_t, double>) {
+    struct Largest {
+      double largest;
+      double value() const { return largest; }
+    };
+    return Largest{largest};
+  } else {
+    return math::exp_reference(largest);
+  }
+}
+
+// And what they are to be multiplied by.
+template <typename scalar_t>
+constexpr double kUnbias = std::is_same_v<scalar_t, double> ? 1 : math::kUnbias;
+
+// z of logits. Known when compiled, or a call of tanh in a loop would cost it its registers.
+template <typename scalar_t, bool kCapped>
+AccVec<scalar_t> softcapped(const AccVec<scalar_t>& x, double softcap) {
+  if constexpr (!kCapped) return x;
+  using Vec = AccVec<scalar_t>;
+  const Vec cap(static_cast<acc_t<scalar_t>>(softcap));
+  const Vec z = cap * (x / cap).tanh();
+  return Vec::blendv(z, x, x == Vec(-kInfinity<scalar_t>));  // what is to count for nothing
+}
+
+// Leaves exponentials of the others than the target; visit(chain, z, exponential, what that lacks)
+// sees them all.
+template <typename scalar_t, bool kCapped, typename Reference, typename Visit>
+void write_exponentials_of(const Logits& logits, const Reference& reference, acc_t<scalar_t>* out,
+                           const Visit& visit) {
+  using Vec = AccVec<scalar_t>;
+  each_pair<scalar_t>(logits, /*without_target=*/true, [&](int64_t i, const Vec(&x)[kPair]) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kPair; ++k) {
+      const Vec z = softcapped<scalar_t, kCapped>(x[k], logits.softcap);
+      acc_t<scalar_t>* const to = out + i + k * Vec::size();
+      if constexpr (std::is_same_v<scalar_t, double>) {
+        const Vec e = (z - Vec(reference.value())).exp();
+        e.store(to);
+        visit(k, z, e, Vec(0));
+      } else if constexpr (std::is_same_v<scalar_t, float>) {
+        const auto [high, low] = math::biased_exp_in_two(z, reference);
+        high.store(to);
+        low.store(to + kClassBlock);
+        visit(k, z, high, low);
+      } else {
+        const Vec e = math::biased_exp(z, reference);
+        e.store(to);
+        visit(k, z, e, Vec(0));
+      }
+    }
+  });
+}
+
+template <typename scalar_t, typename Reference, typename Visit>
+void write_exponentials(const Logits& logits, const Reference& reference, acc_t<scalar_t>* out,
+                        const Visit& visit) {
+  logits.softcap == 0 ? write_exponentials_of<scalar_t, false>(logits, reference, out, visit)
+                      : write_exponentials_of<scalar_t, true>(logits, reference, out, visit);
+}
+
+// `x` with 0 in this lane, if it is one.
+template <typename Vec>
+Vec without_lane(const Vec& x, int64_t lane) {
+  if (lane < 0 || lane >= Vec::size()) return x;
+  typename Vec::value_type lanes[Vec::size()];
+  x.store(lanes);
+  lanes[lane] = 0;
+  return Vec::loadu(lanes);
+}
+
+// Shares and spread of a block, but for its target's.
+template <typename scalar_t>
+void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) {
+  using Vec = AccVec<scalar_t>;
+  const ShareVectors<acc_t<scalar_t>> classes(shares);
+  const Vec largest(static_cast<acc_t<scalar_t>>(part.largest));
+  Sum<scalar_t> sum;
+  Sum<scalar_t> spread;
+  each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t first, const Vec(&x)[kPair]) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kPair; ++k) {
+      const int64_t i = first + k * Vec::size();
+      const int64_t rest = std::clamp<int64_t>(logits.count - i, 0, Vec::size());
+      const Vec share = without_lane(classes.at(i, rest), logits.target - i);
+      const Vec z = logits.softcap == 0 ? x[k] : softcapped<scalar_t, true>(x[k], logits.softcap);
+      Vec below = largest - z;
+      // 0 where there is no share: nothing times infinity would be no number.
+      if (rest < Vec::size()) below = Vec::set(Vec(0), below, rest);
+      below = without_lane(below, logits.target - i);
+      sum.add(k, share);
+      spread.add(k, share * below);
+    }
+  });
+  part.shares = sum.get();
+  part.spread = spread.get() + math::times_or_zero(part.shares, part.reference - part.largest);
+}
+
+template <typename scalar_t>
+RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entropy,
+                 acc_t<scalar_t>* exponentials) {
+  using A = acc_t<scalar_t>;
+  using Vec = AccVec<scalar_t>;
+  const A largest =
+      static_cast<A>(math::softcapped(largest_logit<scalar_t>(logits), logits.softcap));
+  RowPart part;
+  part.largest = largest;
+  if (!math::is_finite(largest)) {
+    // Nothing but -infinity, or a row that has no distribution.
+    if (shares.any()) add_shares<scalar_t>(logits, shares, part);
+    std::fill_n(exponentials, kExponentials, A(0));
+    return part;
+  }
+  const auto reference = reference_of<scalar_t>(largest);
+  part.reference = reference.value();
+  if (shares.any()) add_shares<scalar_t>(logits, shares, part);
+  Sum<scalar_t> sum;
+  if (with_entropy) {
+    Sum<scalar_t> entropy;
+    const Vec top(largest);
+    const Vec furthest(A(1000));  // where exponentials are 0, and 0 times infinity no number
+    write_exponentials<scalar_t>(logits, reference, exponentials,
+                                 [&](int chain, const Vec& z, const Vec& e, const Vec& low) {
+                                   sum.add(chain, e);
+                                   sum.add_low(chain, low);
+                                   entropy.add(chain, e * at::vec::minimum(top - z, furthest));
+                                 });
+    part.entropy = entropy.get() * kUnbias<scalar_t> +
+                   sum.get() * kUnbias<scalar_t> * (part.reference - part.largest);
+  } else {
+    write_exponentials<scalar_t>(logits, reference, exponentials,
+                                 [&](int chain, const Vec&, const Vec& e, const Vec& low) {
+                                   sum.add(chain, e);
+                                   if constexpr (std::is_same_v<scalar_t, float>) {
+                                     sum.add_low(chain, low);
+                                   }
+                                 });
+  }
+  part.sum = sum.get() * kUnbias<scalar_t>;
+  return part;
+}
+
+}  // namespace
+
+math::RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entropy,
+                       void* exponentials) {
+  return with_logit_type(logits.dtype, [&]<typename scalar_t>() {
+    return row_part<scalar_t>(logits, shares, with_entropy,
+                              static_cast<acc_t<scalar_t>*>(exponentials));
+  });
+}
+
+void row_exponentials(const Logits& logits, double largest, void* exponentials) {
+  with_logit_type(logits.dtype, [&]<typename scalar_t>() {
+    using A = acc_t<scalar_t>;
+    auto* const out = static_cast<A*>(exponentials);
+    if (!math::is_finite(largest)) {
+      std::fill_n(out, kExponentials, A(0));
+      return;
+    }
+    write_exponentials<scalar_t>(logits, reference_of<scalar_t>(static_cast<A>(largest)), out,
+                                 [](int, const auto&, const auto&, const auto&) {});
+  });
+}
+
+double row_reference(c10::ScalarType dtype, double largest) {
+  return with_logit_type(dtype, [&]<typename scalar_t>() -> double {
+    return reference_of<scalar_t>(static_cast<acc_t<scalar_t>>(largest)).value();
+  });
+}
+
+}  // namespace ampfuse::CPU_CAPABILITY

@@ -1,0 +1,118 @@
+// From exponentials to the gradient, which is rounded once.
+#include "../../math/exponential.h"
+#include "class_shares.h"
+#include "cross_entropy.h"
+#include "lane.h"
+#include "logits.h"
+
+namespace ampfuse::CPU_CAPABILITY {
+
+namespace {
+
+// Writes value(i), of which the lanes behind the end are not looked at, for [0, count).
+template <typename scalar_t, typename Value>
+void write_each(scalar_t* out, int64_t count, const Value& value) {
+  using Vec = AccVec<scalar_t>;
+  using Out = at::vec::Vectorized<scalar_t>;
+  int64_t i = 0;
+  const auto write = [&](int64_t size) {
+    if constexpr (kIsNarrow<scalar_t>) {
+      const Vec low = value(i);
+      const Vec high = size > Vec::size() ? value(i + Vec::size()) : Vec(0);
+      at::vec::convert_from_float<scalar_t>(low, high).store(out + i, size);
+    } else {
+      value(i).store(out + i, size);
+    }
+  };
+  for (; i + Out::size() <= count; i += Out::size()) write(Out::size());
+  if (i < count) write(count - i);
+}
+
+// How z moves with the logits from i on.
+template <typename scalar_t>
+AccVec<scalar_t> slope(const Logits& logits, int64_t i) {
+  using A = acc_t<scalar_t>;
+  A values[AccVec<scalar_t>::size()] = {};
+  const auto* const x = static_cast<const scalar_t*>(logits.data) + i;
+  const int64_t rest = std::min<int64_t>(AccVec<scalar_t>::size(), logits.count - i);
+  for (int64_t k = 0; k < rest; ++k) {
+    values[k] = static_cast<A>(math::softcap_slope(static_cast<A>(x[k]), logits.softcap));
+  }
+  return AccVec<scalar_t>::loadu(values);
+}
+
+// The exponentials' part: in two for fp32, whose product would else be off by the roundings of both
+// factors, too.
+template <typename scalar_t>
+class OfExponentials {
+ public:
+  using A = acc_t<scalar_t>;
+  using Vec = AccVec<scalar_t>;
+
+  OfExponentials(const void* exponentials, double factor)
+      : exponentials_(static_cast<const A*>(exponentials)), high_(0), low_(0), unbias_(A(1)) {
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      // Apart, where the factor is so small that it would not be normal with it.
+      const bool is_apart = std::fabs(factor) < 0x1p-80;
+      if (is_apart) unbias_ = Vec(static_cast<A>(math::kUnbias));
+      if (!is_apart) factor *= math::kUnbias;
+    }
+    const A high = static_cast<A>(factor);
+    const double low = factor - static_cast<double>(high);
+    high_ = Vec(high);
+    low_ = Vec(math::is_finite(low) ? static_cast<A>(low) : A(0));
+  }
+
+  Vec at(int64_t i) const {
+    const Vec e = Vec::loadu(exponentials_ + i);
+    if constexpr (!std::is_same_v<scalar_t, float>) return e * high_ * unbias_;
+    using L = math::Lane<Vec>;
+    const Vec e_low = Vec::loadu(exponentials_ + kClassBlock + i);
+    return L::multiply_add(e, high_, L::multiply_add(e_low, high_, e * low_)) * unbias_;
+  }
+
+ private:
+  const A* exponentials_;
+  Vec high_;
+  Vec low_;
+  Vec unbias_;
+};
+
+template <typename scalar_t>
+void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
+                  const math::RowGradient& gradient, scalar_t* out) {
+  using A = acc_t<scalar_t>;
+  using Vec = AccVec<scalar_t>;
+  double of_target = gradient.of_target;
+  if (logits.target >= 0 && logits.softcap != 0) {
+    const auto x = static_cast<const scalar_t*>(logits.data)[logits.target];
+    of_target *= math::softcap_slope(static_cast<A>(x), logits.softcap);
+  }
+  const OfExponentials<scalar_t> of_exponentials(exponentials, gradient.of_exponential);
+  if (shares.any() || logits.softcap != 0) {
+    const ShareVectors<A> classes(shares);
+    const Vec minus_scale(static_cast<A>(-gradient.scale));
+    write_each(out, logits.count, [&](int64_t i) {
+      const int64_t rest = std::min<int64_t>(Vec::size(), logits.count - i);
+      Vec g = of_exponentials.at(i);
+      if (shares.any()) {
+        g = math::Lane<Vec>::multiply_add(minus_scale, classes.at(i, rest), g);
+      }
+      return logits.softcap != 0 ? g * slope<scalar_t>(logits, i) : g;
+    });
+  } else {
+    write_each(out, logits.count, [&](int64_t i) { return of_exponentials.at(i); });
+  }
+  if (logits.target >= 0) out[logits.target] = static_cast<scalar_t>(of_target);
+}
+
+}  // namespace
+
+void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
+                  const math::RowGradient& gradient, void* out) {
+  with_logit_type(logits.dtype, [&]<typename scalar_t>() {
+    row_gradient(logits, shares, exponentials, gradient, static_cast<scalar_t*>(out));
+  });
+}
+
+}  // namespace ampfuse::CPU_CAPABILITY

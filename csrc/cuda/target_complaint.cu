@@ -1,0 +1,40 @@
+#include "target_complaint.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace ampfuse {
+
+TargetComplaints::TargetComplaints(c10::Device device) {
+  const char* const wish = std::getenv("AMPFUSE_TARGETS");
+  are_fatal_ = wish != nullptr && std::strcmp(wish, "trap") == 0;
+  const c10::cuda::CUDAGuard guard(device);
+  void* memory = nullptr;
+  C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(TargetComplaint), cudaHostAllocPortable));
+  complaint_ = new (memory) TargetComplaint{};
+}
+
+void TargetComplaints::raise_earlier() {
+  volatile TargetComplaint& complaint = *complaint_;
+  if (complaint.is_set == 0) return;
+  complaint.is_set = 0;
+  const int64_t row = complaint.row;
+  const int64_t target = complaint.target;
+  TORCH_CHECK_INDEX(false, "cross_entropy: Target ", target, " is out of bounds. It was row ", row,
+                    "'s in an earlier call, whose loss is NaN");
+}
+
+TargetComplaints& target_complaints(c10::Device device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, TargetComplaints> of_devices;
+  const std::lock_guard lock(mutex);
+  return of_devices.try_emplace(device.index(), device).first->second;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,199 @@
+#include "cross_entropy.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "../math/cross_entropy.h"
+#include "tensor_list.h"
+
+namespace ampfuse {
+
+at::ScalarType loss_dtype(const at::Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+namespace {
+
+bool is_row_major(const at::Tensor& matrix) {
+  return matrix.sym_size(1) <= 1 || matrix.sym_stride(1) == 1;
+}
+
+void check_target(const char* op, const CrossEntropyArguments& arguments) {
+  const at::Tensor& input = arguments.input;
+  const at::Tensor& target = arguments.target;
+  TORCH_CHECK_VALUE(target.device() == input.device(), op, ": target: expected device ",
+                    input.device(), " as input, got ", target.device());
+  if (arguments.has_probabilities()) {
+    const at::ScalarType dtype = target.scalar_type();
+    TORCH_CHECK_TYPE(
+        dtype == loss_dtype(input) ||
+            (loss_dtype(input) == at::kFloat && (dtype == at::kHalf || dtype == at::kBFloat16)),
+        op, ": target: expected probabilities of dtype ", loss_dtype(input), ", got ", dtype);
+    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && is_row_major(target), op,
+                      ": target: expected probabilities of shape ", input.sym_sizes(), ", got ",
+                      target.sym_sizes());
+    TORCH_CHECK_VALUE(arguments.ignore_index < 0, op,
+                      ": ignore_index is not supported for floating point target");
+  } else {
+    TORCH_CHECK_TYPE(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt ||
+                         target.scalar_type() == at::kByte,
+                     op, ": target: expected dtype Long, Int or Byte, or probabilities, got ",
+                     target.scalar_type());
+    TORCH_CHECK_VALUE(
+        target.dim() == 1 && target.sym_size(0) == input.sym_size(0) && target.is_contiguous(), op,
+        ": target: expected contiguous indices of shape [", input.sym_size(0), "], got ",
+        target.sym_sizes());
+  }
+}
+
+}  // namespace
+
+void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments) {
+  const at::Tensor& input = arguments.input;
+  TORCH_CHECK_TYPE(input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16 ||
+                       input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble,
+                   op, ": input: expected dtype Half, BFloat16, Float or Double, got ",
+                   input.scalar_type());
+  TORCH_CHECK_VALUE(input.layout() == at::kStrided && input.dim() == 2 && is_row_major(input), op,
+                    ": input: expected strided logits of shape [rows, classes] with classes next "
+                    "to each other, got shape ",
+                    input.sym_sizes());
+  check_target(op, arguments);
+  if (arguments.weight) {
+    const at::Tensor& weight = *arguments.weight;
+    TORCH_CHECK_VALUE(weight.dim() == 1 && weight.sym_size(0) == input.sym_size(1) &&
+                          weight.scalar_type() == loss_dtype(input) && weight.is_contiguous() &&
+                          weight.device() == input.device(),
+                      op, ": weight: expected ", loss_dtype(input), " of shape [",
+                      input.sym_size(1), "] on ", input.device(), ", got ", weight.scalar_type(),
+                      " of shape ", weight.sym_sizes(), " on ", weight.device());
+  }
+  TORCH_CHECK_VALUE(
+      arguments.label_smoothing >= 0 && arguments.label_smoothing <= 1, op,
+      ": label_smoothing must be between 0.0 and 1.0. Got: ", arguments.label_smoothing);
+  TORCH_CHECK_VALUE(math::is_finite(arguments.z_loss) && arguments.z_loss >= 0, op,
+                    ": z_loss: expected a finite number, at least 0, got ", arguments.z_loss);
+  TORCH_CHECK_VALUE(
+      !arguments.softcap || (math::is_finite(*arguments.softcap) && *arguments.softcap > 0), op,
+      ": softcap: expected a finite number above 0, got ", arguments.softcap.value_or(0));
+}
+
+void check_cross_entropy_scalar(const char* op, const char* name,
+                                const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
+                                const at::Tensor& input) {
+  if (!scalar) return;
+  TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && scalar->scalar_type() == dtype &&
+                        scalar->device() == input.device(),
+                    op, ": ", name, ": expected one ", dtype, " on ", input.device(), ", got ",
+                    scalar->scalar_type(), " of shape ", scalar->sym_sizes(), " on ",
+                    scalar->device());
+}
+
+CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
+                                                bool with_grad, bool with_metrics) {
+  const c10::SymInt rows = arguments.input.sym_size(0);
+  const auto options = arguments.input.options();
+  const auto numbers = options.dtype(loss_dtype(arguments.input));
+  const auto doubles = options.dtype(at::kDouble);
+  const std::vector<c10::SymInt> nothing = {0};
+  const std::vector<c10::SymInt> each_row = {rows};
+  const auto& metric = with_metrics ? each_row : nothing;
+  return {arguments.reduction == at::Reduction::None ? at::empty_symint(each_row, numbers)
+                                                     : at::empty({}, numbers),
+          with_grad ? at::empty_symint(arguments.input.sym_sizes(), options)
+                    : at::empty_symint(nothing, options),
+          at::empty({}, options.dtype(at::kFloat)),
+          at::empty_symint({rows, math::kRowStatistics}, doubles),
+          at::empty({}, doubles),
+          at::empty_symint(metric, numbers),
+          at::empty_symint(metric, numbers),
+          at::empty_symint(metric, options.dtype(at::kLong))};
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, bool with_grad) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::cross_entropy_forward", "")
+          .typed<CrossEntropyOutputs(
+              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
+              int64_t, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+              double, std::optional<double>, bool, bool)>();
+  const CrossEntropyArguments& a = call.arguments;
+  return op.call(a.input, a.target, a.weight, a.reduction, a.ignore_index, a.label_smoothing,
+                 call.grad_scale, call.denominator, a.z_loss, a.softcap, with_grad,
+                 call.with_metrics);
+}
+
+std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place(const CrossEntropyCall& call) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::cross_entropy_", "")
+          .typed<std::tuple<at::Tensor, at::Tensor>(
+              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
+              int64_t, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+              double, std::optional<double>)>();
+  const CrossEntropyArguments& a = call.arguments;
+  return op.call(a.input, a.target, a.weight, a.reduction, a.ignore_index, a.label_smoothing,
+                 call.grad_scale, call.denominator, a.z_loss, a.softcap);
+}
+
+at::Tensor cross_entropy_backward(const at::Tensor& grad_output, const CrossEntropyArguments& a,
+                                  const at::Tensor& statistics, const at::Tensor& divisor) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::cross_entropy_backward", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                            const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+                            int64_t, int64_t, double, double, std::optional<double>)>();
+  return op.call(grad_output, a.input, a.target, a.weight, statistics, divisor, a.reduction,
+                 a.ignore_index, a.label_smoothing, a.z_loss, a.softcap);
+}
+
+void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked,
+                            const at::Tensor& grad_output) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ampfuse::cross_entropy_rescale_", "")
+          .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
+  op.call(grad, baked, grad_output);
+}
+
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  // What people call; made of the others.
+  m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
+      "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "cross_entropy.metrics(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
+      "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
+      "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "cross_entropy_(Tensor(a!) input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
+      "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
+      "(Tensor loss, Tensor baked)");
+  // Rows of logits, without autograd.
+  m.def(
+      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
+      "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "
+      "float z_loss, float? softcap, bool with_grad, bool with_metrics) -> (Tensor loss, "
+      "Tensor grad, Tensor baked, Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, "
+      "Tensor argmax)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+      "Tensor statistics, Tensor divisor, int reduction, int ignore_index, "
+      "float label_smoothing, float z_loss, float? softcap) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def("cross_entropy_rescale_(Tensor(a!) grad, Tensor baked, Tensor grad_output) -> ()",
+        {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,100 @@
+// How a backend registers its kernels: arguments are checked and memory for results is made here.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "cross_entropy.h"
+
+namespace ampfuse {
+
+/// What a backend brings. Metrics, and the gradient, are wanted where `outputs` has room for them;
+/// the gradient's room may be the logits' own.
+struct CrossEntropyKernels {
+  void (*forward)(const CrossEntropyArguments& arguments,
+                  const std::optional<at::Tensor>& grad_scale,
+                  const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs);
+  void (*backward)(const CrossEntropyArguments& arguments, const at::Tensor& grad_output,
+                   const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
+  void (*rescale)(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output);
+};
+
+namespace cross_entropy_kernels {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline void check_forward(const char* op, const CrossEntropyArguments& arguments,
+                          const OptionalTensor& grad_scale, const OptionalTensor& denominator) {
+  check_cross_entropy(op, arguments);
+  check_cross_entropy_scalar(op, "grad_scale", grad_scale, at::kFloat, arguments.input);
+  check_cross_entropy_scalar(op, "denominator", denominator, at::kDouble, arguments.input);
+}
+
+template <const CrossEntropyKernels& kKernels>
+CrossEntropyOutputs forward(const at::Tensor& input, const at::Tensor& target,
+                            const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                            double label_smoothing, const OptionalTensor& grad_scale,
+                            const OptionalTensor& denominator, double z_loss,
+                            std::optional<double> softcap, bool with_grad, bool with_metrics) {
+  const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
+                                           ignore_index, label_smoothing, z_loss, softcap};
+  check_forward("cross_entropy", arguments, grad_scale, denominator);
+  TORCH_CHECK_VALUE(!with_grad || reduction != at::Reduction::None,
+                    "cross_entropy_forward: reduction: expected mean or sum with_grad, got none");
+  const auto outputs = empty_cross_entropy_outputs(arguments, with_grad, with_metrics);
+  kKernels.forward(arguments, grad_scale, denominator, outputs);
+  return outputs;
+}
+
+template <const CrossEntropyKernels& kKernels>
+std::tuple<at::Tensor, at::Tensor> in_place(const at::Tensor& input, const at::Tensor& target,
+                                            const OptionalTensor& weight, int64_t reduction,
+                                            int64_t ignore_index, double label_smoothing,
+                                            const OptionalTensor& grad_scale,
+                                            const OptionalTensor& denominator, double z_loss,
+                                            std::optional<double> softcap) {
+  const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
+                                           ignore_index, label_smoothing, z_loss, softcap};
+  check_forward("cross_entropy_", arguments, grad_scale, denominator);
+  TORCH_CHECK_VALUE(reduction != at::Reduction::None,
+                    "cross_entropy_: reduction: expected mean or sum, got none");
+  auto outputs = empty_cross_entropy_outputs(arguments, false, false);
+  std::get<1>(outputs) = input;
+  kKernels.forward(arguments, grad_scale, denominator, outputs);
+  return {std::get<0>(outputs), std::get<2>(outputs)};
+}
+
+template <const CrossEntropyKernels& kKernels>
+at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
+                    const at::Tensor& target, const OptionalTensor& weight,
+                    const at::Tensor& statistics, const at::Tensor& divisor, int64_t reduction,
+                    int64_t ignore_index, double label_smoothing, double z_loss,
+                    std::optional<double> softcap) {
+  const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
+                                           ignore_index, label_smoothing, z_loss, softcap};
+  check_cross_entropy("cross_entropy_backward", arguments);
+  const at::Tensor grad = at::empty_symint(input.sym_sizes(), input.options());
+  kKernels.backward(arguments, grad_output.to(at::kDouble).contiguous(), statistics, divisor, grad);
+  return grad;
+}
+
+template <const CrossEntropyKernels& kKernels>
+void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output) {
+  check_cross_entropy_scalar("cross_entropy_rescale_", "baked", baked, at::kFloat, grad);
+  check_cross_entropy_scalar("cross_entropy_rescale_", "grad_output", grad_output, loss_dtype(grad),
+                             grad);
+  kKernels.rescale(grad, baked, grad_output);
+}
+
+}  // namespace cross_entropy_kernels
+
+template <const CrossEntropyKernels& kKernels>
+void register_cross_entropy(torch::Library& library) {
+  namespace kernels = cross_entropy_kernels;
+  library.impl("cross_entropy_forward", kernels::forward<kKernels>);
+  library.impl("cross_entropy_backward", kernels::backward<kKernels>);
+  library.impl("cross_entropy_rescale_", kernels::rescale<kKernels>);
+  library.impl("cross_entropy_", kernels::in_place<kKernels>);
+}
+
+}  // namespace ampfuse

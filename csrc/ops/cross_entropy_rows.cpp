@@ -1,0 +1,172 @@
+// From what people pass to rows of logits, and the public functions.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ampfuse/cross_entropy.h>
+
+#include "cross_entropy.h"
+#include "device_scalars.h"
+
+namespace ampfuse {
+
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+
+// [batch, classes, d1, ...] as [rows, classes]. A view, and else a copy, unless classes are next to
+// each other already.
+at::Tensor rows_of(const at::Tensor& tensor) {
+  const at::Tensor last = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.movedim(1, -1);
+  const c10::SymInt classes = last.sym_size(-1);
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d < last.dim() - 1; ++d) rows *= last.sym_size(d);
+  const at::Tensor matrix = last.reshape_symint({rows, classes});
+  return classes <= 1 || matrix.sym_stride(1) == 1 ? matrix : matrix.contiguous();
+}
+
+bool is_index(at::ScalarType dtype) {
+  return dtype == at::kLong || dtype == at::kInt || dtype == at::kByte;
+}
+
+void check_shapes(const at::Tensor& input, const at::Tensor& target,
+                  const std::vector<c10::SymInt>& shape) {
+  if (target.is_floating_point()) {
+    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), kOp,
+                      ": target: expected probabilities of the shape of input, ", input.sym_sizes(),
+                      ", got ", target.sym_sizes());
+    return;
+  }
+  TORCH_CHECK_TYPE(is_index(target.scalar_type()), kOp,
+                   ": target: expected dtype Long, Int or Byte, or probabilities, got ",
+                   target.scalar_type());
+  // torch takes one index in a list for a single row, too.
+  if (input.dim() == 1 && target.dim() == 1 && target.sym_size(0) == 1) return;
+  TORCH_CHECK_VALUE(input.dim() < 2 || target.dim() < 1 || target.sym_size(0) == input.sym_size(0),
+                    kOp, ": Expected input batch_size (", input.sym_size(0),
+                    ") to match target batch_size (", target.sym_size(0), ").");
+  TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kOp,
+                    ": Expected target size ", c10::SymIntArrayRef(shape), ", got ",
+                    target.sym_sizes());
+}
+
+std::optional<at::Tensor> number(const std::optional<at::Tensor>& scalar, const char* name,
+                                 at::ScalarType dtype, at::Device device) {
+  if (!scalar || !scalar->defined()) return std::nullopt;
+  TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), kOp, ": ", name,
+                    ": expected one number, got ", scalar->scalar_type(), " of shape ",
+                    scalar->sym_sizes());
+  TORCH_CHECK_VALUE(!scalar->requires_grad(), kOp, ": ", name, ": has no derivative");
+  return on_device(*scalar, device).to(dtype).reshape({});
+}
+
+std::optional<at::Tensor> class_weight(const std::optional<at::Tensor>& weight,
+                                       const at::Tensor& input) {
+  if (!weight || !weight->defined()) return std::nullopt;
+  const c10::SymInt classes = input.sym_size(input.dim() == 1 ? 0 : 1);
+  TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == classes, kOp,
+                    ": weight tensor should be defined either for all ", classes,
+                    " classes or no classes but got weight tensor of shape: ", weight->sym_sizes());
+  TORCH_CHECK_TYPE(weight->is_floating_point(), kOp, ": weight: expected a floating dtype, got ",
+                   weight->scalar_type());
+  TORCH_CHECK_VALUE(weight->device() == input.device(), kOp, ": weight: expected device ",
+                    input.device(), " as input, got ", weight->device());
+  TORCH_CHECK_VALUE(!weight->requires_grad(), kOp, ": weight: has no derivative");
+  return weight->to(loss_dtype(input)).contiguous();
+}
+
+int64_t reduction_named(const std::string& name) {
+  if (name == "none") return at::Reduction::None;
+  if (name == "mean") return at::Reduction::Mean;
+  if (name == "sum") return at::Reduction::Sum;
+  TORCH_CHECK_VALUE(false, kOp, ": reduction: expected none, mean or sum, got ", name);
+}
+
+}  // namespace
+
+CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
+                                   const std::optional<at::Tensor>& grad_scale,
+                                   const std::optional<at::Tensor>& denominator, bool with_metrics)
+    : call_{std::move(as_passed), std::nullopt, std::nullopt, with_metrics} {
+  CrossEntropyArguments& arguments = call_.arguments;
+  const at::Tensor& input = arguments.input;
+  TORCH_CHECK_VALUE(input.dim() > 0, kOp,
+                    ": input: expected logits of shape [classes], [batch, classes] or "
+                    "[batch, classes, d1, ...], got a single number");
+  TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kOp, ": target: expected device ",
+                    input.device(), " as input, got ", arguments.target.device());
+  TORCH_CHECK_VALUE(!denominator || arguments.reduction == at::Reduction::Mean, kOp,
+                    ": denominator: is for reduction mean");
+  shape_ = input.sym_sizes().vec();
+  shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
+  check_shapes(input, arguments.target, shape_);
+  call_.grad_scale = number(grad_scale, "grad_scale", at::kFloat, input.device());
+  call_.denominator = number(denominator, "denominator", at::kDouble, input.device());
+  arguments.weight = class_weight(arguments.weight, input);
+  if (arguments.has_probabilities()) {
+    const at::ScalarType dtype = arguments.target.scalar_type();
+    const bool is_read_as_it_is =
+        dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat && dtype != at::kDouble);
+    if (!is_read_as_it_is) arguments.target = arguments.target.to(loss_dtype(input));
+    arguments.target = rows_of(arguments.target);
+  } else {
+    arguments.target = arguments.target.reshape({-1}).contiguous();
+  }
+  arguments.input = rows_of(input);
+  check_cross_entropy(kOp, arguments);
+}
+
+at::Tensor CrossEntropyRows::shaped(const at::Tensor& of_rows) const {
+  return shape_.size() == 1 ? of_rows : of_rows.reshape_symint(shape_);
+}
+
+at::Tensor CrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
+  return call_.arguments.reduction == at::Reduction::None ? shaped(loss) : loss;
+}
+
+// --- the public functions ------------------------------------------------------------------------
+
+using Metrics = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+template <typename Result>
+using CrossEntropyOp = Result(const at::Tensor&, const at::Tensor&,
+                              const std::optional<at::Tensor>&, int64_t, int64_t, double,
+                              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                              double, std::optional<double>);
+
+namespace {
+
+template <typename Result>
+auto find(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(name, overload)
+      .typed<CrossEntropyOp<Result>>();
+}
+
+template <typename Op>
+auto call_with(const Op& op, const at::Tensor& input, const at::Tensor& target,
+               const CrossEntropyOptions& options) {
+  return op.call(input, target, options.weight(), reduction_named(options.reduction()),
+                 options.ignore_index(), options.label_smoothing(), options.grad_scale(),
+                 options.denominator(), options.z_loss(), options.softcap());
+}
+
+}  // namespace
+
+at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target,
+                         const CrossEntropyOptions& options) {
+  static const auto op = find<at::Tensor>("ampfuse::cross_entropy", "");
+  return call_with(op, input, target, options);
+}
+
+CrossEntropyWithMetrics cross_entropy_with_metrics(const at::Tensor& input,
+                                                   const at::Tensor& target,
+                                                   const CrossEntropyOptions& options) {
+  static const auto op = find<Metrics>("ampfuse::cross_entropy", "metrics");
+  auto [loss, lse, entropy, argmax] = call_with(op, input, target, options);
+  return {loss, {lse, entropy, argmax}};
+}
+
+at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,
+                          const CrossEntropyOptions& options) {
+  static const auto op = find<std::tuple<at::Tensor, at::Tensor>>("ampfuse::cross_entropy_", "");
+  return std::get<0>(call_with(op, input, target, options));
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,233 @@
+"""Cross-entropy that reads logits once and leaves their gradient behind, scaled before rounding."""
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+class CrossEntropyMetrics(NamedTuple):
+    """What the same pass tells of each row, in the shape of index targets; without derivatives."""
+
+    lse: Tensor
+    """Log-sum-exp of the logits, of the loss's dtype."""
+    entropy: Tensor
+    """Of the predicted distribution."""
+    argmax: Tensor
+    """int64: the class of the largest logit."""
+    correct: Tensor
+    """bool: whether that is the target, or the most probable one; False for ignored rows."""
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_metrics: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_metrics: Literal[True],
+) -> tuple[Tensor, CrossEntropyMetrics]: ...
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_metrics: bool = False,
+) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
+    """`torch.nn.functional.cross_entropy`, in float32 for 16-bit logits, also under autocast.
+
+    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, which is copied unless classes are next
+    to each other in memory; targets are classes (int64, int32, uint8) or probabilities.
+
+    - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say. The gradient is
+      multiplied by it before it is rounded to the logits' dtype: a float16 gradient of a mean over
+      thousands of rows is mostly zeros otherwise. Any other number in backward is right, too, but
+      costs a pass over the gradient, which is rounded once more.
+    - `denominator`: what to divide by instead of the batch's own weight, with `reduction="mean"`.
+      The same one for the parts of a batch makes their gradients add up to the whole batch's.
+    - `z_loss`: times the square of each row's log-sum-exp, which is added to its loss.
+    - `softcap`: logits become `softcap * tanh(logits / softcap)` first.
+    - `return_metrics`: also what the pass tells of each row.
+
+    Where logits require grad and the loss is a mean or a sum, their gradient comes from the same
+    read of them. They are kept for backward instead with `reduction="none"`, for float16 logits
+    without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. There is
+    no second derivative.
+
+    A target that is no class raises IndexError; on a GPU that row's loss is NaN and a later call
+    raises, since nothing waits (the environment variable AMPFUSE_TARGETS=trap stops the GPU).
+
+    >>> import torch, ampfuse
+    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 0.0]], requires_grad=True)
+    >>> loss = ampfuse.cross_entropy(logits, torch.tensor([0, 1]))
+    >>> loss.backward()
+    >>> loss.detach(), logits.grad
+    (tensor(0.4100), tensor([[-0.0596,  0.0596],
+            [ 0.2500, -0.2500]]))
+    """
+    options = _options(
+        input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
+    )
+    if not return_metrics:
+        loss: Tensor = torch.ops.ampfuse.cross_entropy(input, target, weight, **options)
+        return loss
+    results = torch.ops.ampfuse.cross_entropy.metrics(input, target, weight, **options)
+    loss, lse, entropy, argmax = results
+    correct = _correct(argmax, input, target, ignore_index)
+    return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
+
+
+def cross_entropy_(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """`cross_entropy` of `(N, C)` logits that nobody needs any more: their gradient replaces them.
+
+    So there is no memory but theirs. Not for leaves, nor inside `torch.compile`; `reduction` is
+    "mean" or "sum".
+
+    >>> import torch, ampfuse
+    >>> hidden = torch.ones(1, 2, requires_grad=True)
+    >>> logits = hidden * torch.tensor([2.0, 0.0])
+    >>> ampfuse.cross_entropy_(logits, torch.tensor([0])).backward()
+    >>> logits.detach(), hidden.grad
+    (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "cross_entropy_: input cannot be overwritten inside torch.compile: cross_entropy is "
+            "for that"
+        )
+    options = _options(
+        input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
+    )
+    loss: Tensor = torch.ops.ampfuse.cross_entropy_(input, target, weight, **options)[0]
+    return loss
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` by `ampfuse.cross_entropy`.
+
+    With `scaler` it expects the gradient that `scaler.scale(loss).backward()` brings.
+
+    >>> import torch, ampfuse
+    >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
+    >>> criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+    >>> logits = torch.zeros(1, 2, dtype=torch.float16, requires_grad=True)
+    >>> scaler.scale(criterion(logits, torch.tensor([0]))).backward()
+    >>> logits.grad
+    tensor([[-512.,  512.]], dtype=torch.float16)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        scaler: Any = None,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        self.scaler = scaler
+        self.z_loss = z_loss
+        self.softcap = softcap
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss."""
+        scaler = self.scaler
+        return cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            grad_scale=scaler.scale_tensor() if scaler and scaler.is_enabled() else None,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+        )
+
+
+def _options(
+    input: Tensor,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    grad_scale: Tensor | None,
+    denominator: Tensor | float | None,
+    z_loss: float,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """As arguments of the operators."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
+    if denominator is not None and not isinstance(denominator, Tensor):
+        denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
+    return {
+        "reduction": REDUCTIONS[reduction],
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "grad_scale": grad_scale,
+        "denominator": denominator,
+        "z_loss": z_loss,
+        "softcap": softcap,
+    }
+
+
+def _correct(argmax: Tensor, input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    if target.is_floating_point():
+        return argmax == target.argmax(min(1, input.dim() - 1))
+    target = target.reshape(argmax.shape)
+    return (argmax == target) & (target != ignore_index)

@@ -1,0 +1,68 @@
+"""Cross-entropy and its gradient in float64, and how far off a result is in units of its dtype."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def exact(
+    logits: Tensor,
+    target: Tensor,
+    upstream: Tensor | float = 1.0,
+    *,
+    denominator: float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the gradient for `upstream`, of the same rounded logits."""
+    x = logits.detach().double().requires_grad_()
+    z = x if softcap is None else softcap * torch.tanh(x / softcap)
+    if target.is_floating_point():
+        target = target.detach().double()
+    elif target.dtype != torch.int64:
+        target = target.long()
+    if options.get("weight") is not None:
+        options["weight"] = options["weight"].double()
+    reduction = options.pop("reduction", "mean")
+    ignored = torch.zeros(x.shape[:1], dtype=torch.bool, device=x.device)
+    if not target.is_floating_point():
+        ignored = target == options.get("ignore_index", -100)
+    if z_loss or denominator is not None:
+        rows = functional.cross_entropy(z, target, reduction="none", **options)
+        rows = rows + z_loss * torch.logsumexp(z, 1).square().masked_fill(ignored, 0)
+        divisor = denominator
+        if divisor is None and reduction == "mean":
+            weight = options.get("weight")
+            if target.is_floating_point() or weight is None:
+                divisor = float((~ignored).sum())
+            else:
+                divisor = float(weight[target[~ignored]].sum())
+        loss = rows if reduction == "none" else rows.sum() / (divisor or 1.0)
+    else:
+        loss = functional.cross_entropy(z, target, reduction=reduction, **options)
+    (grad,) = torch.autograd.grad(loss, x, torch.as_tensor(upstream).to(loss).expand(loss.shape))
+    return loss.detach(), grad
+
+
+def ulp(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The distance of neighbours of `dtype` at each of `x`."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(x.double().abs()).exponent - 1
+    return info.eps * torch.exp2(exponent.double()).clamp(min=info.tiny)
+
+
+def ulps_off(result: Tensor, expected: Tensor) -> float:
+    """By how many units of the result's last place it is off, at most."""
+    off = (result.detach().double() - expected).abs() / ulp(result.dtype, expected)
+    off = off[expected.isfinite()]
+    return off.max().item() if off.numel() else 0.0
+
+
+def relatively_off(result: Tensor, expected: Tensor) -> float:
+    """The largest relative error."""
+    off = (result.detach().double() - expected).abs() / expected.abs()
+    off = off[expected.isfinite() & (expected != 0)]
+    return off.max().item() if off.numel() else 0.0

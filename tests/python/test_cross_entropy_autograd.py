@@ -1,0 +1,305 @@
+"""Where cross_entropy forms its gradient, what backward does with it, and compilation."""
+
+import ampfuse
+import pytest
+import torch
+from cross_entropy_reference import exact, ulps_off
+from torch.nn import functional
+
+
+def batch(device, dtype=torch.bfloat16, rows=8, classes=300):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, classes, generator=generator).to(device, dtype).requires_grad_()
+    return logits, torch.randint(classes, (rows,), generator=generator).to(device)
+
+
+def ops_of(call):
+    """The names of our operators that it calls."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return [event.name for event in profile.events() if event.name.startswith("ampfuse::")]
+
+
+IN_FORWARD = ["ampfuse::cross_entropy", "ampfuse::cross_entropy_forward"]
+
+
+def test_a_mean_has_its_gradient_from_forward(device):
+    logits, target = batch(device)
+    names = ops_of(lambda: ampfuse.cross_entropy(logits, target).backward())
+    assert names == [*IN_FORWARD, "ampfuse::cross_entropy_rescale_"]
+
+
+@pytest.mark.parametrize("case", ["none", "half without a scale", "probabilities that need one"])
+def test_others_have_it_from_backward(device, case):
+    logits, target = batch(device, torch.float16 if "half" in case else torch.float32)
+    if "probabilities" in case:
+        target = torch.rand(logits.shape, device=device, requires_grad=True)
+    reduction = "none" if case == "none" else "mean"
+    names = ops_of(
+        lambda: ampfuse.cross_entropy(logits, target, reduction=reduction).sum().backward()
+    )
+    assert names == [*IN_FORWARD, "ampfuse::cross_entropy_backward"]
+
+
+def test_without_a_gradient_nothing_is_kept(device):
+    logits, target = batch(device)
+    with torch.no_grad():
+        assert ampfuse.cross_entropy(logits, target).grad_fn is None
+    assert ampfuse.cross_entropy(logits.detach(), target).grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("upstream", [3.7, 1e-3, 1.0, 0.0, -2.0])
+def test_another_upstream_gradient_than_was_expected(device, dtype, reduction, upstream):
+    logits, target = batch(device, dtype)
+    scale = torch.tensor(16.0, device=device)
+    loss = ampfuse.cross_entropy(logits, target, reduction=reduction, grad_scale=scale)
+    loss.backward(torch.tensor(upstream, device=device))
+    _, gradient = exact(logits, target, upstream, reduction=reduction)
+    # Rounded once for the scale that was expected and once for this, each half an ulp at most,
+    # and the first one's may double where the second is just below a power of two.
+    assert ulps_off(logits.grad, gradient) <= 1.5
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
+def test_a_scale_that_nothing_can_be_divided_by_is_one(device, scale):
+    logits, target = batch(device)
+    expected = torch.tensor(scale, device=device)
+    (grad,) = torch.autograd.grad(
+        ampfuse.cross_entropy(logits, target, grad_scale=expected), logits
+    )
+    (reference,) = torch.autograd.grad(ampfuse.cross_entropy(logits, target), logits)
+    assert torch.equal(grad, reference)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_graph_that_is_kept_may_be_gone_through_again(device, reduction):
+    logits, target = batch(device)
+    loss = ampfuse.cross_entropy(logits, target, reduction=reduction).sum()
+    (first,) = torch.autograd.grad(
+        loss, logits, torch.tensor(3.0, device=device), retain_graph=True
+    )
+    first_again = first.clone()
+    (second,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    second.mul_(0)  # what is handed out is nobody else's
+    (third,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(first, first_again)
+    assert ulps_off(third, exact(logits, target, reduction=reduction)[1]) <= 1
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_there_is_no_second_derivative(device, reduction):
+    logits, target = batch(device, torch.float32)
+    loss = ampfuse.cross_entropy(logits, target, reduction=reduction).sum()
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.square().sum().backward()
+
+
+def test_forward_mode_is_refused(device):
+    logits, target = batch(device, torch.float32)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits.detach(), torch.ones_like(logits))
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            ampfuse.cross_entropy(dual, target)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "softcap": 3.0}])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_gradients_are_those_of_finite_differences(device, reduction, options, probabilities):
+    logits, target = batch(device, torch.float64, rows=3, classes=5)
+    weight = torch.rand(5, dtype=torch.float64, device=device)
+    if probabilities:
+        target = torch.rand(3, 5, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, t: ampfuse.cross_entropy(x, t, weight, reduction=reduction, **options),
+        (logits, target),
+    )
+
+
+def test_float16_gradients_of_many_rows_survive_by_the_scale(device):
+    """Formed without it they are zeros: p / 8192 is below float16's smallest number."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8192, 1000, generator=generator) * 3
+    logits = logits.to(device, torch.float16).requires_grad_()
+    target = torch.randint(1000, (8192,), generator=generator).to(device)
+    scale = torch.tensor(65536.0, device=device)
+
+    (grad,) = torch.autograd.grad(
+        ampfuse.cross_entropy(logits, target, grad_scale=scale), logits, scale
+    )
+
+    _, gradient = exact(logits, target, 65536.0)
+    assert ulps_off(grad, gradient) <= 1
+    unscaled = (gradient / 65536).half()
+    assert (unscaled == 0).float().mean() > 0.8
+    assert (grad == 0).float().mean() < 0.01
+
+
+def test_parts_of_a_batch_add_up_to_it(device):
+    logits, target = batch(device, torch.float32, rows=12)
+    target[::5] = -100
+    count = (target != -100).sum()
+    whole = ampfuse.cross_entropy(logits, target)
+    (grad,) = torch.autograd.grad(whole, logits)
+    parts = [
+        ampfuse.cross_entropy(x, t, denominator=count)
+        for x, t in zip(logits.split(5), target.split(5), strict=True)
+    ]
+    (of_parts,) = torch.autograd.grad(sum(parts), logits)
+    assert torch.allclose(sum(parts), whole)
+    assert torch.equal(of_parts, grad)
+
+
+def test_a_row_does_not_depend_on_the_batch_around_it(device):
+    logits, target = batch(device, torch.float32, rows=9, classes=5000)
+    whole = ampfuse.cross_entropy(logits, target, reduction="none")
+    (grad,) = torch.autograd.grad(whole.sum(), logits)
+    for row in (0, 4, 8):
+        alone = logits[row : row + 1].detach().requires_grad_()
+        loss = ampfuse.cross_entropy(alone, target[row : row + 1], reduction="none")
+        loss.backward(torch.ones(1, device=device))
+        assert torch.equal(loss, whole[row : row + 1])
+        assert torch.equal(alone.grad, grad[row : row + 1])
+
+
+def test_nor_on_the_number_of_threads():
+    logits, target = batch(torch.device("cpu"), torch.float32, rows=3, classes=9000)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 4):  # fewer than rows, as many, and more: these share a row
+            torch.set_num_threads(threads)
+            for _ in range(2):
+                loss = ampfuse.cross_entropy(logits, target)
+                results.append((loss, *torch.autograd.grad(loss, logits)))
+    finally:
+        torch.set_num_threads(before)
+    for loss, grad in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(grad, results[0][1])
+
+
+def test_logits_are_left_alone(device):
+    logits, target = batch(device)
+    before = logits.detach().clone()
+    ampfuse.cross_entropy(logits, target).backward()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("upstream", [8.0, 3.0])
+def test_in_place_logits_become_their_gradient(device, dtype, upstream):
+    leaf, target = batch(device, dtype)
+    scale = torch.tensor(8.0, device=device)
+    expected = ampfuse.cross_entropy(leaf, target, grad_scale=scale)
+    (reference,) = torch.autograd.grad(expected, leaf, torch.tensor(upstream, device=device))
+
+    logits = leaf * 1
+    place = logits.data_ptr()
+    loss = ampfuse.cross_entropy_(logits, target, grad_scale=scale)
+    (grad,) = torch.autograd.grad(loss, leaf, torch.tensor(upstream, device=device))
+
+    assert torch.equal(loss, expected)
+    assert torch.equal(grad, reference)
+    assert logits.data_ptr() == place
+    assert torch.equal(logits, reference)
+
+
+def test_in_place_is_not_for_all(device):
+    leaf, target = batch(device)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        ampfuse.cross_entropy_(leaf, target)
+    with pytest.raises(ValueError, match="expected mean or sum, got none"):
+        ampfuse.cross_entropy_(leaf * 1, target, reduction="none")
+    with pytest.raises(ValueError, match="classes next to each other"):
+        ampfuse.cross_entropy_((leaf * 1).t(), target)
+    with pytest.raises(Exception, match="cannot be overwritten inside"):
+        torch.compile(
+            lambda x: ampfuse.cross_entropy_(x * 1, target), fullgraph=True, backend="aot_eager"
+        )(leaf)
+
+
+def test_what_else_needs_the_logits_notices_that_they_are_gone(device):
+    leaf, target = batch(device, torch.float32)
+    logits = leaf.exp()  # whose backward wants its result
+    loss = ampfuse.cross_entropy_(logits, target)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_for_any_batch(device, reduction, backend):
+    weight = torch.rand(300, device=device)
+
+    def loss_of(logits, target, scale):
+        return ampfuse.cross_entropy(
+            logits * 2,
+            target,
+            weight,
+            reduction=reduction,
+            grad_scale=None if reduction == "none" else scale,
+            label_smoothing=0.1,
+        ).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows, scale in ((8, 4.0), (13, 4.0), (21, 2.0)):
+            logits, target = batch(device, torch.float32, rows=rows)
+            scale = torch.tensor(scale, device=device)
+            loss = compiled(logits, target, scale)
+            (grad,) = torch.autograd.grad(loss, logits, scale)
+            expected = loss_of(logits, target, scale)
+            (reference,) = torch.autograd.grad(expected, logits, scale)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(grad, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_nothing_and_is_nearer_than_torchs(device, dtype):
+    """torch under CUDA's autocast rounds log-probabilities to 16 bits, and without it here."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, 5000, generator=generator) * 3).to(device, dtype).requires_grad_()
+    target = torch.randint(5000, (64,), generator=generator).to(device)
+    with torch.autocast(device.type, dtype):
+        names = ops_of(lambda: ampfuse.cross_entropy(logits, target))
+        loss = ampfuse.cross_entropy(logits, target)
+    assert names == IN_FORWARD
+    assert loss.dtype == torch.float32
+    expected, _ = exact(logits, target)
+    rounded = functional.cross_entropy(logits, target)
+    assert (loss.double() - expected).abs() * 100 < (rounded.double() - expected).abs()
+
+
+def test_loss_module(device):
+    logits, target = batch(device, torch.float16)
+    scaler = ampfuse.GradScaler(device.type, 1024.0)
+    criterion = ampfuse.CrossEntropyLoss(label_smoothing=0.1, scaler=scaler)
+    names = ops_of(lambda: scaler.scale(criterion(logits, target)).backward())
+    assert "ampfuse::cross_entropy_rescale_" in names
+    assert isinstance(criterion, torch.nn.CrossEntropyLoss)
+    _, gradient = exact(logits, target, 1024.0, label_smoothing=0.1)
+    assert ulps_off(logits.grad, gradient) <= 1.1
+
+
+def test_metrics(device):
+    logits, target = batch(device, torch.float32)
+    target[2] = -100
+    target[3] = logits[3].argmax()
+    loss, metrics = ampfuse.cross_entropy(logits, target, return_metrics=True)
+    log_p = logits.detach().double().log_softmax(1)
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, target))
+    torch.testing.assert_close(metrics.lse, logits.detach().logsumexp(1))
+    torch.testing.assert_close(metrics.entropy.double(), -(log_p.exp() * log_p).sum(1))
+    assert torch.equal(metrics.argmax, logits.argmax(1))
+    assert torch.equal(metrics.correct, (logits.argmax(1) == target) & (target != -100))
+    assert metrics.correct[3]
+    assert not metrics.lse.requires_grad
+    loss.backward()
+    assert ulps_off(logits.grad, exact(logits, target)[1]) <= 1
