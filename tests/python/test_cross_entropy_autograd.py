@@ -3,7 +3,7 @@
 import ampfuse
 import pytest
 import torch
-from cross_entropy_reference import exact, ulps_off
+from cross_entropy_reference import ULPS, exact, ulps_off
 from torch.nn import functional
 
 
@@ -59,7 +59,7 @@ def test_another_upstream_gradient_than_was_expected(device, dtype, reduction, u
     _, gradient = exact(logits, target, upstream, reduction=reduction)
     # Rounded once for the scale that was expected and once for this, each half an ulp at most,
     # and the first one's may double where the second is just below a power of two.
-    assert ulps_off(logits.grad, gradient) <= 1.5
+    assert ulps_off(logits.grad, gradient) <= (1.5 if ULPS == 1 else 2.5)
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
@@ -85,7 +85,7 @@ def test_a_graph_that_is_kept_may_be_gone_through_again(device, reduction):
     second.mul_(0)  # what is handed out is nobody else's
     (third,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, first_again)
-    assert ulps_off(third, exact(logits, target, reduction=reduction)[1]) <= 1
+    assert ulps_off(third, exact(logits, target, reduction=reduction)[1]) <= ULPS
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
@@ -134,7 +134,7 @@ def test_float16_gradients_of_many_rows_survive_by_the_scale(device):
     )
 
     _, gradient = exact(logits, target, 65536.0)
-    assert ulps_off(grad, gradient) <= 1
+    assert ulps_off(grad, gradient) <= ULPS
     unscaled = (gradient / 65536).half()
     assert (unscaled == 0).float().mean() > 0.8
     assert (grad == 0).float().mean() < 0.01
@@ -285,7 +285,7 @@ def test_loss_module(device):
     assert "ampfuse::cross_entropy_rescale_" in names
     assert isinstance(criterion, torch.nn.CrossEntropyLoss)
     _, gradient = exact(logits, target, 1024.0, label_smoothing=0.1)
-    assert ulps_off(logits.grad, gradient) <= 1.1
+    assert ulps_off(logits.grad, gradient) <= 1.1 * ULPS
 
 
 def test_metrics(device):
@@ -302,4 +302,4 @@ def test_metrics(device):
     assert metrics.correct[3]
     assert not metrics.lse.requires_grad
     loss.backward()
-    assert ulps_off(logits.grad, exact(logits, target)[1]) <= 1
+    assert ulps_off(logits.grad, exact(logits, target)[1]) <= ULPS

@@ -1,0 +1,28 @@
+"""cross_entropy as CPUs with fewer instructions than this one compute it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ampfuse
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_values_and_gradients_are_as_good(capability):
+    if ampfuse.build_info()["cpu_capability"] == "DEFAULT":
+        pytest.skip("there is nothing less here")
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    files = [TESTS / "test_cross_entropy.py", TESTS / "test_cross_entropy_autograd.py"]
+    result = subprocess.run(
+        [*command, *files, "-k", "cpu and not compiled"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
