@@ -6,7 +6,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/log.h>
+#include <ATen/ops/logsumexp.h>
 #include <ATen/ops/tanh.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -35,15 +35,17 @@ at::Tensor once_differentiable(const at::Tensor& grad) {
   return refusal.apply({grad.detach().requires_grad_()})[0];
 }
 
-// The gradient that forward has left in `saved`, for what backward is called with. A graph that is
-// kept may be gone through again, so that its gradient stays what it is.
-at::Tensor baked_gradient(const variable_list& saved, const at::Tensor& grad_output) {
+// The gradient that forward has saved, for what backward is called with. A graph that is kept may
+// be gone through again, so that its gradient stays what it is.
+variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_output) {
+  if (!grad_output.defined()) return variable_list(2);
+  const variable_list saved = context->get_saved_variables();
   const at::AutoDispatchBelowAutograd below;
   const at::Tensor& baked = saved[1];
   const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
   const at::Tensor grad = is_kept ? saved[0].clone() : saved[0].detach();
   cross_entropy_rescale_(grad, baked, grad_output);
-  return once_differentiable(grad);
+  return {once_differentiable(grad), at::Tensor()};
 }
 
 variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
@@ -62,8 +64,7 @@ struct GradientInForward : Function<GradientInForward> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    if (!grad_outputs[0].defined()) return {at::Tensor(), at::Tensor()};
-    return {baked_gradient(context->get_saved_variables(), grad_outputs[0]), at::Tensor()};
+    return baked_gradients(context, grad_outputs[0]);
   }
 };
 
@@ -78,18 +79,16 @@ struct GradientInPlace : Function<GradientInPlace> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    if (!grad_outputs[0].defined()) return {at::Tensor(), at::Tensor()};
-    return {baked_gradient(context->get_saved_variables(), grad_outputs[0]), at::Tensor()};
+    return baked_gradients(context, grad_outputs[0]);
   }
 };
 
 // −w·(1 − ε)·(z − lse) of probabilities, for each row's gradient.
-at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Tensor& statistics,
-                           const at::Tensor& row_grads) {
+at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Tensor& row_grads) {
   at::Tensor z = arguments.input.to(loss_dtype(arguments.input));
   if (arguments.softcap) z = at::tanh(z / *arguments.softcap) * *arguments.softcap;
-  const at::Tensor lse = statistics.select(1, 0) + at::log(statistics.select(1, 1));
-  at::Tensor grad = (lse.unsqueeze(1) - z) * (row_grads * (1 - arguments.label_smoothing));
+  const at::Tensor lse = at::logsumexp(z, 1, /*keepdim=*/true);
+  at::Tensor grad = (lse - z) * (row_grads * (1 - arguments.label_smoothing));
   if (arguments.weight) grad = grad * *arguments.weight;
   return grad.to(arguments.target.scalar_type());
 }
@@ -128,7 +127,7 @@ struct GradientInBackward : Function<GradientInBackward> {
                                              data["softcap"].toOptional<double>()};
     const at::Tensor& statistics = saved[3];
     const at::Tensor& divisor = saved[4];
-    const auto below = std::make_optional<at::AutoDispatchBelowAutograd>();
+    const at::AutoDispatchBelowAutograd below;
     if (context->needs_input_grad(0)) {
       grads[0] = once_differentiable(
           cross_entropy_backward(grad_outputs[0], arguments, statistics, divisor));
@@ -136,7 +135,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     if (context->needs_input_grad(1)) {
       at::Tensor row_grads = grad_outputs[0] / divisor;
       if (row_grads.dim() == 1) row_grads = row_grads.unsqueeze(1);
-      grads[1] = once_differentiable(target_gradient(arguments, statistics, row_grads));
+      grads[1] = once_differentiable(target_gradient(arguments, row_grads));
     }
     return grads;
   }

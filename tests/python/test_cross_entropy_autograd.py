@@ -121,6 +121,21 @@ def test_gradients_are_those_of_finite_differences(device, reduction, options, p
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_probabilities_have_their_gradient_in_every_dtype(device, dtype, softcap):
+    logits, _ = batch(device, dtype)
+    target = torch.rand(logits.shape, device=device).softmax(1).requires_grad_()
+
+    loss = ampfuse.cross_entropy(logits, target, label_smoothing=0.1, softcap=softcap)
+    (grad,) = torch.autograd.grad(loss, target)
+
+    z = logits.detach().double()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    expected = -0.9 * z.log_softmax(1) / len(z)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-7)
+
+
 def test_float16_gradients_of_many_rows_survive_by_the_scale(device):
     """Formed without it they are zeros: p / 8192 is below float16's smallest number."""
     generator = torch.Generator().manual_seed(0)
