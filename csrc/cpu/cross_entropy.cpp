@@ -15,8 +15,7 @@ namespace ampfuse {
 
 namespace {
 
-using math::RowPart;
-using math::RowTarget;
+using RowPart = math::RowPart<double>;
 
 // Refuses targets that are no classes; what they weigh together.
 double check_targets(const CpuRows& rows, const CrossEntropyArguments& arguments) {
@@ -115,8 +114,8 @@ void forward_row(const CpuRows& rows, const Written& written, double grad_factor
   });
   RowPart whole;
   for (int64_t block = 0; block < blocks; ++block) whole = math::join(whole, parts[block]);
-  const RowTarget target = rows.row_target(row);
-  const math::RowLoss loss = math::row_loss(whole, target, rows.z_loss());
+  const math::RowTarget<double> target = rows.row_target(row);
+  const math::RowLoss<double> loss = math::row_loss(whole, target, rows.z_loss());
   if (with_metrics) {
     put(*written.lse, row, loss.lse);
     put(*written.entropy, row, loss.entropy);
@@ -126,14 +125,14 @@ void forward_row(const CpuRows& rows, const Written& written, double grad_factor
   written.losses[row] = loss.loss;
   written.statistics[row] = loss.statistics;
   if (written.grad == nullptr) return;
-  const math::RowGradient of_row = math::row_gradient(loss.statistics, whole.reference,
-                                                      target.share, rows.z_loss(), grad_factor);
+  const math::RowGradient<double> of_row = math::row_gradient(
+      loss.statistics, whole.reference, target.share, rows.z_loss(), grad_factor);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
   each_block(blocks, in_parallel, [&](int64_t block) {
     // Exponentials are relative to their block's reference. Of nothing but -infinity, they are 0.
-    const bool is_nothing = parts[block].largest == math::minus_infinity();
+    const bool is_nothing = parts[block].largest == math::minus_infinity<double>();
     const double below = is_nothing ? 0 : whole.reference - parts[block].reference;
-    math::RowGradient of_block = of_row;
+    math::RowGradient<double> of_block = of_row;
     if (below != 0) of_block.of_exponential *= std::exp(-below);
     gradient(rows.logits(row, block), rows.shares(row, block),
              exponentials + rows.exponentials_bytes(block), of_block,
@@ -198,7 +197,7 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
                return;
              }
              const math::RowStatistics& known = of_rows[row];
-             const math::RowGradient of_row =
+             const math::RowGradient<double> of_row =
                  math::row_gradient(known, rows.reference(known.largest), rows.target_share(row),
                                     rows.z_loss(), upstream[is_each ? row : 0] / divide_by);
              each_block(rows.blocks(), in_parallel, [&](int64_t block) {

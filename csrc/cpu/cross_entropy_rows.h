@@ -61,7 +61,7 @@ class CpuRows {
     return logit_at(logit);
   }
 
-  math::RowTarget row_target(int64_t row) const {
+  math::RowTarget<double> row_target(int64_t row) const {
     if (has_probabilities() || is_ignored(row)) return {};
     const double z = math::softcapped(logit(row, target(row)), arguments_.softcap.value_or(0));
     return {true, z, target_share(row)};
@@ -109,7 +109,7 @@ class CpuRows {
 
   // Of what the blocks of a row tell, kept apart from what follows.
   int64_t parts_bytes() const {
-    return (blocks() * static_cast<int64_t>(sizeof(math::RowPart)) + 63) / 64 * 64;
+    return (blocks() * static_cast<int64_t>(sizeof(math::RowPart<double>)) + 63) / 64 * 64;
   }
 
  private:

@@ -32,4 +32,5 @@ inline int grid_size(int64_t warps, int multiprocessors) {
 // Kernels declare shared memory through these, so that the tests that run them on the CPU can put
 // each array where an overrun or a read before a write shows.
 #define AMPFUSE_SHARED(type, name, count) __shared__ type name[count]
+#define AMPFUSE_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif

@@ -14,23 +14,42 @@ namespace ampfuse {
 class LaunchStream {
  public:
   explicit LaunchStream(const at::Tensor& tensor)
-      : guard_(tensor.device()), stream_(c10::cuda::getCurrentCUDAStream()) {
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount,
-                                          tensor.device().index()));
-  }
+      : guard_(tensor.device()),
+        stream_(c10::cuda::getCurrentCUDAStream()),
+        multiprocessors_(attribute(cudaDevAttrMultiProcessorCount)) {}
 
   /// Runs kernel(arguments...) with a warp for each unit of work, or as many as fit.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t warps, Arguments&&... arguments) const {
-    kernel<<<grid_size(warps, multiprocessors_), kThreads, 0, stream_>>>(
-        std::forward<Arguments>(arguments)...);
+    launch_blocks(kernel, grid_size(warps, multiprocessors_), kThreads, 0,
+                  std::forward<Arguments>(arguments)...);
+  }
+
+  /// Runs kernel(arguments...) in blocks with so many bytes of dynamic shared memory.
+  template <typename... Parameters, typename... Arguments>
+  void launch_blocks(void (*kernel)(Parameters...), int blocks, int threads, int shared,
+                     Arguments&&... arguments) const {
+    // More than 48 KiB are refused unless they are asked for.
+    if (shared > 48 * 1024) {
+      C10_CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    }
+    kernel<<<blocks, threads, shared, stream_>>>(std::forward<Arguments>(arguments)...);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  int multiprocessors() const { return multiprocessors_; }
+
+  int attribute(cudaDeviceAttr name) const {
+    int value = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, stream_.device_index()));
+    return value;
   }
 
  private:
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
-  int multiprocessors_ = 0;
+  int multiprocessors_;
 };
 
 }  // namespace ampfuse

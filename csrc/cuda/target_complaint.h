@@ -4,7 +4,7 @@
 
 #include <c10/core/Device.h>
 
-#include "cross_entropy_scalars.cuh"
+#include "cross_entropy_table.cuh"
 
 namespace ampfuse {
 

@@ -22,47 +22,52 @@
 
 namespace ampfuse::math {
 
-AMPFUSE_HOST_DEVICE double minus_infinity() {
-  return -HUGE_VAL;
+template <typename T>
+AMPFUSE_HOST_DEVICE T minus_infinity() {
+  return static_cast<T>(-HUGE_VAL);
 }
 
 // What some classes of a row tell about it, the row's own target left out but for `largest`.
+template <typename T>
 struct RowPart {
-  double largest = minus_infinity();  // z
-  double reference = 0;               // near to it: what sums are relative to (exponential.h)
-  double sum = 0;                     // of exp(z − reference)
-  double shares = 0;                  // of B
-  double spread = 0;                  // of B·(reference − z)
-  double entropy = 0;                 // of exp(z − reference)·(reference − z)
+  T largest = minus_infinity<T>();  // z
+  T reference = 0;                  // near to it: what sums are relative to (exponential.h)
+  T sum = 0;                        // of exp(z − reference)
+  T shares = 0;                     // of B
+  T spread = 0;                     // of B·(reference − z)
+  T entropy = 0;                    // of exp(z − reference)·(reference − z)
 };
 
 // x·y where nothing times infinity is nothing.
-AMPFUSE_HOST_DEVICE double times_or_zero(double x, double y) {
+template <typename T>
+AMPFUSE_HOST_DEVICE T times_or_zero(T x, T y) {
   return x == 0 ? 0 : x * y;
 }
 
 // The same of classes of both.
-AMPFUSE_HOST_DEVICE RowPart join(const RowPart& a, const RowPart& b) {
+template <typename T>
+AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
   const bool b_is_above = b.largest > a.largest || b.largest != b.largest;
-  RowPart both = b_is_above ? b : a;
-  const RowPart& other = b_is_above ? a : b;
+  RowPart<T> both = b_is_above ? b : a;
+  const RowPart<T>& other = b_is_above ? a : b;
   both.shares += other.shares;
   // Nothing but −∞ has no exponentials, and no reference either.
-  const bool is_nothing = other.largest == minus_infinity();
-  const double below = is_nothing ? 0 : both.reference - other.reference;
+  const bool is_nothing = other.largest == minus_infinity<T>();
+  const T below = is_nothing ? 0 : both.reference - other.reference;
   both.spread += other.spread + times_or_zero(other.shares, below);
   if (is_nothing) return both;
-  const double factor = below == 0 ? 1 : std::exp(-below);
+  const T factor = below == 0 ? 1 : std::exp(-below);
   both.sum += other.sum * factor;
   both.entropy += (other.entropy + times_or_zero(other.sum, below)) * factor;
   return both;
 }
 
 // A row's own target.
+template <typename T>
 struct RowTarget {
   bool exists = false;  // not where targets are distributions
-  double z = 0;
-  double share = 0;  // its B
+  T z = 0;
+  T share = 0;  // its B
 };
 
 // What backward needs to know of a row.
@@ -74,59 +79,67 @@ struct RowStatistics {
 };
 inline constexpr int kRowStatistics = sizeof(RowStatistics) / sizeof(double);
 
+template <typename T>
 struct RowLoss {
-  double loss;
-  double lse;
-  double entropy;  // −Σ p·log p
+  T loss;
+  T lse;
+  T entropy;  // −Σ p·log p
   RowStatistics statistics;
 };
 
-AMPFUSE_HOST_DEVICE RowLoss row_loss(const RowPart& others, const RowTarget& target,
-                                     double z_loss) {
+template <typename T>
+AMPFUSE_HOST_DEVICE RowLoss<T> row_loss(const RowPart<T>& others, const RowTarget<T>& target,
+                                        T z_loss) {
   // Infinities leave no distribution, nor does a row of nothing but −∞.
   if (!is_finite(others.largest)) {
-    const double nan = NAN;
+    const T nan = NAN;
     return {nan, nan, nan, {nan, nan, nan, nan}};
   }
-  const double below = target.exists ? others.reference - target.z : 0;
-  const double targets = target.exists ? std::exp(-below) : 0;
-  const double sum = others.sum + targets;
-  const double log_sum = std::log(sum);
-  const double lse = others.reference + log_sum;
-  double loss = others.spread + times_or_zero(others.shares, log_sum);
+  const T below = target.exists ? others.reference - target.z : 0;
+  const T targets = target.exists ? std::exp(-below) : 0;
+  const T sum = others.sum + targets;
+  const T log_sum = std::log(sum);
+  const T lse = others.reference + log_sum;
+  T loss = others.spread + times_or_zero(others.shares, log_sum);
   if (target.exists) {
     const bool is_sure = others.sum < targets;
     loss += target.share * (is_sure ? std::log1p(others.sum / targets) : below + log_sum);
   }
   if (z_loss != 0) loss += z_loss * lse * lse;
   // log p = −(reference − z) − log_sum
-  const double entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
+  const T entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
   return {loss, lse, entropy, {others.largest, sum, others.sum, others.shares}};
 }
 
 // The gradient of a row, times `scale`: of_exponential·exp(z − reference) − scale·B, and apart from
 // that formula what the target has.
+template <typename T>
 struct RowGradient {
-  double of_exponential;
-  double scale;
-  double of_target;
+  T of_exponential;
+  T scale;
+  T of_target;
 };
 
-AMPFUSE_HOST_DEVICE RowGradient row_gradient(const RowStatistics& row, double reference,
-                                             double target_share, double z_loss, double scale) {
-  double others = row.shares;
-  if (z_loss != 0) others += 2 * z_loss * (reference + std::log(row.sum));
-  const double all = target_share + others;
-  return {all / row.sum * scale, scale, (others - all * (row.others / row.sum)) * scale};
+template <typename T>
+AMPFUSE_HOST_DEVICE RowGradient<T> row_gradient(const RowStatistics& row, T reference,
+                                                T target_share, T z_loss, T scale) {
+  const T sum = static_cast<T>(row.sum);
+  T others = static_cast<T>(row.shares);
+  if (z_loss != 0) others += 2 * z_loss * (reference + std::log(sum));
+  const T all = target_share + others;
+  const T of_others = static_cast<T>(row.others) / sum;
+  return {all / sum * scale, scale, (others - all * of_others) * scale};
 }
 
 // z of a logit, and how it moves with it. 1 − tanh² of u is 4w/(1 + w)² with w = exp(−2|u|), which
 // does not cancel.
-AMPFUSE_HOST_DEVICE double softcapped(double x, double softcap) {
+template <typename T>
+AMPFUSE_HOST_DEVICE T softcapped(T x, T softcap) {
   return softcap == 0 ? x : softcap * std::tanh(x / softcap);
 }
-AMPFUSE_HOST_DEVICE double softcap_slope(double x, double softcap) {
-  const double w = std::exp(-2 * std::fabs(x / softcap));
+template <typename T>
+AMPFUSE_HOST_DEVICE T softcap_slope(T x, T softcap) {
+  const T w = std::exp(-2 * std::fabs(x / softcap));
   return 4 * w / ((1 + w) * (1 + w));
 }
 

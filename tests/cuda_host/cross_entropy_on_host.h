@@ -3,7 +3,8 @@
 
 #include "simt/simt.h"
 
-#include "cuda/cross_entropy_scalars.cuh"
+#include "cuda/cross_entropy.cuh"
+#include "cuda/cross_entropy_backward.cuh"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -17,6 +18,7 @@
 #include "tensor_lists.h"
 
 inline constexpr int64_t kIgnored = -100;
+inline constexpr int kGrid = 2;  // blocks
 
 // What a test asks for beside logits and indices.
 struct Options {
@@ -28,6 +30,7 @@ struct Options {
   bool metrics = false;
   bool in_place = false;
   float scale = 64;
+  int kept_pieces = 1;  // packs of a row per thread for which there is shared memory
 
   bool is_plain() const {
     return label_smoothing == 0 && softcap == 0 && !probabilities && !metrics;
@@ -47,7 +50,9 @@ struct Batch {
 
   // What a launch leaves.
   FakeTensor<scalar_t> grad;
-  std::vector<double> losses;
+  std::vector<ampfuse::RowAcc<scalar_t>> losses;
+  std::vector<double> block_losses;
+  std::vector<ampfuse::TargetWeight> weights;
   std::vector<ampfuse::math::RowStatistics> statistics;
   std::vector<ampfuse::RowAcc<scalar_t>> lse;
   std::vector<ampfuse::RowAcc<scalar_t>> entropy;
@@ -65,6 +70,8 @@ struct Batch {
         targets(rows),
         grad(rows * classes, offset),
         losses(rows, NAN),
+        block_losses(kGrid, NAN),
+        weights(2),
         statistics(rows),
         lse(rows),
         entropy(rows),
@@ -89,6 +96,7 @@ struct Batch {
   }
 
   ampfuse::CrossEntropyTable<scalar_t> table() const {
+    using acc_t = ampfuse::RowAcc<scalar_t>;
     return {logits.data(),
             classes,
             rows,
@@ -99,37 +107,52 @@ struct Batch {
             options.weighted ? weight.data() : nullptr,
             options.probabilities ? probabilities.data() : nullptr,
             classes,
-            options.label_smoothing,
-            options.z_loss,
-            options.softcap};
+            acc_t(1 - options.label_smoothing),
+            acc_t(options.label_smoothing / classes),
+            ampfuse::RowNumber<scalar_t>(options.z_loss),
+            acc_t(options.softcap)};
   }
 
   scalar_t* gradient() { return options.in_place ? logits.data() : grad.data(); }
 
+  ampfuse::CrossEntropyReduction reduction() {
+    const bool has_indices = !options.probabilities;
+    return {&options.scale,
+            nullptr,
+            has_indices ? weights.data() : nullptr,
+            has_indices ? static_cast<int>(weights.size()) : 0,
+            /*is_mean=*/true,
+            &baked,
+            &divisor,
+            &complaint,
+            /*trap=*/false};
+  }
+
   ampfuse::CrossEntropyResults<scalar_t> results() {
     return {losses.data(),
+            block_losses.data(),
             statistics.data(),
             gradient(),
             classes,
             options.metrics ? lse.data() : nullptr,
             options.metrics ? entropy.data() : nullptr,
-            options.metrics ? argmax.data() : nullptr,
-            &divisor,
-            &baked};
+            options.metrics ? argmax.data() : nullptr};
   }
 };
 
 template <typename scalar_t, typename Team, ampfuse::RowWork kWork>
 void forward_on_host(Batch<scalar_t>& batch) {
-  const ampfuse::CrossEntropyScalars scalars = {
-      &batch.options.scale, nullptr, true, &batch.baked, &batch.divisor, &batch.complaint, false};
-  simt::launch(ampfuse::cross_entropy_prepare_kernel<scalar_t>, 1, ampfuse::kThreads, 0,
-               batch.table(), scalars);
-  simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork>, 2, ampfuse::kThreads,
-               0, batch.table(), batch.results());
-  simt::launch(ampfuse::cross_entropy_finish_kernel<ampfuse::RowAcc<scalar_t>>, 1,
-               ampfuse::kThreads, 0, batch.losses.data(), batch.rows, &batch.divisor, false,
-               &batch.loss);
+  using ampfuse::kThreads;
+  if (!batch.options.probabilities) {
+    simt::launch(ampfuse::cross_entropy_weigh_kernel<scalar_t>, batch.weights.size(), kThreads, 0,
+                 batch.table(), batch.weights.data());
+  }
+  const int kept = batch.options.kept_pieces * Team::kSize;
+  const size_t shared = kept * Team::kTeams * sizeof(ampfuse::Pack<scalar_t>);
+  simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork>, kGrid, Team::kBlock,
+               shared, batch.table(), batch.reduction(), batch.results(), kept);
+  simt::launch(ampfuse::cross_entropy_finish_kernel<ampfuse::RowAcc<scalar_t>>, 1, kThreads, 0,
+               batch.block_losses.data(), kGrid, &batch.divisor, &batch.loss);
 }
 
 // A row in long double, by the formulae of torch.nn.functional.cross_entropy.

@@ -8,10 +8,12 @@
 
 #include "catch.h"
 
-using ampfuse::BlockTeam;
 using ampfuse::RowAcc;
 using ampfuse::RowWork;
 using ampfuse::WarpTeam;
+using FewLanes = ampfuse::LaneTeam<8>;
+using BlockTeam = ampfuse::BlockTeam<256>;
+using WideTeam = ampfuse::BlockTeam<512>;
 
 namespace {
 
@@ -54,11 +56,23 @@ void run_and_check(int64_t rows, int classes, int64_t offset, const Options& opt
   check(batch, logits);
 }
 
-// On both sides of all that a team counts by: a head, a pack per lane, two or four of them.
+// On both sides of all that a team counts by: a head, a pack per lane, four of them, what is kept.
+const int kFewClasses[] = {1, 2, 7, 10, 65, 128};
 const int kWarpClasses[] = {1, 2, 7, 31, 257, 520, 1027};
 const int kBlockClasses[] = {5, 2049, 8200, 9001};
+const int kWideClasses[] = {4095, 9001};
 
 }  // namespace
+
+TEMPLATE_TEST_CASE("a few lanes' rows have the exact loss and gradient, rounded", "", c10::Half,
+                   c10::BFloat16, float) {
+  simt::for_each_schedule([] {
+    INFO(simt::schedule().name());
+    for (const int classes : kFewClasses) {
+      run_and_check<TestType, FewLanes>(70, classes, classes % 4, {});
+    }
+  });
+}
 
 TEMPLATE_TEST_CASE("a warp's rows have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float, double) {
@@ -78,6 +92,57 @@ TEMPLATE_TEST_CASE("a block's rows have the exact loss and gradient, rounded", "
       run_and_check<TestType, BlockTeam>(3, classes, classes % 4, {});
     }
   });
+}
+
+TEMPLATE_TEST_CASE("a wide block's rows have the exact loss and gradient, rounded", "", c10::Half,
+                   c10::BFloat16, float) {
+  simt::for_each_schedule([] {
+    INFO(simt::schedule().name());
+    for (const int classes : kWideClasses) {
+      run_and_check<TestType, WideTeam>(3, classes, classes % 4, {});
+    }
+  });
+}
+
+TEMPLATE_TEST_CASE("it does not matter how much of a row is kept", "", c10::BFloat16, float) {
+  for (const int pieces : {0, 1, 2, 9}) {
+    CAPTURE(pieces);
+    Options options;
+    options.kept_pieces = pieces;
+    for (const bool in_place : {false, true}) {
+      options.in_place = in_place;
+      run_and_check<TestType, FewLanes>(40, 127, 1, options);
+      run_and_check<TestType, WarpTeam>(9, 1027, 2, options);
+      run_and_check<TestType, BlockTeam>(3, 9001, 3, options);
+      run_and_check<TestType, WideTeam>(3, 9001, 3, options);
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("losses of rows that are sure of their target keep their digits", "", c10::Half,
+                   c10::BFloat16, float) {
+  // All others alike, so that what each exponential is off by does not average out.
+  for (int ahead = 16; ahead < 80; ++ahead) {
+    CAPTURE(ahead);
+    Batch<TestType> batch(1, 41, 1, {});
+    std::fill_n(batch.logits.data(), batch.classes, as_element<TestType>(0.5));
+    batch.logits.data()[batch.targets[0]] = as_element<TestType>(0.5 + 0.375 * ahead);
+    forward_on_host<TestType, WarpTeam, RowWork::kPlain>(batch);
+    const double exact = std::log1p(40 * std::exp(-0.375 * ahead));
+    CHECK(std::fabs(batch.losses[0] - exact) <= 1e-6 * exact);
+  }
+}
+
+TEST_CASE("what targets weigh does not depend on who looks at them") {
+  Options options;
+  options.weighted = true;
+  Batch<float> batch(1500, 3, 0, options);
+  forward_on_host<float, FewLanes, RowWork::kPlain>(batch);
+  double weight = 0;
+  for (const int64_t target : batch.targets) {
+    if (target != kIgnored) weight += batch.weight[target];
+  }
+  CHECK(std::fabs(batch.divisor - weight) <= 1e-12 * weight);
 }
 
 TEMPLATE_TEST_CASE("logits may be overwritten with their gradient", "", c10::BFloat16, float) {

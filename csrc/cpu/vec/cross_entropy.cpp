@@ -14,7 +14,7 @@ namespace ampfuse::CPU_CAPABILITY {
 namespace {
 
 using at::vec::Vectorized;
-using math::RowPart;
+using RowPart = math::RowPart<double>;
 
 // Adds up pairs of vectors.
 template <typename scalar_t>
@@ -182,7 +182,7 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
   const A largest =
-      static_cast<A>(math::softcapped(largest_logit<scalar_t>(logits), logits.softcap));
+      static_cast<A>(math::softcapped<double>(largest_logit<scalar_t>(logits), logits.softcap));
   RowPart part;
   part.largest = largest;
   if (!math::is_finite(largest)) {
@@ -222,8 +222,8 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
 
 }  // namespace
 
-math::RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entropy,
-                       void* exponentials) {
+math::RowPart<double> row_part(const Logits& logits, const ClassShares& shares, bool with_entropy,
+                               void* exponentials) {
   return with_logit_type(logits.dtype, [&]<typename scalar_t>() {
     return row_part<scalar_t>(logits, shares, with_entropy,
                               static_cast<acc_t<scalar_t>*>(exponentials));

@@ -38,8 +38,9 @@ constexpr int64_t kExponentials = 2 * kClassBlock;
 
 /// Reads logits, tells what they are, and leaves exp(z - the part's reference), 0 for the target,
 /// in `exponentials`.
-AMPFUSE_PER_CAPABILITY(math::RowPart row_part(const Logits& logits, const ClassShares& shares,
-                                              bool with_entropy, void* exponentials))
+AMPFUSE_PER_CAPABILITY(math::RowPart<double> row_part(const Logits& logits,
+                                                      const ClassShares& shares, bool with_entropy,
+                                                      void* exponentials))
 
 /// The same exponentials for a row whose largest z is known.
 AMPFUSE_PER_CAPABILITY(void row_exponentials(const Logits& logits, double largest,
@@ -52,6 +53,6 @@ AMPFUSE_PER_CAPABILITY(double row_reference(c10::ScalarType dtype, double larges
 /// `of_target`. `of_exponential` is for the exponentials as they are.
 AMPFUSE_PER_CAPABILITY(void row_gradient(const Logits& logits, const ClassShares& shares,
                                          const void* exponentials,
-                                         const math::RowGradient& gradient, void* out))
+                                         const math::RowGradient<double>& gradient, void* out))
 
 }  // namespace ampfuse

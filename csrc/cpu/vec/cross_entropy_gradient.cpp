@@ -36,7 +36,7 @@ AccVec<scalar_t> slope(const Logits& logits, int64_t i) {
   const auto* const x = static_cast<const scalar_t*>(logits.data) + i;
   const int64_t rest = std::min<int64_t>(AccVec<scalar_t>::size(), logits.count - i);
   for (int64_t k = 0; k < rest; ++k) {
-    values[k] = static_cast<A>(math::softcap_slope(static_cast<A>(x[k]), logits.softcap));
+    values[k] = static_cast<A>(math::softcap_slope<double>(static_cast<A>(x[k]), logits.softcap));
   }
   return AccVec<scalar_t>::loadu(values);
 }
@@ -80,13 +80,13 @@ class OfExponentials {
 
 template <typename scalar_t>
 void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
-                  const math::RowGradient& gradient, scalar_t* out) {
+                  const math::RowGradient<double>& gradient, scalar_t* out) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
   double of_target = gradient.of_target;
   if (logits.target >= 0 && logits.softcap != 0) {
     const auto x = static_cast<const scalar_t*>(logits.data)[logits.target];
-    of_target *= math::softcap_slope(static_cast<A>(x), logits.softcap);
+    of_target *= math::softcap_slope<double>(static_cast<A>(x), logits.softcap);
   }
   const OfExponentials<scalar_t> of_exponentials(exponentials, gradient.of_exponential);
   if (shares.any() || logits.softcap != 0) {
@@ -109,7 +109,7 @@ void row_gradient(const Logits& logits, const ClassShares& shares, const void* e
 }  // namespace
 
 void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
-                  const math::RowGradient& gradient, void* out) {
+                  const math::RowGradient<double>& gradient, void* out) {
   with_logit_type(logits.dtype, [&]<typename scalar_t>() {
     row_gradient(logits, shares, exponentials, gradient, static_cast<scalar_t*>(out));
   });

@@ -1,0 +1,37 @@
+#include "cross_entropy_backward.cuh"
+
+#include "cross_entropy_launch.h"
+#include "dispatch.h"
+#include "stream.h"
+
+namespace ampfuse {
+
+void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
+                                 const at::Tensor& grad_output, const at::Tensor& statistics,
+                                 const at::Tensor& divisor, const at::Tensor& grad) {
+  const LaunchStream stream(arguments.input);
+  dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
+    at::Tensor kept;
+    const auto table = table_of<scalar_t>(arguments, kept);
+    for_backward_rows(arguments.input, is_plain(arguments), [&]<typename Team, RowWork kWork>() {
+      stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork>,
+                    table.rows * (Team::kSize / kWarp), table,
+                    static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
+                    divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
+                    grad_output.dim() == 1, grad.mutable_data_ptr<scalar_t>());
+    });
+  });
+}
+
+void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked,
+                                const at::Tensor& grad_output) {
+  const LaunchStream stream(grad);
+  dispatch_real(grad.scalar_type(), [&]<typename scalar_t>() {
+    stream.launch(cross_entropy_rescale_kernel<scalar_t>, grad.size(0),
+                  grad.mutable_data_ptr<scalar_t>(), grad.stride(0), grad.size(0),
+                  static_cast<int>(grad.size(1)), baked.const_data_ptr<float>(),
+                  grad_output.const_data_ptr<RowAcc<scalar_t>>());
+  });
+}
+
+}  // namespace ampfuse

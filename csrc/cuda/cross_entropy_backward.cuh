@@ -1,0 +1,60 @@
+// The gradient of a cross-entropy in backward: from the logits, or from the one that forward left.
+#pragma once
+
+#include "cross_entropy_row.cuh"
+
+namespace ampfuse {
+
+// For one number from upstream or one for each row: 2·itemsize bytes per logit.
+template <typename scalar_t, typename Team, RowWork kWork>
+__global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
+    cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
+                                  const math::RowStatistics* statistics, const double* divisor,
+                                  const double* upstream, bool is_each, scalar_t* grad) {
+  using Number = RowNumber<scalar_t>;
+  const Team team(nullptr);
+  for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
+    scalar_t* const out = grad + row * table.classes;
+    if (table.is_ignored(row)) {
+      write_zeros(team, out, table.classes);
+      continue;
+    }
+    const auto scale = static_cast<Number>(upstream[is_each ? row : 0] / *divisor);
+    write_gradient<kWork>(team, table, row, table.target_class(row), statistics[row],
+                          table.row_target(row).share, scale, KeptPacks<scalar_t>{}, out);
+  }
+}
+
+// A gradient for what backward got, from one for what it was expected to get: nothing where that is
+// the same, else 2·itemsize bytes per logit.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t rows, int classes,
+                                 const float* baked, const RowAcc<scalar_t>* grad_output) {
+  const double expected = *baked;
+  const double got = *grad_output;
+  if (got == expected) return;
+  const auto factor = static_cast<RowNumber<scalar_t>>(got / expected);
+  const auto scaled = [&](scalar_t g) {
+    using acc_t = RowAcc<scalar_t>;
+    return static_cast<scalar_t>(static_cast<acc_t>(static_cast<acc_t>(g) * factor));
+  };
+  const WarpTeam team(nullptr);
+  for (int64_t row = team.number(); row < rows; row += WarpTeam::count()) {
+    using Pieces = RowPieces<scalar_t>;
+    using P = typename Pieces::P;
+    scalar_t* const out = grad + row * stride;
+    const Pieces pieces(out, classes, /*in_packs=*/true);
+    pieces.each_single(team, [&](int c) { out[c] = scaled(out[c]); });
+    Pieces::template each_pack<4>(team, reinterpret_cast<const P*>(out + pieces.head), 0,
+                                  pieces.packs, [&](int p, P pack) {
+#pragma unroll
+                                    for (int e = 0; e < P::kSize; ++e) {
+                                      pack.value[e] = scaled(pack.value[e]);
+                                    }
+                                    store_pack(out + pieces.first_of(p), pack);
+                                  });
+  }
+}
+
+}  // namespace ampfuse

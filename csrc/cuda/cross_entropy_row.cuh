@@ -1,0 +1,291 @@
+// One row of a cross-entropy: a pass over its logits that tells what there is to know of it, and
+// one that writes its gradient.
+#pragma once
+
+#include "cross_entropy_table.cuh"
+#include "row_team.cuh"
+
+namespace ampfuse {
+
+// Whether passes need no more than exponentials: no shares but the target's, no softcap and no
+// metrics, which cost registers.
+enum class RowWork { kPlain, kAny };
+
+// Packs that a thread has on their way: 64 bytes, and fewer where registers go into arithmetic.
+template <RowWork kWork, typename scalar_t>
+inline constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1
+                                  : kWork == RowWork::kAny         ? 2
+                                                                   : 4;
+
+// Blocks of registers on a multiprocessor: fewer where there is more to do.
+template <RowWork kWork, typename scalar_t, typename Team>
+inline constexpr int kRowBlocks = std::is_same_v<scalar_t, double> ? 2
+                                  : kWork == RowWork::kAny         ? 3
+                                                                   : Team::kBlocks;
+
+// The first packs of a row are kept in shared memory from one pass to the next: all that fit. The
+// others come from the L2 cache again. Each thread reads what it has put there itself, so nobody
+// waits.
+template <typename scalar_t>
+struct KeptPacks {
+  Pack<scalar_t>* packs;
+  int count;
+};
+
+// What a thread has seen of a row. Sums of exponentials are relative to its reference, others to
+// its own largest z.
+template <typename scalar_t>
+struct ThreadPart {
+  using acc_t = RowAcc<scalar_t>;
+  acc_t largest = -HUGE_VALF;
+  double sum = 0;      // of exponentials, biased
+  double entropy = 0;  // of exponentials times (largest − z)
+  double shares = 0;   // of B
+  double spread = 0;   // of B times (largest − z)
+  acc_t best = -HUGE_VALF;
+  int best_class = 0;
+
+  __device__ void raise(acc_t to, RowWork work) {
+    const double factor = sum == 0 ? 1 : RowExponential<scalar_t>(to).from(largest);
+    if (work == RowWork::kAny) {
+      const double lift = static_cast<double>(to) - largest;
+      spread += math::times_or_zero(shares, lift);
+      entropy = (entropy + math::times_or_zero(sum, lift)) * factor;
+    }
+    sum *= factor;
+    largest = to;
+  }
+};
+
+template <typename T, int kCount>
+__device__ __forceinline__ T sum_in_pairs(T (&x)[kCount]) {
+#pragma unroll
+  for (int step = 1; step < kCount; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kCount; i += 2 * step) x[i] += x[i + step];
+  }
+  return x[0];
+}
+
+template <typename scalar_t, int kCount>
+__device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCount>& pack,
+                                           ThreadPart<scalar_t>& part) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const auto x = static_cast<RowAcc<scalar_t>>(pack.value[e]);
+    if (x > part.best || (x != x && part.best == part.best)) {
+      part.best = x;
+      part.best_class = first + e;
+    }
+  }
+}
+
+template <typename scalar_t, int kCount>
+__device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& table, int64_t row,
+                                           int target, int first,
+                                           const RowAcc<scalar_t> (&z)[kCount],
+                                           ThreadPart<scalar_t>& part) {
+  using acc_t = RowAcc<scalar_t>;
+  acc_t shares[kCount];
+  acc_t spreads[kCount];
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const bool is_target = first + e == target;
+    // -inf − -inf would be no number.
+    const acc_t below = z[e] == -HUGE_VALF ? acc_t(HUGE_VALF) : part.largest - z[e];
+    shares[e] = is_target ? 0 : table.share(row, first + e);
+    spreads[e] = is_target ? 0 : shares[e] * below;
+  }
+  part.shares += sum_in_pairs(shares);
+  part.spread += sum_in_pairs(spreads);
+}
+
+template <RowWork kWork, int kCount, typename scalar_t>
+__device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& table, int64_t row,
+                                         int target, bool with_metrics, int first,
+                                         const Pack<scalar_t, kCount>& pack,
+                                         ThreadPart<scalar_t>& part) {
+  using acc_t = RowAcc<scalar_t>;
+  acc_t z[kCount];
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    z[e] = kWork == RowWork::kPlain ? static_cast<acc_t>(pack.value[e]) : table.z(pack.value[e]);
+  }
+  acc_t largest = part.largest;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) largest = math::Lane<acc_t>::larger(largest, z[e]);
+  if (!(largest <= part.largest)) part.raise(largest, kWork);
+  if constexpr (kWork == RowWork::kAny) {
+    if (with_metrics) add_argmax(first, pack, part);
+    if (table.has_shares()) add_shares(table, row, target, first, z, part);
+  }
+  if (largest == -HUGE_VALF) return;  // and there is no exponential of it
+  if (target >= first && target < first + kCount) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (first + e == target) z[e] = -HUGE_VALF;
+    }
+  }
+  const RowExponential<scalar_t> exponential(largest);
+  using Term = typename RowExponential<scalar_t>::Term;
+  Term terms[kCount];
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) terms[e] = exponential.term(z[e]);
+  if constexpr (kWork == RowWork::kAny) {
+    if (with_metrics) {
+      Term parts[kCount];
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        parts[e] = terms[e] == 0 ? 0 : terms[e] * (largest - z[e]);
+      }
+      part.entropy += sum_in_pairs(parts);
+    }
+  }
+  part.sum += sum_in_pairs(terms);
+}
+
+// The first pass, over all of a row.
+template <RowWork kWork, typename scalar_t, typename Team>
+__device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
+                                                         const CrossEntropyTable<scalar_t>& table,
+                                                         int64_t row, int target, bool with_metrics,
+                                                         const KeptPacks<scalar_t>& kept) {
+  using Pieces = RowPieces<scalar_t>;
+  const scalar_t* const in = table.input + row * table.row_stride;
+  const Pieces pieces(in, table.classes, /*in_packs=*/true);
+  ThreadPart<scalar_t> part;
+  pieces.each_single(team, [&](int c) {
+    add_pack<kWork>(table, row, target, with_metrics, c, Pack<scalar_t, 1>{{in[c]}}, part);
+  });
+  using P = typename Pieces::P;
+  Pieces::template each_pack<kRowUnroll<kWork, scalar_t>>(
+      team, reinterpret_cast<const P*>(in + pieces.head), 0, pieces.packs,
+      [&](int p, const P& pack) {
+        if (p < kept.count) kept.packs[p] = pack;
+        add_pack<kWork>(table, row, target, with_metrics, pieces.first_of(p), pack, part);
+      });
+  return part;
+}
+
+// What a team has seen of a row.
+template <typename scalar_t, typename Team>
+__device__ __forceinline__ math::RowPart<RowNumber<scalar_t>> team_part(const Team& team,
+                                                                        ThreadPart<scalar_t>& part,
+                                                                        RowWork work) {
+  using acc_t = RowAcc<scalar_t>;
+  using Number = RowNumber<scalar_t>;
+  using Exponential = RowExponential<scalar_t>;
+  const acc_t largest = team_largest(team, part.largest);
+  const bool is_finite = math::is_finite(largest);
+  if (is_finite) part.raise(largest, work);
+  const double sum = team_sum(team, part.sum) * Exponential::kUnbias;
+  const double reference = Exponential(is_finite ? largest : acc_t(0)).reference();
+  math::RowPart<Number> whole;
+  whole.largest = static_cast<Number>(largest);
+  whole.reference = static_cast<Number>(reference);
+  whole.sum = static_cast<Number>(sum);
+  if (work == RowWork::kAny) {
+    const double lift = reference - largest;
+    const double shares = team_sum(team, part.shares);
+    whole.shares = static_cast<Number>(shares);
+    whole.spread = static_cast<Number>(team_sum(team, part.spread) + shares * lift);
+    const double entropy = team_sum(team, part.entropy) * Exponential::kUnbias;
+    whole.entropy = static_cast<Number>(entropy + sum * lift);
+  }
+  return whole;
+}
+
+template <typename scalar_t, typename Team>
+__device__ __forceinline__ int64_t team_argmax(const Team& team, const ThreadPart<scalar_t>& part) {
+  const auto best = team_largest(team, part.best);
+  const bool has_it = part.best == best || (best != best && part.best != part.best);
+  // The first of them: classes are doubles here, exactly.
+  return static_cast<int64_t>(team_smallest(team, has_it ? part.best_class : 2147483648.0));
+}
+
+// Wide teams rely on the L2 cache for what of their rows is not kept: what is written shall leave
+// it first.
+template <bool kPassing, typename scalar_t, int kCount>
+__device__ __forceinline__ void store_gradient(scalar_t* to, const Pack<scalar_t, kCount>& pack) {
+  if constexpr (kPassing && sizeof(pack) == 16) {
+    __stcs(reinterpret_cast<uint4*>(to), __builtin_bit_cast(uint4, pack));
+  } else {
+    store_pack(to, pack);
+  }
+}
+
+template <typename scalar_t, typename Team>
+__device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, int classes) {
+  const RowPieces<scalar_t> pieces(row, classes, /*in_packs=*/true);
+  using P = Pack<scalar_t>;
+  pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
+#pragma unroll 4
+  for (int p = team.index(); p < pieces.packs; p += Team::kSize) {
+    store_gradient<Team::kIsWide>(row + pieces.first_of(p), P{});
+  }
+}
+
+// The second pass. Each thread reads what it then writes, which may be the same memory.
+template <RowWork kWork, typename scalar_t, typename Team>
+__device__ __forceinline__ void write_gradient(
+    const Team& team, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
+    const math::RowStatistics& statistics, RowNumber<scalar_t> target_share,
+    RowNumber<scalar_t> scale, const KeptPacks<scalar_t>& kept, scalar_t* out) {
+  using acc_t = RowAcc<scalar_t>;
+  using Number = RowNumber<scalar_t>;
+  using Exponential = RowExponential<scalar_t>;
+  const scalar_t* const in = table.input + row * table.row_stride;
+  const bool is_finite = math::is_finite(statistics.largest);
+  const Exponential exponential(static_cast<acc_t>(is_finite ? statistics.largest : 0.0));
+  const math::RowGradient<Number> gradient = math::row_gradient(
+      statistics, static_cast<Number>(exponential.reference()), target_share, table.z_loss, scale);
+  const typename Exponential::Factor factor(gradient.of_exponential);
+
+  const auto slope = [&](scalar_t logit) {
+    if (kWork == RowWork::kPlain || table.softcap == 0) return acc_t(1);
+    return math::softcap_slope(static_cast<acc_t>(logit), table.softcap);
+  };
+  const auto write = [&](int first, auto pack) {
+    constexpr int kCount = decltype(pack)::kSize;
+    auto result = pack;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const scalar_t logit = pack.value[e];
+      acc_t g = exponential.times(
+          kWork == RowWork::kPlain ? static_cast<acc_t>(logit) : table.z(logit), factor);
+      if constexpr (kWork == RowWork::kAny) {
+        if (table.has_shares()) {
+          g -= static_cast<acc_t>(gradient.scale * table.share(row, first + e));
+        }
+        g *= slope(logit);
+      }
+      result.value[e] = static_cast<scalar_t>(g);
+    }
+    if (target >= first && target < first + kCount) {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        if (first + e != target) continue;
+        const auto g = static_cast<acc_t>(gradient.of_target * slope(pack.value[e]));
+        result.value[e] = static_cast<scalar_t>(g);
+      }
+    }
+    store_gradient<Team::kIsWide>(out + first, result);
+  };
+
+  // Packs where the row and its gradient lie alike to their boundaries.
+  const bool in_packs =
+      (reinterpret_cast<uintptr_t>(in) - reinterpret_cast<uintptr_t>(out)) % 16 == 0;
+  using Pieces = RowPieces<scalar_t>;
+  const Pieces pieces(in, table.classes, in_packs);
+  pieces.each_single(team, [&](int c) { write(c, Pack<scalar_t, 1>{{in[c]}}); });
+  using P = typename Pieces::P;
+  const auto write_pack = [&](int p, const P& pack) { write(pieces.first_of(p), pack); };
+  constexpr int kUnroll = kRowUnroll<kWork, scalar_t>;
+  const int from_kept = kept.count < pieces.packs ? kept.count : pieces.packs;
+  // Those of which the L2 cache has seen least since, first.
+  Pieces::template each_pack<kUnroll>(team, reinterpret_cast<const P*>(in + pieces.head), from_kept,
+                                      pieces.packs, write_pack);
+  Pieces::template each_pack<1>(team, kept.packs, 0, from_kept, write_pack);
+}
+
+}  // namespace ampfuse

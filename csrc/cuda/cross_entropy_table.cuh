@@ -1,0 +1,120 @@
+// What the kernels of a cross-entropy are told of it.
+#pragma once
+
+#include <cstdint>
+
+#include "../math/cross_entropy.h"
+#include "row_exponential.cuh"
+
+namespace ampfuse {
+
+enum class IndexType { kLong, kInt, kByte };
+
+// A call's arguments. Rows are int64_t, classes of a row int: the launcher refuses 2³¹ of them.
+template <typename scalar_t>
+struct CrossEntropyTable {
+  using acc_t = RowAcc<scalar_t>;
+  using Number = RowNumber<scalar_t>;
+
+  const scalar_t* input;
+  int64_t row_stride;
+  int64_t rows;
+  int classes;
+  const void* target;  // indices, or null where there are probabilities
+  IndexType index_type;
+  int64_t ignore_index;
+  const acc_t* weight;         // or null
+  const acc_t* probabilities;  // or null
+  int64_t probability_stride;
+  acc_t of_target;  // 1 − label smoothing
+  acc_t uniform;    // label smoothing / classes
+  Number z_loss;
+  acc_t softcap;  // 0: none
+
+  __device__ int64_t index(int64_t row) const {
+    switch (index_type) {
+      case IndexType::kLong:
+        return static_cast<const int64_t*>(target)[row];
+      case IndexType::kInt:
+        return static_cast<const int32_t*>(target)[row];
+      default:
+        return static_cast<const uint8_t*>(target)[row];
+    }
+  }
+  __device__ bool is_class(int64_t index) const { return index >= 0 && index < classes; }
+  __device__ bool is_ignored(int64_t row) const {
+    return target != nullptr && index(row) == ignore_index;
+  }
+  __device__ acc_t weight_of(int64_t index) const { return weight == nullptr ? 1 : weight[index]; }
+
+  __device__ bool has_shares() const { return probabilities != nullptr || uniform != 0; }
+  // B of a class that is not the row's own target.
+  __device__ acc_t share(int64_t row, int c) const {
+    acc_t share = uniform;
+    if (probabilities != nullptr) {
+      share += of_target * probabilities[row * probability_stride + c];
+    }
+    return share * weight_of(c);
+  }
+
+  __device__ acc_t z(scalar_t logit) const {
+    return math::softcapped(static_cast<acc_t>(logit), softcap);
+  }
+
+  // A target that is no class makes its row no number.
+  __device__ math::RowTarget<Number> row_target(int64_t row) const {
+    if (target == nullptr || is_ignored(row)) return {};
+    const int64_t at = index(row);
+    if (!is_class(at)) return {true, NAN, NAN};
+    const auto x = static_cast<Number>(static_cast<acc_t>(input[row * row_stride + at]));
+    return {true, math::softcapped(x, static_cast<Number>(softcap)),
+            (static_cast<Number>(of_target) + uniform) * weight_of(at)};
+  }
+  // Or -1.
+  __device__ int target_class(int64_t row) const {
+    const int64_t at = target == nullptr || is_ignored(row) ? -1 : index(row);
+    return is_class(at) ? static_cast<int>(at) : -1;
+  }
+};
+
+// A target that is no class, in memory that the host reads whenever it likes.
+struct TargetComplaint {
+  int64_t row;
+  int64_t target;
+  int is_set;
+};
+
+// What a block of rows' targets weigh, and the first of these rows that has none, or a larger
+// number than there are rows.
+struct TargetWeight {
+  double weight;
+  int64_t bad_row;
+};
+
+// How losses are reduced and gradients multiplied, by numbers that are on the device.
+struct CrossEntropyReduction {
+  const float* grad_scale;      // or null: 1
+  const double* denominator;    // or null: what the targets weigh
+  const TargetWeight* weights;  // of blocks of targets; null where there are probabilities
+  int weight_blocks;
+  bool is_mean;
+  float* baked;
+  double* divisor;
+  TargetComplaint* complaint;
+  bool trap;  // stop the device instead
+};
+
+// What a call leaves; null where it is not asked for.
+template <typename scalar_t>
+struct CrossEntropyResults {
+  RowAcc<scalar_t>* each_loss;  // of rows: not reduced
+  double* block_losses;         // sums of what each block of the kernel saw
+  math::RowStatistics* statistics;
+  scalar_t* grad;
+  int64_t grad_stride;
+  RowAcc<scalar_t>* lse;
+  RowAcc<scalar_t>* entropy;
+  int64_t* argmax;
+};
+
+}  // namespace ampfuse

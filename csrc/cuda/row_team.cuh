@@ -1,0 +1,149 @@
+// Who works on a row of a matrix on a device, and in what pieces.
+#pragma once
+
+#include <cstdint>
+
+#include "../math/lane.h"
+#include "launch.cuh"
+#include "vectorized.cuh"
+
+namespace ampfuse {
+
+// Lanes of a warp: all of them for short rows, fewer for rows of a few packs.
+template <int kLanes>
+class LaneTeam {
+ public:
+  static constexpr int kSize = kLanes;
+  static constexpr int kBlock = kThreads;                   // threads of a block
+  static constexpr int kBlocks = kBlocksPerMultiprocessor;  // that a multiprocessor has room for
+  static constexpr int kTeams = kBlock / kSize;             // in a block
+  static constexpr bool kIsWide = false;
+
+  __device__ explicit LaneTeam(double* /*scratch*/) {}
+  __device__ int index() const { return static_cast<int>(threadIdx.x) % kSize; }
+  __device__ int place() const { return static_cast<int>(threadIdx.x) / kSize; }
+  __device__ int64_t number() const { return int64_t(blockIdx.x) * kTeams + place(); }
+  __device__ static int64_t count() { return int64_t(gridDim.x) * kTeams; }
+  __device__ void sync() const { __syncwarp(mask()); }
+
+  // The same for all lanes: each pair joins the same two.
+  template <typename T, typename Join>
+  __device__ T joined(T x, Join join) const {
+#pragma unroll
+    for (int offset = kSize / 2; offset > 0; offset /= 2) {
+      x = join(x, __shfl_xor_sync(mask(), x, offset));
+    }
+    return x;
+  }
+
+ private:
+  // Teams of a warp have rows of their own, which may take them different ways.
+  __device__ unsigned mask() const {
+    if constexpr (kSize == kWarp) return 0xffffffffu;
+    return ((1u << (kSize % kWarp)) - 1) << (threadIdx.x % kWarp / kSize * kSize);
+  }
+};
+
+using WarpTeam = LaneTeam<kWarp>;
+
+// A block. Longer rows take larger ones, of which fewer are on a multiprocessor at a time, so that
+// there is more room for each row.
+template <int kBlockSize>
+class BlockTeam {
+ public:
+  static constexpr int kSize = kBlockSize;
+  static constexpr int kBlock = kSize;
+  static constexpr int kBlocks = kThreads * kBlocksPerMultiprocessor / kSize;
+  static constexpr int kTeams = 1;
+  static constexpr int kWarps = kSize / kWarp;
+  static constexpr bool kIsWide = kSize > kThreads;
+
+  // `scratch`: kWarps numbers in shared memory.
+  __device__ explicit BlockTeam(double* scratch) : scratch_(scratch) {}
+  __device__ int index() const { return static_cast<int>(threadIdx.x); }
+  __device__ int place() const { return 0; }
+  __device__ int64_t number() const { return blockIdx.x; }
+  __device__ static int64_t count() { return gridDim.x; }
+  __device__ void sync() const { __syncthreads(); }
+
+  template <typename T, typename Join>
+  __device__ T joined(T x, Join join) const {
+    x = WarpTeam(nullptr).joined(x, join);
+    if (index() % kWarp == 0) scratch_[index() / kWarp] = x;
+    __syncthreads();
+    x = static_cast<T>(scratch_[index() % kWarps]);
+#pragma unroll
+    for (int offset = kWarps / 2; offset > 0; offset /= 2) {
+      x = join(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    }
+    __syncthreads();  // scratch_ is written again by the next
+    return x;
+  }
+
+ private:
+  double* scratch_;
+};
+
+template <typename Team, typename T>
+__device__ T team_sum(const Team& team, T x) {
+  return team.joined(x, [](T a, T b) { return a + b; });
+}
+template <typename Team, typename T>
+__device__ T team_largest(const Team& team, T x) {
+  return team.joined(x, [](T a, T b) { return math::Lane<T>::larger(a, b); });
+}
+template <typename Team, typename T>
+__device__ T team_smallest(const Team& team, T x) {
+  return team.joined(x, [](T a, T b) { return a < b ? a : b; });
+}
+
+// A row in pieces: single elements before the first 16-byte boundary and behind the last one, packs
+// between. A thread of a team always has the same pieces, whatever it does with them.
+template <typename scalar_t>
+struct RowPieces {
+  using P = Pack<scalar_t>;
+
+  int head;
+  int packs;
+  int classes;
+
+  // All single elements where there are to be no packs.
+  __device__ RowPieces(const scalar_t* row, int classes, bool in_packs) : classes(classes) {
+    const int past =
+        static_cast<int>(reinterpret_cast<uintptr_t>(row) % sizeof(P) / sizeof(scalar_t));
+    const int until_aligned = past == 0 ? 0 : P::kSize - past;
+    head = !in_packs || until_aligned > classes ? classes : until_aligned;
+    packs = (classes - head) / P::kSize;
+  }
+
+  __device__ int first_of(int pack) const { return head + pack * P::kSize; }
+
+  // Calls visit(class) for the single elements.
+  template <typename Team, typename Visit>
+  __device__ __forceinline__ void each_single(const Team& team, const Visit& visit) const {
+#pragma unroll 1
+    for (int i = team.index(); i < head; i += Team::kSize) visit(i);
+#pragma unroll 1
+    for (int i = first_of(packs) + team.index(); i < classes; i += Team::kSize) visit(i);
+  }
+
+  // Calls visit(number of the pack, pack) for the packs [begin, end), `begin` a multiple of the
+  // team's size, from `body`, where the first of all packs is. Each thread has kUnroll packs on
+  // their way before it uses the first.
+  template <int kUnroll, typename Team, typename Visit>
+  __device__ __forceinline__ static void each_pack(const Team& team, const P* body, int begin,
+                                                   int end, const Visit& visit) {
+    int p = begin + team.index();
+    for (; p + (kUnroll - 1) * Team::kSize < end; p += kUnroll * Team::kSize) {
+      P pack[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) pack[u] = body[p + u * Team::kSize];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) visit(p + u * Team::kSize, pack[u]);
+    }
+#pragma unroll 1
+    for (; p < end; p += Team::kSize) visit(p, body[p]);
+  }
+};
+
+}  // namespace ampfuse
