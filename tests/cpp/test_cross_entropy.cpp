@@ -3,6 +3,9 @@
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 
+#include <memory>
+#include <sstream>
+
 #include "torch_catch.h"
 
 using ampfuse::CrossEntropyOptions;
@@ -72,4 +75,70 @@ TEST_CASE("what is no reduction is refused") {
   CHECK_THROWS_WITH(ampfuse::cross_entropy(torch::zeros({1, 2}), torch::zeros({1}, torch::kLong),
                                            CrossEntropyOptions().reduction("all")),
                     ContainsSubstring("expected none, mean or sum, got all"));
+}
+
+TEST_CASE("the module is the function, with the scale of its scaler") {
+  for (const auto device : devices()) {
+    torch::manual_seed(4);
+    ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().init_scale(1024).device(device));
+    const auto weight = torch::rand({9}, device);
+    ampfuse::CrossEntropyLoss criterion(CrossEntropyOptions().weight(weight).label_smoothing(0.1),
+                                        &scaler);
+    const auto logits = torch::randn({4, 9}, device).to(torch::kHalf).requires_grad_();
+    const auto target = torch::zeros({4}, torch::TensorOptions(device).dtype(torch::kLong));
+
+    const auto loss = criterion(logits, target);
+    const auto scale = scaler.scale_tensor();
+    const auto expected = ampfuse::cross_entropy(
+        logits, target,
+        CrossEntropyOptions().weight(weight).label_smoothing(0.1).grad_scale(scale));
+
+    CHECK(torch::equal(loss, expected));
+    // Of both from forward: each is for a backward with the scale.
+    CHECK(torch::equal(torch::autograd::grad({scaler.scale(loss)}, {logits})[0],
+                       torch::autograd::grad({scaler.scale(expected)}, {logits})[0]));
+  }
+}
+
+TEST_CASE("a scaler that is off scales nothing, and a module needs none") {
+  ampfuse::GradScaler off(ampfuse::GradScalerOptions().enabled(false));
+  const auto logits = torch::zeros({1, 2}).requires_grad_();
+  const auto target = torch::zeros({1}, torch::kLong);
+  for (ampfuse::GradScaler* const scaler : {&off, static_cast<ampfuse::GradScaler*>(nullptr)}) {
+    ampfuse::CrossEntropyLoss criterion(CrossEntropyOptions(), scaler);
+    const auto grad = torch::autograd::grad({criterion(logits, target)}, {logits})[0];
+    CHECK(torch::equal(grad, torch::tensor({{-0.5f, 0.5f}})));
+  }
+  CHECK_THROWS_WITH(
+      ampfuse::CrossEntropyLoss(CrossEntropyOptions().grad_scale(torch::ones({})), &off),
+      ContainsSubstring("the scaler has one"));
+}
+
+TEST_CASE("a module's weight is a buffer of its own") {
+  const auto weight = torch::tensor({1.0f, 2.0f});
+  const ampfuse::CrossEntropyLoss criterion(CrossEntropyOptions().weight(weight));
+  const auto copy = std::dynamic_pointer_cast<ampfuse::CrossEntropyLossImpl>(criterion->clone());
+  copy->weight.zero_();
+  copy->to(torch::kDouble);
+
+  CHECK(torch::equal(criterion->weight, weight));
+  CHECK(criterion->named_buffers().contains("weight"));
+  CHECK(copy->named_buffers()["weight"].scalar_type() == torch::kDouble);
+  CHECK(copy->weight.scalar_type() == torch::kDouble);
+  CHECK(ampfuse::CrossEntropyLoss()->named_buffers().is_empty());
+
+  std::ostringstream text;
+  text << *criterion;
+  CHECK(text.str() ==
+        "ampfuse::CrossEntropyLoss(reduction=mean, ignore_index=-100, label_smoothing=0)");
+}
+
+TEST_CASE("a module is saved with its weight") {
+  const auto weight = torch::tensor({1.0f, 2.0f});
+  ampfuse::CrossEntropyLoss saved(CrossEntropyOptions().weight(weight));
+  ampfuse::CrossEntropyLoss loaded(CrossEntropyOptions().weight(torch::zeros({2})));
+  std::stringstream file;
+  torch::save(saved, file);
+  torch::load(loaded, file);
+  CHECK(torch::equal(loaded->weight, weight));
 }

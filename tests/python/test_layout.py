@@ -20,6 +20,7 @@ MAY_INCLUDE = {
     "autograd": {"ops"},  # what is differentiated calls what is not
     "optim": {"ops"},  # the public functions, and what these share
     "amp": {"ops"},
+    "nn": {"ops"},
     "python": {"ops"},
 }
 

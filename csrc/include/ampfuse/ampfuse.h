@@ -4,6 +4,7 @@
 #include <ampfuse/build_info.h>
 #include <ampfuse/clip_grad.h>
 #include <ampfuse/cross_entropy.h>
+#include <ampfuse/cross_entropy_loss.h>
 #include <ampfuse/fused_adam.h>
 #include <ampfuse/grad_scaler.h>
 #include <ampfuse/multi_tensor_clip.h>

@@ -1,0 +1,35 @@
+#include <ampfuse/cross_entropy_loss.h>
+#include <torch/types.h>
+
+#include <utility>
+
+namespace ampfuse {
+
+CrossEntropyLossImpl::CrossEntropyLossImpl(CrossEntropyOptions options, GradScaler* scaler)
+    : options(std::move(options)), scaler(scaler) {
+  TORCH_CHECK_VALUE(!scaler || !this->options.grad_scale(),
+                    "CrossEntropyLoss: grad_scale: the scaler has one");
+  weight = this->options.weight().value_or(at::Tensor());
+  this->options.weight(std::nullopt);
+  CrossEntropyLossImpl::reset();
+}
+
+void CrossEntropyLossImpl::reset() {
+  // A copy, or a clone of this would share it.
+  weight = register_buffer("weight", weight.defined() ? weight.detach().clone() : weight);
+}
+
+void CrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
+  stream << "ampfuse::CrossEntropyLoss(reduction=" << options.reduction()
+         << ", ignore_index=" << options.ignore_index()
+         << ", label_smoothing=" << options.label_smoothing() << ")";
+}
+
+at::Tensor CrossEntropyLossImpl::forward(const at::Tensor& input, const at::Tensor& target) {
+  CrossEntropyOptions here = options;
+  if (weight.defined()) here.weight(weight);
+  if (scaler != nullptr && scaler->is_enabled()) here.grad_scale(scaler->scale_tensor());
+  return cross_entropy(input, target, here);
+}
+
+}  // namespace ampfuse
