@@ -12,6 +12,10 @@ OURS = "ampfuse"  # the provider every ratio is taken against
 CeilingKind = Literal["read", "copy", "update"]
 Ceilings = Mapping[CeilingKind, float]  # GB/s, measured
 
+# Two providers may round a 16-bit result at different places: a bfloat16 rounding is 2^-9, and
+# norm, factor and product make a few of them.
+AGREEMENT = 2**-6
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -50,9 +54,10 @@ class Provider:
     """One competitor in a case.
 
     `run` is timed. `restore` puts back what `run` overwrote, and is not. `mutates` lists the
-    tensors `run` writes to: their values, and what `run` returns when it is a tensor, must agree
-    with those of the first provider of the case. `moves` is what its passes read and write, in
-    bytes per element, where that is known. `skipped`, when set, says why it does not run.
+    tensors `run` writes to: their values, and what `run` returns when it is a tensor or a tuple of
+    them, must agree with those of the first provider of the case, up to the relative `agreement`.
+    `moves` is what its passes read and write, in bytes per element, where that is known. `skipped`,
+    when set, says why it does not run.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Provider:
     mutates: Sequence[torch.Tensor] = ()
     skipped: str = ""
     moves: float | None = None
+    agreement: float = AGREEMENT
 
 
 @dataclass(frozen=True)

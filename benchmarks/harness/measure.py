@@ -19,10 +19,7 @@ from harness.timing import (
     interleaved,
 )
 
-# Two providers may round a 16-bit result at different places: a bfloat16 rounding is 2^-9, and
-# norm, factor and product make a few of them.
-AGREEMENT = 2**-6
-HEAD = 1024  # elements compared at the front of the first and the last mutated tensor
+HEAD = 1024  # elements compared at the front of what is returned, first and last mutated tensor
 
 
 def outcome(provider: Provider) -> list[torch.Tensor]:
@@ -30,17 +27,20 @@ def outcome(provider: Provider) -> list[torch.Tensor]:
     provider.restore()
     returned = provider.run()
     ends = [provider.mutates[0], provider.mutates[-1]] if provider.mutates else []
-    results = ([returned] if isinstance(returned, torch.Tensor) else []) + ends
-    heads = [result.detach().flatten()[:HEAD] for result in results]
+    results = returned if isinstance(returned, tuple) else (returned,)
+    tensors = [result for result in (*results, *ends) if isinstance(result, torch.Tensor)]
+    heads = [tensor.detach().flatten()[:HEAD] for tensor in tensors]
     return [head.to("cpu", torch.float64, copy=True) for head in heads]
 
 
-def disagreement(result: list[torch.Tensor], reference: list[torch.Tensor]) -> str:
+def disagreement(
+    result: list[torch.Tensor], reference: list[torch.Tensor], agreement: float
+) -> str:
     """Why `result` is not the reference's, or an empty string."""
     if len(result) != len(reference):
         return f"gave {len(result)} results where the reference gave {len(reference)}"
     for index, (got, expected) in enumerate(zip(result, reference, strict=True)):
-        if not torch.allclose(got, expected, rtol=AGREEMENT, atol=0.0, equal_nan=True):
+        if not torch.allclose(got, expected, rtol=agreement, atol=0.0, equal_nan=True):
             return f"result {index} differs from the reference's"
     return ""
 
@@ -65,7 +65,7 @@ def warm_up(
             failed[provider.name] = first_line(error)
             continue
         reference = result if reference is None else reference
-        if difference := disagreement(result, reference):
+        if difference := disagreement(result, reference, provider.agreement):
             failed[provider.name] = difference
         else:
             ready.append(provider)

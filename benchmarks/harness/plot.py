@@ -16,7 +16,7 @@ from harness.report import Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEER_COLOURS = ["#a8b3bd", "#5b7c99", "#c7b299", "#7d6b91"]
+PEER_COLOURS = ["#a8b3bd", "#5b7c99", "#c7b299", "#7d6b91", "#8fae8b"]
 OUR_COLOUR = "#d9542b"
 BAR = 0.8  # of the distance between two bars
 BAR_INCHES = 0.21

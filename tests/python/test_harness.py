@@ -122,6 +122,34 @@ def test_a_mutated_tensor_is_compared_too() -> None:
     assert list(result.failed) == ["wrong"]
 
 
+def test_each_tensor_of_a_returned_tuple_is_compared() -> None:
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    providers = [
+        Provider("reference", lambda: (one, two)),
+        Provider("wrong", lambda: (one, one)),
+        Provider("short", lambda: (one,)),
+    ]
+
+    result = measure(providers, CPU, rounds=3)
+
+    assert result.failed == {
+        "wrong": "result 1 differs from the reference's",
+        "short": "gave 1 results where the reference gave 2",
+    }
+
+
+def test_agreement_is_each_providers_own() -> None:
+    providers = [
+        Provider("reference", lambda: torch.tensor(1.0)),
+        Provider("rough", lambda: torch.tensor(1.05), agreement=2**-4),
+        Provider("wrong", lambda: torch.tensor(1.05)),
+    ]
+
+    result = measure(providers, CPU, rounds=3)
+
+    assert list(result.timings) == ["reference", "rough"]
+
+
 @pytest.mark.needs_cuda
 @pytest.mark.parametrize(
     ("elements", "method"),

@@ -1,0 +1,266 @@
+"""Cross-entropy of logits [rows, classes]: the loss, and the loss with the logits' gradient.
+
+    python benchmarks/bench_cross_entropy.py [--quick] [--device cuda] [--cases 'train/*x50257/*']
+
+Bytes per logit at the floor (reads, writes), i of a logit; targets and losses are not counted:
+
+- loss             i, 0   without gradients, as when a model is evaluated
+- train            i, i   mean loss and the gradient of leaves
+- train_smoothing  i, i   the same with label_smoothing
+- train_in_place   i, i   where the gradient may replace the logits
+- train_none       i, i   a loss for each row, and so a gradient that is only known in backward;
+                          ampfuse, which keeps the logits, reads them again: 2i, i
+
+float16 is trained with a loss scale of 65536, which ampfuse is told before backward.
+
+Bytes per 16-bit logit that others move for training, counted in their sources of 2026:
+
+- torch, logits.float()  36   casts 12, log_softmax 8, zeros 4 to write a number a row into, and
+                              log_softmax's backward 12; label smoothing 12 more
+                         48   on a GPU whose shared memory does not hold a row: read repeatedly
+- torch, bfloat16        12   or 18, without casts; but log-probabilities are bfloat16, too: their
+                              error, up to 1/32, is the gradient's relative one
+- torch.compile          6-8  maximum and sum of a row from one read or from two
+- TransformerEngine 14-22, Megatron-LM 36-52, apex 8, flash-attn and quack 6
+- Liger                  6    always in place; 10 where backward is not called with 1
+
+On a GPU quack, and in place Liger, take part where they are installed.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import ampfuse
+import torch
+from harness import OURS, Case, Provider, Settings, Traffic, main
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+Criterion = Callable[[Tensor, Tensor], Tensor]  # of logits and targets
+
+SCALE = 2.0**16  # torch's initial loss scale
+SHARED_MEMORY = 48 * 2**10  # of a GPU's block, without asking for more
+# Agreement to expect of bfloat16 log-probabilities: below -8 they are 2^-4 apart, and what becomes
+# of them is rounded a few times more.
+ROUGH = 2**-3
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What of the loss is asked for, in which dtypes."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    backward: bool = True
+    in_place: bool = False
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Of the loss, as torch names them."""
+        return {"reduction": self.reduction, "label_smoothing": self.label_smoothing}
+
+
+OPERATIONS = [
+    Operation("loss", (torch.bfloat16, torch.float32), backward=False),
+    Operation("train", (torch.bfloat16, torch.float16, torch.float32)),
+    Operation("train_smoothing", label_smoothing=0.1),
+    Operation("train_in_place", in_place=True),
+    Operation("train_none", reduction="none"),
+]
+
+
+class Layer(torch.autograd.Function):
+    """Stands for the layer that made `logits` of `source`, so that they may be overwritten."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, source: Tensor, logits: Tensor) -> Tensor:
+        """No leaf."""
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        """The source's gradient is the logits'."""
+        return grad, None
+
+
+class Batch:
+    """Logits, targets, and what backward is called with."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        torch.manual_seed(0)
+        rows, classes = shape
+        self.operation = operation
+        # Close together: a probability near label_smoothing / classes has a gradient near zero, of
+        # which torch's float32 leaves too few digits to compare.
+        self.leaf = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1).requires_grad_()
+        self.target = torch.randint(classes, (rows,), device=device)
+        self.target[0] = 0  # so that a target is among the numbers that are compared
+        self.grad_scale = torch.tensor(SCALE, device=device) if dtype == torch.float16 else None
+        one = torch.ones((), device=device)
+        self.upstream = one if self.grad_scale is None else self.grad_scale
+        if operation.reduction == "none":
+            self.upstream = self.upstream * (0.5 + torch.rand(rows, device=device)) / rows
+        self.overwritten = self.leaf.detach().clone() if operation.in_place else None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the logits back."""
+        if self.overwritten is not None:
+            self.overwritten.copy_(self.leaf)
+
+    def run(self, criterion: Criterion) -> tuple[Tensor, ...]:
+        """The loss, and a gradient of its own, as the first after zero_grad() is."""
+        if not self.operation.backward:
+            with torch.no_grad():
+                return (criterion(self.leaf, self.target),)
+        logits = self.leaf
+        if self.overwritten is not None:
+            logits = Layer.apply(self.leaf, self.overwritten)  # type: ignore[no-untyped-call]
+        loss = criterion(logits, self.target)
+        (grad,) = torch.autograd.grad(loss, self.leaf, self.upstream.to(loss.dtype))
+        return loss, grad
+
+
+def torch_criterion(operation: Operation, cast: bool) -> Criterion:
+    def criterion(logits: Tensor, target: Tensor) -> Tensor:
+        logits = logits.float() if cast else logits
+        return functional.cross_entropy(logits, target, **operation.options)  # type: ignore[arg-type]
+
+    return criterion
+
+
+def ampfuse_criterion(batch: Batch) -> Criterion:
+    operation = batch.operation
+    function = ampfuse.cross_entropy_ if operation.in_place else ampfuse.cross_entropy
+    grad_scale = batch.grad_scale
+    return partial(function, grad_scale=grad_scale, **operation.options)  # type: ignore[arg-type]
+
+
+def liger(operation: Operation) -> Criterion:
+    function = import_module("liger_kernel.transformers.functional").liger_cross_entropy
+    return partial(function, **operation.options)
+
+
+def quack(operation: Operation) -> Criterion:
+    function = import_module("quack.cross_entropy").cross_entropy
+    return partial(function, reduction=operation.reduction, inplace_backward=operation.in_place)
+
+
+# Liger overwrites logits, and half gradients before they are scaled underflow.
+PEERS: dict[str, tuple[str, Callable[[Operation], Criterion], Callable[[Batch], bool]]] = {
+    "Liger": ("liger_kernel", liger, lambda b: b.operation.in_place and b.grad_scale is None),
+    "quack": ("quack", quack, lambda b: not b.operation.label_smoothing),
+}
+
+
+def eager_bytes(operation: Operation, item: int, classes: int, device: torch.device) -> int:
+    """Per logit, by torch's kernels for logits of `item` bytes. A CPU's caches hold a row."""
+    is_reread = device.type == "cuda" and item * classes > SHARED_MEMORY
+    # log_softmax: maximum, sum, result.
+    forward = 4 if is_reread else 2
+    # The loss's gradient, all zeros but for a number a row; log_softmax's: its sum, the result.
+    backward = 1 + (4 if is_reread else 3)
+    # The sum of a row; the addition of two gradients.
+    smoothing = 3 if operation.label_smoothing else 0
+    return item * (forward + (backward + smoothing if operation.backward else 0))
+
+
+def providers(
+    operation: Operation, shape: tuple[int, int], dtype: torch.dtype, settings: Settings
+) -> list[Provider]:
+    batch = Batch(operation, shape, dtype, settings.device)
+    item = dtype.itemsize
+    passes = 1 + operation.backward  # over memory, of logits or of their gradient
+
+    def provider(
+        name: str,
+        criterion: Criterion,
+        moves: float | None = None,
+        agreement: float = Provider.agreement,
+    ) -> Provider:
+        run = partial(batch.run, criterion)
+        return Provider(name, run, batch.restore, moves=moves, agreement=agreement)
+
+    def eager(name: str, cast: bool) -> Provider:
+        if not cast and batch.grad_scale is not None:
+            return Provider(name, lambda: None, skipped=f"{SCALE:.0f} is no float16 number")
+        casts = (2 + 4) * passes if cast else 0
+        moves = casts + eager_bytes(operation, 4 if cast else item, shape[1], settings.device)
+        agreement = ROUGH if not cast and dtype == torch.bfloat16 else Provider.agreement
+        return provider(name, torch_criterion(operation, cast), moves, agreement)
+
+    def peer(name: str) -> Provider:
+        module, criterion, _ = PEERS[name]
+        if not find_spec(module):
+            return Provider(name, lambda: None, skipped="not installed")
+        return provider(name, criterion(operation), moves=item * (1 + 2 * operation.backward))
+
+    is_short = item < 4
+    kept = operation.reduction == "none"
+    return [
+        *([eager("torch .float()", cast=True)] if is_short else []),
+        eager("torch", cast=False),
+        provider(
+            "torch.compile", torch.compile(torch_criterion(operation, is_short), dynamic=False)
+        ),
+        *(
+            peer(name)
+            for name, (_, _, takes_part) in PEERS.items()
+            if settings.device.type == "cuda" and takes_part(batch)
+        ),
+        provider(OURS, ampfuse_criterion(batch), moves=item * (passes + kept)),
+    ]
+
+
+def case(operation: Operation, shape: tuple[int, int], dtype: torch.dtype) -> Case:
+    rows, classes = shape
+    elements = rows * classes
+    size = elements * dtype.itemsize
+    return Case(
+        operation=operation.name,
+        shape=f"{rows}x{classes}",
+        dtype=dtype,
+        elements=elements,
+        traffic=Traffic(
+            read=size,
+            written=size if operation.backward else 0,
+            against="update" if operation.in_place else "copy" if operation.backward else "read",
+        ),
+        # Logits, their copy and gradient; of torch, log-probabilities and gradients in float32.
+        memory=3 * size + 16 * elements,
+        setup=partial(providers, operation, shape, dtype),
+        quick=shape in QUICK and operation.name in QUICK_OPERATIONS and dtype == torch.bfloat16,
+    )
+
+
+# Classifiers, then vocabularies: of GPT-2 (50257), Llama 2 and 3 (32000, 128256), Qwen (151936).
+SMALL = [(8192, 10), (8192, 100), (8192, 1000)]
+POWERS = [(32768, 2**exponent) for exponent in range(8, 17)] + [(16384, 2**17), (8192, 2**18)]
+GPU = SMALL + POWERS + [(8192, 50257), (8192, 128256), (4096, 151936)]
+# At most 2^25 logits, many times any cache.
+CPU = [*SMALL, (1024, 1000), (8192, 256), (8192, 1024), (4096, 4096), (1024, 16384)]
+CPU += [(1024, 32000), (512, 50257), (256, 128256), (128, 262144)]
+QUICK = [(32768, 1024), (8192, 50257), (8192, 128256), (1024, 1000), (1024, 32000), (512, 50257)]
+QUICK_OPERATIONS = ("train", "train_in_place")
+
+if __name__ == "__main__":
+    cases = [
+        case(operation, shape, dtype)
+        for shape in (GPU if torch.cuda.is_available() else CPU)
+        for operation in OPERATIONS
+        for dtype in operation.dtypes
+    ]
+    sys.exit(main("cross_entropy", cases))
