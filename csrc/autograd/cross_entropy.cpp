@@ -10,11 +10,16 @@
 #include <ATen/ops/tanh.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
+
+#include <memory>
+#include <utility>
 
 #include "mutating.h"
 
@@ -27,12 +32,26 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Refuses to differentiate once more what it returns.
-at::Tensor once_differentiable(const at::Tensor& grad) {
+// Refuses to differentiate once more what it returns, whose history leads to all that it depends
+// on: of what leads nowhere that is asked for, the engine would not notice that it cannot be had.
+at::Tensor once_differentiable(at::Tensor grad, const at::Tensor& grad_output) {
   if (!c10::GradMode::is_enabled()) return grad;
-  torch::autograd::DelayedError refusal(
-      "ampfuse::cross_entropy has no second derivative: torch.nn.functional.cross_entropy has", 1);
-  return refusal.apply({grad.detach().requires_grad_()})[0];
+  torch::autograd::edge_list edges;
+  if (const auto node = torch::autograd::get_current_node()) edges = node->next_edges();
+  if (grad_output.requires_grad()) {
+    edges.push_back(torch::autograd::impl::gradient_edge(grad_output));
+  }
+  torch::autograd::create_gradient_edge(
+      grad,
+      std::make_shared<torch::autograd::Error>("ampfuse::cross_entropy has no second derivative: "
+                                               "torch.nn.functional.cross_entropy has",
+                                               std::move(edges)));
+  return grad;
+}
+
+bool is_batched(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Batched) ||
+         tensor.key_set().has(c10::DispatchKey::FuncTorchBatched);
 }
 
 // The gradient that forward has saved, for what backward is called with. A graph that is kept may
@@ -42,15 +61,21 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
   const variable_list saved = context->get_saved_variables();
   const at::AutoDispatchBelowAutograd below;
   const at::Tensor& baked = saved[1];
+  // Many upstream gradients at once have nothing that could be overwritten.
+  if (is_batched(grad_output)) {
+    const at::Tensor ratio = grad_output.to(at::kDouble) / baked;
+    const at::Tensor grad = saved[0].to(loss_dtype(saved[0])) * ratio;
+    return {once_differentiable(grad.to(saved[0].scalar_type()), grad_output), at::Tensor()};
+  }
   const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
   const at::Tensor grad = is_kept ? saved[0].clone() : saved[0].detach();
   cross_entropy_rescale_(grad, baked, grad_output);
-  return {once_differentiable(grad), at::Tensor()};
+  return {once_differentiable(grad, grad_output), at::Tensor()};
 }
 
-variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
+// Callers detach the metrics: compiled autograd knows no outputs without derivatives.
+variable_list with_metrics(const CrossEntropyOutputs& outputs) {
   const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
-  context->mark_non_differentiable({lse, entropy, argmax});
   return {loss, lse, entropy, argmax};
 }
 
@@ -60,7 +85,7 @@ struct GradientInForward : Function<GradientInForward> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto outputs = cross_entropy_forward(call.on(input), /*with_grad=*/true);
     context->save_for_backward({std::get<1>(outputs), std::get<2>(outputs)});
-    return with_metrics(context, outputs);
+    return with_metrics(outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -74,7 +99,6 @@ struct GradientInPlace : Function<GradientInPlace> {
     const at::AutoDispatchBelowAutograd below;
     const auto [loss, baked] = cross_entropy_in_place(call.on(input));
     context->save_for_backward({input.detach(), baked});
-    context->mark_non_differentiable({baked});
     return {loss, baked};
   }
 
@@ -108,7 +132,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     context->saved_data["label_smoothing"] = arguments.label_smoothing;
     context->saved_data["z_loss"] = arguments.z_loss;
     context->saved_data["softcap"] = arguments.softcap;
-    return with_metrics(context, outputs);
+    return with_metrics(outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -130,22 +154,25 @@ struct GradientInBackward : Function<GradientInBackward> {
     const at::AutoDispatchBelowAutograd below;
     if (context->needs_input_grad(0)) {
       grads[0] = once_differentiable(
-          cross_entropy_backward(grad_outputs[0], arguments, statistics, divisor));
+          cross_entropy_backward(grad_outputs[0], arguments, statistics, divisor), grad_outputs[0]);
     }
     if (context->needs_input_grad(1)) {
       at::Tensor row_grads = grad_outputs[0] / divisor;
       if (row_grads.dim() == 1) row_grads = row_grads.unsqueeze(1);
-      grads[1] = once_differentiable(target_gradient(arguments, row_grads));
+      grads[1] = once_differentiable(target_gradient(arguments, row_grads), grad_outputs[0]);
     }
     return grads;
   }
 };
 
-// Tensors that stand for others while a program is traced. A compiled backward may not be given
-// memory of forward's to write to: it would copy it.
-bool is_traced(const at::Tensor& input) {
-  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-         input.key_set().has(c10::DispatchKey::Python) ||
+// Tensors that stand for others, above all while a program is traced. A compiled backward may not
+// be given memory of forward's to write to: it would copy it. Modes that only look on, and may be
+// there in forward and gone when a checkpoint repeats it, change nothing.
+bool stands_for_others(const at::Tensor& input) {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Key = c10::impl::TorchDispatchModeKey;
+  return Modes::get_mode(Key::FAKE) || Modes::get_mode(Key::PROXY) ||
+         Modes::get_mode(Key::FUNCTIONAL) || input.key_set().has(c10::DispatchKey::Python) ||
          input.key_set().has(c10::DispatchKey::Functionalize);
 }
 
@@ -153,7 +180,7 @@ bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
   return c10::GradMode::is_enabled() && arguments.input.requires_grad() &&
          !arguments.target.requires_grad() && arguments.reduction != at::Reduction::None &&
-         !is_traced(arguments.input) &&
+         !stands_for_others(arguments.input) &&
          // Half gradients of a mean are mostly zeros without the scale that is to come.
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
 }
@@ -189,7 +216,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_metrics
       {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
       grad_scale, denominator, /*with_metrics=*/true);
   const auto [loss, lse, entropy, argmax] = differentiable(rows.call());
-  return {rows.shaped_loss(loss), rows.shaped(lse), rows.shaped(entropy), rows.shaped(argmax)};
+  return {rows.shaped_loss(loss), rows.shaped(lse.detach()), rows.shaped(entropy.detach()),
+          rows.shaped(argmax)};
 }
 
 std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
@@ -197,21 +225,21 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
     int64_t reduction, int64_t ignore_index, double label_smoothing,
     const OptionalTensor& grad_scale, const OptionalTensor& denominator, double z_loss,
     std::optional<double> softcap) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_traced(input),
-                              "cross_entropy_: input cannot be overwritten inside torch.compile: "
-                              "cross_entropy is for that");
-  TORCH_CHECK(!(c10::GradMode::is_enabled() && input.requires_grad() && input.is_leaf()),
-              "cross_entropy_: input: a leaf Variable that requires grad is being used in an "
-              "in-place operation");
-  TORCH_CHECK_VALUE(input.dim() == 2 && input.stride(1) == 1,
-                    "cross_entropy_: input: expected logits of shape [batch, classes] with classes "
-                    "next to each other, got shape ",
-                    input.sizes(), " and strides ", input.strides());
+  TORCH_CHECK_NOT_IMPLEMENTED(!stands_for_others(input),
+                              "cross_entropy_: input cannot be overwritten inside torch.compile, "
+                              "nor where it is a tensor subclass: cross_entropy is for that");
+  torch::autograd::check_inplace(input, input.requires_grad());
+  TORCH_CHECK_VALUE(
+      input.layout() == at::kStrided && input.dim() == 2 && input.stride(1) == 1 &&
+          (input.size(0) <= 1 || input.stride(0) >= input.size(1)) && !input.is_neg(),
+      "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own, "
+      "classes next to each other, got shape ",
+      input.sizes(), " and strides ", input.strides());
   const CrossEntropyRows rows(
       {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
       grad_scale, denominator, /*with_metrics=*/false);
   const variable_list results = GradientInPlace::apply(input, rows.call());
-  return {results[0], results[1]};
+  return {results[0], results[1].detach()};
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       const CrossEntropyResults<scalar_t> results = {
           is_each ? loss.mutable_data_ptr<acc_t>() : nullptr,
           is_each ? nullptr : losses.mutable_data_ptr<double>(),
-          static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
+          with_grad ? nullptr : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
           with_grad ? grad.mutable_data_ptr<scalar_t>() : nullptr,
           with_grad ? grad.stride(0) : 0,
           with_metrics ? lse.mutable_data_ptr<acc_t>() : nullptr,

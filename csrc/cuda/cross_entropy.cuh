@@ -7,7 +7,8 @@
 // cross_entropy_finish_kernel, one block: adds up the losses of blocks, in their order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize, 4 for 16-bit logits; without
-// it itemsize; cross_entropy_backward_kernel 2·itemsize more. Beside them 8 + 32 bytes per row.
+// it itemsize; cross_entropy_backward_kernel 2·itemsize more. Beside them 8 bytes per row, and
+// 32 where backward is to form the gradient.
 //
 // That holds as long as what rows on their way have beside their share of shared memory fits into
 // the L2 cache, see cross_entropy_launch.h; beyond it is read once more: 2·itemsize + itemsize·(1 −
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const bool is_ignored = table.is_ignored(row);
     if (is_ignored) {
       if (is_first && results.each_loss != nullptr) results.each_loss[row] = 0;
-      if (is_first) results.statistics[row] = {};
+      if (is_first && results.statistics != nullptr) results.statistics[row] = {};
       if (grad != nullptr && !with_metrics) write_zeros(team, grad, table.classes);
       if (!with_metrics) continue;
     }
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     if (is_first && !is_ignored) {
       losses += loss.loss;
-      results.statistics[row] = loss.statistics;
+      if (results.statistics != nullptr) results.statistics[row] = loss.statistics;
       if (results.each_loss != nullptr) {
         results.each_loss[row] = static_cast<RowAcc<scalar_t>>(loss.loss);
       }
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   double sum = 0;
   for (int i = team.index(); i < blocks; i += Team::kSize) sum += block_losses[i];
   sum = team_sum(team, sum);
-  if (team.index() == 0) *loss = static_cast<acc_t>(sum / *divisor);
+  if (team.index() == 0) *loss = static_cast<acc_t>(math::reduced_loss(sum, *divisor));
 }
 
 }  // namespace ampfuse

@@ -30,6 +30,7 @@ inline IndexType index_type(const at::Tensor& target) {
 template <typename scalar_t>
 CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at::Tensor& kept) {
   using acc_t = RowAcc<scalar_t>;
+  check_cross_entropy_memory(arguments);
   const at::Tensor& input = arguments.input;
   TORCH_CHECK_VALUE(input.size(1) <= std::numeric_limits<int>::max(),
                     "cross_entropy: input: expected fewer than 2^31 classes, got ", input.size(1));

@@ -1,6 +1,7 @@
 #include "target_complaint.h"
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
@@ -16,6 +17,8 @@ TargetComplaints::TargetComplaints(c10::Device device) {
   are_fatal_ = wish != nullptr && std::strcmp(wish, "trap") == 0;
   const c10::cuda::CUDAGuard guard(device);
   void* memory = nullptr;
+  // The first call may be inside the capture of a CUDA graph, where this is no part of the graph.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(TargetComplaint), cudaHostAllocPortable));
   complaint_ = new (memory) TargetComplaint{};
 }

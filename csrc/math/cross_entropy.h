@@ -111,6 +111,11 @@ AMPFUSE_HOST_DEVICE RowLoss<T> row_loss(const RowPart<T>& others, const RowTarge
   return {loss, lse, entropy, {others.largest, sum, others.sum, others.shares}};
 }
 
+// The mean of what weighs nothing is no number, as in torch.
+AMPFUSE_HOST_DEVICE double reduced_loss(double total, double divisor) {
+  return divisor == 0 ? NAN : total / divisor;
+}
+
 // The gradient of a row, times `scale`: of_exponential·exp(z − reference) − scale·B, and apart from
 // that formula what the target has.
 template <typename T>

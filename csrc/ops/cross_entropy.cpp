@@ -15,8 +15,9 @@ at::ScalarType loss_dtype(const at::Tensor& input) {
 
 namespace {
 
+// Of no elements the strides say nothing.
 bool is_row_major(const at::Tensor& matrix) {
-  return matrix.sym_size(1) <= 1 || matrix.sym_stride(1) == 1;
+  return matrix.sym_size(1) <= 1 || matrix.sym_stride(1) == 1 || matrix.sym_numel() == 0;
 }
 
 void check_target(const char* op, const CrossEntropyArguments& arguments) {
@@ -79,6 +80,16 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
       ": softcap: expected a finite number above 0, got ", arguments.softcap.value_or(0));
 }
 
+void check_cross_entropy_memory(const CrossEntropyArguments& arguments) {
+  const auto check = [](const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr,
+                      "cross_entropy: ", name, ": its storage was freed");
+  };
+  check("input", arguments.input);
+  check("target", arguments.target);
+  if (arguments.weight) check("weight", *arguments.weight);
+}
+
 void check_cross_entropy_scalar(const char* op, const char* name,
                                 const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                 const at::Tensor& input) {
@@ -90,8 +101,14 @@ void check_cross_entropy_scalar(const char* op, const char* name,
                     scalar->device());
 }
 
+at::Tensor empty_cross_entropy_grad(const CrossEntropyArguments& arguments, bool with_grad) {
+  const at::Tensor& input = arguments.input;
+  return with_grad ? at::empty_symint(input.sym_sizes(), input.options())
+                   : at::empty({0}, input.options());
+}
+
 CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
-                                                bool with_grad, bool with_metrics) {
+                                                const at::Tensor& grad, bool with_metrics) {
   const c10::SymInt rows = arguments.input.sym_size(0);
   const auto options = arguments.input.options();
   const auto numbers = options.dtype(loss_dtype(arguments.input));
@@ -101,10 +118,10 @@ CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arg
   const auto& metric = with_metrics ? each_row : nothing;
   return {arguments.reduction == at::Reduction::None ? at::empty_symint(each_row, numbers)
                                                      : at::empty({}, numbers),
-          with_grad ? at::empty_symint(arguments.input.sym_sizes(), options)
-                    : at::empty_symint(nothing, options),
+          grad,
           at::empty({}, options.dtype(at::kFloat)),
-          at::empty_symint({rows, math::kRowStatistics}, doubles),
+          grad.dim() == 2 ? at::empty({0}, doubles)
+                          : at::empty_symint({rows, math::kRowStatistics}, doubles),
           at::empty({}, doubles),
           at::empty_symint(metric, numbers),
           at::empty_symint(metric, numbers),

@@ -29,6 +29,9 @@ at::ScalarType loss_dtype(const at::Tensor& input);
 /// Refuses what kernels could not read.
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 
+/// Refuses tensors whose storage was freed under them: they would be read all the same.
+void check_cross_entropy_memory(const CrossEntropyArguments& arguments);
+
 /// Refuses anything but one number of this dtype on the logits' device.
 void check_cross_entropy_scalar(const char* op, const char* name,
                                 const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
@@ -37,14 +40,15 @@ void check_cross_entropy_scalar(const char* op, const char* name,
 /// loss: [] or, with reduction none, [rows].
 /// grad: [rows, classes] if asked for: of the loss, times `baked`.
 /// baked: [] float: grad_scale, or 1 where that is 0 or not finite.
-/// statistics: [rows, 4] double: math::RowStatistics.
+/// statistics: [rows, 4] double: math::RowStatistics, for backward; [0] where there is a grad.
 /// divisor: [] double: what the sum of losses is divided by.
 /// lse, entropy, argmax: [rows] if metrics are asked for.
 /// What is not asked for is [0].
 using CrossEntropyOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                                        at::Tensor, at::Tensor, at::Tensor>;
 CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
-                                                bool with_grad, bool with_metrics);
+                                                const at::Tensor& grad, bool with_metrics);
+at::Tensor empty_cross_entropy_grad(const CrossEntropyArguments& arguments, bool with_grad);
 
 struct CrossEntropyCall {
   CrossEntropyArguments arguments;

@@ -41,7 +41,8 @@ CrossEntropyOutputs forward(const at::Tensor& input, const at::Tensor& target,
   check_forward("cross_entropy", arguments, grad_scale, denominator);
   TORCH_CHECK_VALUE(!with_grad || reduction != at::Reduction::None,
                     "cross_entropy_forward: reduction: expected mean or sum with_grad, got none");
-  const auto outputs = empty_cross_entropy_outputs(arguments, with_grad, with_metrics);
+  const auto outputs = empty_cross_entropy_outputs(
+      arguments, empty_cross_entropy_grad(arguments, with_grad), with_metrics);
   kKernels.forward(arguments, grad_scale, denominator, outputs);
   return outputs;
 }
@@ -58,8 +59,7 @@ std::tuple<at::Tensor, at::Tensor> in_place(const at::Tensor& input, const at::T
   check_forward("cross_entropy_", arguments, grad_scale, denominator);
   TORCH_CHECK_VALUE(reduction != at::Reduction::None,
                     "cross_entropy_: reduction: expected mean or sum, got none");
-  auto outputs = empty_cross_entropy_outputs(arguments, false, false);
-  std::get<1>(outputs) = input;
+  const auto outputs = empty_cross_entropy_outputs(arguments, input, /*with_metrics=*/false);
   kKernels.forward(arguments, grad_scale, denominator, outputs);
   return {std::get<0>(outputs), std::get<2>(outputs)};
 }
@@ -73,7 +73,7 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
   const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
                                            ignore_index, label_smoothing, z_loss, softcap};
   check_cross_entropy("cross_entropy_backward", arguments);
-  const at::Tensor grad = at::empty_symint(input.sym_sizes(), input.options());
+  const at::Tensor grad = empty_cross_entropy_grad(arguments, /*with_grad=*/true);
   kKernels.backward(arguments, grad_output.to(at::kDouble).contiguous(), statistics, divisor, grad);
   return grad;
 }

@@ -87,6 +87,10 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
     : call_{std::move(as_passed), std::nullopt, std::nullopt, with_metrics} {
   CrossEntropyArguments& arguments = call_.arguments;
   const at::Tensor& input = arguments.input;
+  for (const at::Tensor& tensor : {input, arguments.target}) {
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kOp,
+                      ": expected strided tensors, got layout ", tensor.layout());
+  }
   TORCH_CHECK_VALUE(input.dim() > 0, kOp,
                     ": input: expected logits of shape [classes], [batch, classes] or "
                     "[batch, classes, d1, ...], got a single number");

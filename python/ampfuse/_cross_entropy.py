@@ -30,7 +30,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    grad_scale: Tensor | None = None,
+    grad_scale: Tensor | float | None = None,
     denominator: Tensor | float | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -47,7 +47,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    grad_scale: Tensor | None = None,
+    grad_scale: Tensor | float | None = None,
     denominator: Tensor | float | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -63,7 +63,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    grad_scale: Tensor | None = None,
+    grad_scale: Tensor | float | None = None,
     denominator: Tensor | float | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -74,7 +74,8 @@ def cross_entropy(
     Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, which is copied unless classes are next
     to each other in memory; targets are classes (int64, int32, uint8) or probabilities.
 
-    - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say. The gradient is
+    - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number. The
+      gradient is
       multiplied by it before it is rounded to the logits' dtype: a float16 gradient of a mean over
       thousands of rows is mostly zeros otherwise. Any other number in backward is right, too, but
       costs a pass over the gradient, which is rounded once more.
@@ -120,7 +121,7 @@ def cross_entropy_(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    grad_scale: Tensor | None = None,
+    grad_scale: Tensor | float | None = None,
     denominator: Tensor | float | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -152,7 +153,8 @@ def cross_entropy_(
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` by `ampfuse.cross_entropy`.
 
-    With `scaler` it expects the gradient that `scaler.scale(loss).backward()` brings.
+    With `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()`
+    brings.
 
     >>> import torch, ampfuse
     >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
@@ -186,7 +188,6 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss."""
-        scaler = self.scaler
         return cross_entropy(
             input,
             target,
@@ -194,10 +195,19 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=scaler.scale_tensor() if scaler and scaler.is_enabled() else None,
+            grad_scale=_scale_of(self.scaler, input.device),
             z_loss=self.z_loss,
             softcap=self.softcap,
         )
+
+
+def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+    """What `scaler.scale(loss).backward()` will bring; `torch.amp.GradScaler` keeps its tensor."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if hasattr(scaler, "scale_tensor"):
+        return scaler.scale_tensor()  # type: ignore[no-any-return]
+    return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
 
 
 def _options(
@@ -205,7 +215,7 @@ def _options(
     reduction: str,
     ignore_index: int,
     label_smoothing: float,
-    grad_scale: Tensor | None,
+    grad_scale: Tensor | float | None,
     denominator: Tensor | float | None,
     z_loss: float,
     softcap: float | None,
@@ -213,17 +223,23 @@ def _options(
     """As arguments of the operators."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
-    if denominator is not None and not isinstance(denominator, Tensor):
-        denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
     return {
         "reduction": REDUCTIONS[reduction],
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
-        "grad_scale": grad_scale,
-        "denominator": denominator,
+        "grad_scale": _number(grad_scale, torch.float32, input.device),
+        "denominator": _number(denominator, torch.float64, input.device),
         "z_loss": z_loss,
         "softcap": softcap,
     }
+
+
+def _number(
+    value: Tensor | float | None, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _correct(argmax: Tensor, input: Tensor, target: Tensor, ignore_index: int) -> Tensor:

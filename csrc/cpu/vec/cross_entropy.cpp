@@ -36,25 +36,29 @@ class Sum {
   void add_low(int chain, const Vec& x) { lows_[chain] = lows_[chain] + x; }
 
   double get() const {
-    double sum = 0;
-    for (const auto& chain : sums_) {
-      for (const Lanes& part : chain) {
-        typename Lanes::value_type values[Lanes::size()];
-        part.store(values);
-        for (const auto value : values) sum += value;
-      }
+    if constexpr (kInDouble) {
+      const auto [low, high] = to_double(lows_[0] + lows_[1]);
+      return of_lanes((sums_[0][0] + sums_[1][0]) + (sums_[0][1] + sums_[1][1]) + (low + high));
+    } else if constexpr (std::is_same_v<Vec, Vectorized<float>>) {
+      const auto [low, high] = to_double(sums_[0][0] + sums_[1][0]);
+      return of_lanes(low + high);
+    } else {
+      return of_lanes(sums_[0][0] + sums_[1][0]);
     }
-    for (const Vec& chain : lows_) {
-      acc_t<scalar_t> values[Vec::size()];
-      chain.store(values);
-      for (const auto value : values) sum += value;
-    }
-    return sum;
   }
 
  private:
   static constexpr bool kInDouble = std::is_same_v<scalar_t, float>;
   using Lanes = std::conditional_t<kInDouble, Vectorized<double>, Vec>;
+
+  static double of_lanes(const Vectorized<double>& x) {
+    double lanes[Vectorized<double>::size()];
+    x.store(lanes);
+    for (int step = 1; step < Vectorized<double>::size(); step *= 2) {
+      for (int i = 0; i < Vectorized<double>::size(); i += 2 * step) lanes[i] += lanes[i + step];
+    }
+    return lanes[0];
+  }
 
   Lanes sums_[kPair][kInDouble ? 2 : 1] = {};
   Vec lows_[kPair] = {};
@@ -70,9 +74,9 @@ acc_t<scalar_t> largest_logit(const Logits& logits) {
     even = at::vec::clamp_min(x[0], even);
     odd = at::vec::clamp_min(x[1], odd);
   });
-  acc_t<scalar_t> lanes[Vec::size()];
-  at::vec::clamp_min(even, odd).store(lanes);
-  return *std::max_element(lanes, lanes + Vec::size());
+  return at::vec::vec_reduce_all<acc_t<scalar_t>>(
+      [](const Vec& a, const Vec& b) { return at::vec::clamp_min(a, b); },
+      at::vec::clamp_min(even, odd));
 }
 
 // What exponentials are relative to.
@@ -139,16 +143,6 @@ void write_exponentials(const Logits& logits, const Reference& reference, acc_t<
                       : write_exponentials_of<scalar_t, true>(logits, reference, out, visit);
 }
 
-// `x` with 0 in this lane, if it is one.
-template <typename Vec>
-Vec without_lane(const Vec& x, int64_t lane) {
-  if (lane < 0 || lane >= Vec::size()) return x;
-  typename Vec::value_type lanes[Vec::size()];
-  x.store(lanes);
-  lanes[lane] = 0;
-  return Vec::loadu(lanes);
-}
-
 // Shares and spread of a block, but for its target's.
 template <typename scalar_t>
 void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) {
@@ -162,12 +156,12 @@ void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) 
     for (int k = 0; k < kPair; ++k) {
       const int64_t i = first + k * Vec::size();
       const int64_t rest = std::clamp<int64_t>(logits.count - i, 0, Vec::size());
-      const Vec share = without_lane(classes.at(i, rest), logits.target - i);
+      const Vec share = with_lane(classes.at(i, rest), logits.target - i, 0);
       const Vec z = logits.softcap == 0 ? x[k] : softcapped<scalar_t, true>(x[k], logits.softcap);
       Vec below = largest - z;
       // 0 where there is no share: nothing times infinity would be no number.
       if (rest < Vec::size()) below = Vec::set(Vec(0), below, rest);
-      below = without_lane(below, logits.target - i);
+      below = with_lane(below, logits.target - i, 0);
       sum.add(k, share);
       spread.add(k, share * below);
     }

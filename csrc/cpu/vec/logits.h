@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <type_traits>
 
 #include "cross_entropy.h"
@@ -31,34 +32,57 @@ template <typename scalar_t>
 inline constexpr int64_t kStep = kPair * AccVec<scalar_t>::size();
 static_assert(kClassBlock % kStep<float> == 0);
 
+/// `x` with -infinity in its lanes from `end` on; and in `lane`, if it is one of them.
+template <typename Vec>
+Vec without_lanes_from(const Vec& x, int64_t end) {
+  using A = typename Vec::value_type;
+  const Vec nothing(-std::numeric_limits<A>::infinity());
+  return Vec::blendv(x, nothing, Vec::arange(A(0), A(1)) >= Vec(static_cast<A>(end)));
+}
+template <typename Vec>
+Vec with_lane(const Vec& x, int64_t lane, typename Vec::value_type value) {
+  using A = typename Vec::value_type;
+  return Vec::blendv(x, Vec(value), Vec::arange(A(0), A(1)) == Vec(static_cast<A>(lane)));
+}
+
+/// The next kStep logits, of which there are `rest`, widened.
+template <typename scalar_t>
+std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, int64_t rest) {
+  using Vec = AccVec<scalar_t>;
+  constexpr int64_t kSize = Vec::size();
+  const bool is_whole = rest >= kPair * kSize;
+  if constexpr (kIsNarrow<scalar_t>) {
+    using Narrow = at::vec::Vectorized<scalar_t>;
+    return at::vec::convert_to_float(is_whole ? Narrow::loadu(from) : Narrow::loadu(from, rest));
+  } else {
+    if (is_whole) return {Vec::loadu(from), Vec::loadu(from + kSize)};
+    return {Vec::loadu(from, std::min(rest, kSize)),
+            rest > kSize ? Vec::loadu(from + kSize, rest - kSize) : Vec(0)};
+  }
+}
+
 /// Calls visit(i, pair of vectors) for the logits from i on, with -infinity behind the end; and,
 /// when `without_target`, for the target.
 template <typename scalar_t, typename Visit>
 void each_pair(const Logits& logits, bool without_target, const Visit& visit) {
   using Vec = AccVec<scalar_t>;
   constexpr int64_t kSize = kStep<scalar_t>;
-  const scalar_t nothing = -kInfinity<scalar_t>;
   const auto* const x = static_cast<const scalar_t*>(logits.data);
   const int64_t apart = without_target && logits.target >= 0 ? logits.target / kSize * kSize : -1;
-  scalar_t some[kSize];
   for (int64_t i = 0; i < logits.count; i += kSize) {
-    const scalar_t* from = x + i;
     const int64_t rest = logits.count - i;
-    if (i == apart || rest < kSize) {
-      std::fill(std::copy_n(from, std::min(kSize, rest), some), some + kSize, nothing);
-      if (i == apart) some[logits.target - i] = nothing;
-      from = some;
+    auto [low, high] = load_pair(x + i, rest);
+    if (rest < kSize) {
+      low = without_lanes_from(low, rest);
+      high = without_lanes_from(high, rest - Vec::size());
+    }
+    if (i == apart) {
+      low = with_lane(low, logits.target - i, -kInfinity<scalar_t>);
+      high = with_lane(high, logits.target - i - Vec::size(), -kInfinity<scalar_t>);
     }
     // In one place, or what visit() adds up would not stay in registers.
-    if constexpr (kIsNarrow<scalar_t>) {
-      const auto [low, high] =
-          at::vec::convert_to_float(at::vec::Vectorized<scalar_t>::loadu(from));
-      const Vec pair[kPair] = {low, high};
-      visit(i, pair);
-    } else {
-      const Vec pair[kPair] = {Vec::loadu(from), Vec::loadu(from + Vec::size())};
-      visit(i, pair);
-    }
+    const Vec pair[kPair] = {low, high};
+    visit(i, pair);
   }
 }
 

@@ -1,0 +1,211 @@
+"""Arguments of cross_entropy at their limits: weights, targets, scales, denominators, metrics."""
+
+import subprocess
+import sys
+
+import ampfuse
+import pytest
+import torch
+from cross_entropy_reference import ULPS, exact, ulps_off
+from torch.nn import functional
+
+
+def batch(device, *shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+    index_shape = shape[:1] + shape[2:]
+    return logits, torch.randint(shape[1], index_shape, generator=generator).to(device)
+
+
+def results(function, logits, target, upstream=1.0, **options):
+    """The loss and the gradient."""
+    loss = function(logits, target, **options)
+    return loss.detach(), *torch.autograd.grad(loss, logits, torch.full_like(loss, upstream))
+
+
+def assert_as_in_torch(logits, target, **options):
+    expected = results(functional.cross_entropy, logits, target.long(), **options)
+    found = results(ampfuse.cross_entropy, logits, target, **options)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+# --- weights and smoothing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_targets_that_weigh_nothing(device, reduction):
+    """A mean of them is no number, as in torch."""
+    logits, target = batch(device, 6, 50)
+    weight = torch.rand(50, device=device)
+    weight[target] = 0
+    assert_as_in_torch(logits, target, weight=weight, reduction=reduction)
+
+
+def test_nor_is_a_mean_whose_divisor_leaves_smoothing_out(device):
+    """Something is divided by nothing; torch adds 0 / 0 to that."""
+    logits, target = batch(device, 6, 50)
+    weight = torch.rand(50, device=device)
+    weight[target] = 0
+    for function in (ampfuse.cross_entropy, functional.cross_entropy):
+        loss, grad = results(function, logits, target, weight=weight, label_smoothing=0.1)
+        assert not loss.isfinite()
+        assert not grad.isfinite().any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_smoothing_that_leaves_nothing_of_the_target(device, reduction, probabilities):
+    logits, target = batch(device, 6, 50)
+    options = {"label_smoothing": 1.0, "reduction": reduction}
+    if probabilities:
+        target = torch.rand(6, 50, device=device)
+        found = results(ampfuse.cross_entropy, logits, target, **options)
+        expected = results(functional.cross_entropy, logits, target, **options)
+        torch.testing.assert_close(found, expected)
+    else:
+        assert_as_in_torch(logits, target, **options)
+
+
+def test_smoothed_targets_that_are_ignored_count_nothing(device):
+    logits, target = batch(device, 6, 50)
+    target[1:3] = -100
+    options = {"label_smoothing": 0.3, "weight": torch.rand(50, device=device)}
+    assert_as_in_torch(logits, target, **options)
+
+
+def test_weights_of_other_dtypes_are_read_as_they_are(device):
+    logits, target = batch(device, 6, 50)
+    weight = torch.rand(50, device=device)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        found = ampfuse.cross_entropy(logits, target, weight.to(dtype))
+        expected, _ = exact(logits, target, weight=weight.to(dtype))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+# --- targets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 255, 156, 7])
+def test_bytes_are_compared_as_numbers(device, ignore_index):
+    """-100 is no byte, and none is taken for it: as one it would be 156."""
+    logits, _ = batch(device, 6, 300)
+    target = torch.tensor([255, 156, 7, 200, 0, 255], dtype=torch.uint8, device=device)
+    assert_as_in_torch(logits, target, ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("ignore_index", [2**32 + 1, -(2**32) + 1, 2**63 - 1])
+def test_an_index_to_ignore_may_be_out_of_a_targets_range(device, ignore_index):
+    logits, _ = batch(device, 6, 50)
+    for dtype in (torch.int32, torch.uint8):
+        target = torch.ones(6, dtype=dtype, device=device)  # which is 2³² + 1, cut to 32 bits
+        assert_as_in_torch(logits, target, ignore_index=ignore_index)
+
+
+def test_targets_elsewhere_are_refused(device):
+    logits, target = batch(device, 6, 50)
+    for elsewhere in (target.to("meta"), torch.rand(6, 50, device="meta")):
+        with pytest.raises(ValueError, match=rf"target: expected device {device}.*, got meta"):
+            ampfuse.cross_entropy(logits, elsewhere)
+        with pytest.raises(ValueError, match=rf"target: expected device {device}.*, got meta"):
+            ampfuse.cross_entropy_(logits * 1, elsewhere)
+
+
+@pytest.mark.parametrize("which", ["logits", "probabilities", "both"])
+def test_an_empty_batch_may_have_any_strides(device, which):
+    strided = torch.zeros(7, 6, device=device).t()[:0]
+    plain = torch.zeros(0, 7, device=device)
+    logits = plain if which == "probabilities" else strided
+    target = torch.zeros(0, dtype=torch.long, device=device) if which == "logits" else strided
+    assert ampfuse.cross_entropy(logits, target, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("name", ["target", "weight"])
+def test_tensors_whose_memory_is_gone_are_refused(name):
+    """In a process of its own, which does not survive where they are read."""
+    program = f"""
+import torch, ampfuse
+target, weight = torch.zeros(3, dtype=torch.long), torch.ones(5)
+{name}.untyped_storage().resize_(0)
+ampfuse.cross_entropy(torch.zeros(3, 5), target, weight)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"{name}: " in result.stderr
+
+
+# --- grad_scale and denominator -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_number_of_any_dtype_and_place(device, dtype, shape):
+    logits, target = batch(device, 6, 50, dtype=torch.bfloat16)
+    for place in {device.type, "cpu"}:
+        number = torch.full(shape, 8, dtype=dtype, device=place)
+        loss, grad = results(
+            ampfuse.cross_entropy, logits, target, 8.0, grad_scale=number, denominator=number
+        )
+        expected, gradient = exact(logits, target, 8.0, denominator=8.0)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        assert ulps_off(grad, gradient) <= ULPS
+
+
+def test_numbers_of_the_hosts(device):
+    logits, target = batch(device, 6, 50, dtype=torch.bfloat16)
+    _, grad = results(ampfuse.cross_entropy, logits, target, 8.0, grad_scale=8.0, denominator=3)
+    _, gradient = exact(logits, target, 8.0, denominator=3.0)
+    assert ulps_off(grad, gradient) <= ULPS
+
+
+REFUSED = {
+    "two": (lambda: torch.ones(2), "expected one number, got Float of shape \\[2\\]"),
+    "none": (lambda: torch.ones(0), "expected one number, got Float of shape \\[0\\]"),
+    "complex": (lambda: torch.ones((), dtype=torch.cfloat), "expected one number, got Complex"),
+    "a gradient": (lambda: torch.ones((), requires_grad=True), "has no derivative"),
+}
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "denominator"])
+@pytest.mark.parametrize(("number", "words"), REFUSED.values(), ids=list(REFUSED))
+def test_what_is_not_one_constant_number_is_refused(device, name, number, words):
+    logits, target = batch(device, 6, 50)
+    number = number().to(device).detach().requires_grad_(number().requires_grad)
+    for function in (ampfuse.cross_entropy, ampfuse.cross_entropy_):
+        with pytest.raises(ValueError, match=f"{name}: {words}"):
+            function(logits * 1, target, **{name: number})
+
+
+@pytest.mark.parametrize("denominator", [3, 3.0, -0.5, 1e-30, 1e300, True])
+@pytest.mark.parametrize("shape", [(6, 50), (2, 50, 3, 4)], ids=str)
+def test_denominators_that_are_no_tensors(device, denominator, shape):
+    logits, target = batch(device, *shape, dtype=torch.float64)
+    target.view(-1)[0] = -100
+    found = results(ampfuse.cross_entropy, logits, target, denominator=denominator)
+    total = results(functional.cross_entropy, logits, target, reduction="sum")
+    torch.testing.assert_close(found, [x / denominator for x in total], rtol=1e-12, atol=0)
+
+
+def test_a_denominator_counts_in_place_of_weights(device):
+    logits, target = batch(device, 6, 50)
+    weight = torch.rand(50, device=device)
+    found = results(ampfuse.cross_entropy, logits, target, weight=weight, denominator=4.0)
+    total = results(functional.cross_entropy, logits, target, weight=weight, reduction="sum")
+    torch.testing.assert_close(found, [x / 4 for x in total])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_nothing_is_divided_by_zero_unnoticed(device, as_tensor):
+    """Not a finite number, which a scaler would step with."""
+    logits, target = batch(device, 6, 50)
+    zero = torch.zeros((), device=device) if as_tensor else 0
+    loss, grad = results(ampfuse.cross_entropy, logits, target, denominator=zero)
+    assert not loss.isfinite()
+    assert not grad.isfinite().any()
+
+
+def test_a_part_that_is_all_ignored_adds_nothing(device):
+    """To a batch whose other parts have targets."""
+    logits, target = batch(device, 6, 50)
+    loss, grad = results(ampfuse.cross_entropy, logits, target.fill_(-100), denominator=5.0)
+    assert loss == 0
+    assert (grad == 0).all()

@@ -1,0 +1,202 @@
+"""cross_entropy in graphs that others look into: hooks, checkpoints, gradients that add up."""
+
+import ampfuse
+import pytest
+import torch
+from cross_entropy_reference import ULPS, exact, ulps_off
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+# Where the gradient comes from: forward, backward, and forward in place of the logits.
+KINDS = {
+    "mean": lambda logits, target: ampfuse.cross_entropy(logits, target),
+    "none": lambda logits, target: ampfuse.cross_entropy(logits, target, reduction="none").mean(),
+    "in place": lambda logits, target: ampfuse.cross_entropy_(logits, target),
+}
+EVERY_KIND = pytest.mark.parametrize("loss_of", KINDS.values(), ids=list(KINDS))
+
+
+class Head:
+    """Hidden states, the layer that makes logits of them, and targets."""
+
+    def __init__(self, device):
+        torch.manual_seed(0)
+        self.hidden = torch.randn(8, 16).to(device).requires_grad_()
+        self.layer = torch.nn.Linear(16, 300).to(device)
+        self.target = torch.randint(300, (8,)).to(device)
+
+    def gradients(self, loss, upstream=1.0, **options):
+        of = [self.hidden, *self.layer.parameters()]
+        return torch.autograd.grad(loss, of, torch.tensor(upstream, device=loss.device), **options)
+
+    def expected(self, loss_of, upstream=1.0):
+        """Those of an ordinary graph."""
+        return self.gradients(loss_of(self.layer(self.hidden), self.target), upstream)
+
+
+def assert_same(results, expected):
+    assert all(map(torch.equal, results, expected))
+
+
+def rows_of(device, dtype=torch.float32, seed=0):
+    """A leaf, and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, 300, generator=generator).to(device, dtype).requires_grad_()
+    return logits, torch.randint(300, (8,), generator=generator).to(device)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+def test_what_is_saved_may_be_stored_elsewhere(device, loss_of, upstream):
+    head, packed = Head(device), []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor.detach().cpu().numpy().copy()
+
+    def unpack(array):
+        return torch.from_numpy(array.copy()).to(device)
+
+    with saved_tensors_hooks(pack, unpack):
+        loss = loss_of(head.layer(head.hidden), head.target)
+    assert packed.count((8, 300)) == 1  # logits or their gradient, not both
+    first = head.gradients(loss, upstream, retain_graph=True)
+    second = head.gradients(loss, upstream)
+
+    expected = head.expected(loss_of, upstream)
+    assert_same(first, expected)
+    assert_same(second, expected)
+
+
+@EVERY_KIND
+def test_what_is_saved_may_wait_in_host_memory(device, loss_of):
+    head = Head(device)
+    with save_on_cpu(pin_memory=device.type == "cuda"):
+        loss = loss_of(head.layer(head.hidden), head.target)
+    assert_same(head.gradients(loss), head.expected(loss_of))
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_forms_the_same_gradient(device, loss_of, use_reentrant):
+    head = Head(device)
+
+    def block(hidden):
+        return loss_of(head.layer(hidden), head.target)
+
+    loss = checkpoint(block, head.hidden, use_reentrant=use_reentrant)
+    loss.backward(torch.tensor(3.0, device=device))
+
+    grads = [head.hidden.grad, *(param.grad for param in head.layer.parameters())]
+    assert_same(grads, head.expected(loss_of, 3.0))
+
+
+@EVERY_KIND
+def test_a_checkpoint_may_be_gone_through_again(device, loss_of):
+    head = Head(device)
+    loss = checkpoint(
+        lambda hidden: loss_of(head.layer(hidden), head.target), head.hidden, use_reentrant=False
+    )
+    head.gradients(loss, 5.0, retain_graph=True)
+    assert_same(head.gradients(loss, 3.0), head.expected(loss_of, 3.0))
+
+
+@EVERY_KIND
+def test_hooks_of_logits_see_their_gradient_and_may_change_it(device, loss_of):
+    leaf, target = rows_of(device)
+    logits, seen = leaf * 1, []
+
+    def negated(grad):
+        seen.append(grad.clone())
+        return -grad
+
+    logits.register_hook(negated)
+    loss_of(logits, target).backward()
+
+    (grad,) = seen
+    assert ulps_off(grad, exact(leaf, target)[1]) <= ULPS
+    assert torch.equal(leaf.grad, -grad)
+
+
+@EVERY_KIND
+def test_a_gradient_that_is_kept_for_logits_is_that_of_the_leaf(device, loss_of):
+    leaf, target = rows_of(device)
+    logits = leaf * 1
+    logits.retain_grad()
+    loss_of(logits, target).backward(torch.tensor(3.0, device=device))
+    assert torch.equal(logits.grad, leaf.grad)
+
+
+@EVERY_KIND
+def test_backward_may_be_for_some_inputs_alone(device, loss_of):
+    head = Head(device)
+    loss = loss_of(head.layer(head.hidden), head.target)
+    loss.backward(inputs=[head.layer.bias])
+    assert torch.equal(head.layer.bias.grad, head.expected(loss_of)[2])
+    assert head.hidden.grad is head.layer.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["mean", "none"])
+def test_losses_of_the_same_logits_add_up(device, kind):
+    logits, first = rows_of(device, torch.float64)
+    _, second = rows_of(device, seed=1)
+    loss = KINDS[kind](logits, first) + 2 * KINDS[kind](logits, second)
+
+    loss.backward()
+
+    expected = exact(logits, first)[1] + exact(logits, second, 2.0)[1]
+    torch.testing.assert_close(logits.grad, expected, rtol=0, atol=1e-15)
+
+
+@EVERY_KIND
+def test_an_upstream_gradient_may_come_from_the_loss_itself(device, loss_of):
+    leaf, target = rows_of(device, torch.float64)
+    loss_of(leaf * 1, target).square().backward()
+    loss, _ = exact(leaf, target)
+    expected = exact(leaf, target, 2 * loss)[1]
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-13, atol=1e-15)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("retain_graph", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_two_batches_accumulate(device, loss_of, retain_graph, dtype):
+    leaf, target = rows_of(device, dtype)
+    other = rows_of(device, seed=1)[1]
+    grads = [torch.autograd.grad(loss_of(leaf * 1, t), leaf)[0] for t in (target, other)]
+
+    loss = loss_of(leaf * 1, target)
+    loss.backward(retain_graph=retain_graph)
+    first = leaf.grad.clone()
+    loss_of(leaf * 1, other).backward(retain_graph=retain_graph)
+
+    assert torch.equal(first, grads[0])
+    assert torch.equal(leaf.grad, grads[0] + grads[1])
+
+
+@pytest.mark.parametrize("kind", ["mean", "none"])
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_a_gradient_belongs_to_its_leaf_alone(device, kind, retain_graph):
+    """Later calls leave it as it is, and so do later passes through the graph that made it."""
+    logits, target = rows_of(device)
+    loss = KINDS[kind](logits, target)
+    loss.backward(retain_graph=retain_graph)
+    grad, before = logits.grad, logits.grad.clone()
+    logits.grad = None
+
+    if retain_graph:
+        loss.backward(torch.tensor(3.0, device=device))
+    for upstream in (1.0, 5.0):
+        KINDS[kind](logits, target).backward(torch.tensor(upstream, device=device))
+
+    assert torch.equal(grad, before)
+
+
+@EVERY_KIND
+def test_leaves_behind_the_same_logits_share_no_memory(device, loss_of):
+    leaf, target = rows_of(device)
+    other = torch.zeros_like(leaf, requires_grad=True)
+    loss_of(leaf + other, target).backward()
+    assert torch.equal(leaf.grad, other.grad)
+    other.grad.zero_()
+    assert ulps_off(leaf.grad, exact(leaf, target)[1]) <= ULPS

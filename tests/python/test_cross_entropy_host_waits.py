@@ -1,0 +1,193 @@
+"""cross_entropy on a GPU: nothing waits, a graph replays it, and it is a few launches."""
+
+import ampfuse
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = pytest.mark.needs_cuda
+
+CUDA = torch.device("cuda")
+SHAPE = (64, 3000)
+
+
+def on_gpu(number):
+    return torch.tensor(number, device=CUDA)
+
+
+def probabilities():
+    return torch.full(SHAPE, 1 / SHAPE[1], device=CUDA)
+
+
+# What the gradient comes from, and what else there is to be read or copied.
+CALLS = {
+    "mean": {},
+    "sum": {"reduction": "sum", "grad_scale": lambda: on_gpu(8.0)},
+    "none": {"reduction": "none"},
+    "half": {"dtype": torch.float16},
+    "in place": {"function": ampfuse.cross_entropy_},
+    "weights": {"weight": lambda: torch.ones(SHAPE[1], device=CUDA), "label_smoothing": 0.1},
+    "probabilities": {"target": probabilities},
+    "half probabilities": {"target": lambda: probabilities().half()},
+    "bytes": {"target": lambda: torch.ones(SHAPE[0], dtype=torch.uint8, device=CUDA)},
+    "z-loss": {"z_loss": 1e-4, "softcap": 30.0},
+    "denominator": {"denominator": 7.0},
+    "denominator on the GPU": {"denominator": lambda: on_gpu(7)},
+    "numbers on the host": {
+        "denominator": lambda: torch.tensor(7.0),
+        "grad_scale": lambda: torch.tensor(8.0),
+    },
+    "metrics": {"return_metrics": True},
+}
+EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
+
+
+class Step:
+    """A call with its backward, on the same memory again and again."""
+
+    def __init__(self, dtype=torch.bfloat16, function=ampfuse.cross_entropy, **options):
+        self.function = function
+        options = {name: value() if callable(value) else value for name, value in options.items()}
+        self.target = options.pop("target", torch.zeros(SHAPE[0], dtype=torch.long, device=CUDA))
+        self.options = options
+        self.logits = torch.zeros(SHAPE, dtype=dtype, device=CUDA, requires_grad=True)
+        each = options.get("reduction") == "none"
+        self.upstream = torch.ones(SHAPE[:1] if each else (), device=CUDA)
+
+    def fill(self, seed):
+        """Other logits, indices and numbers in the memory that is read."""
+        generator = torch.Generator().manual_seed(seed)
+        self.logits.data.copy_(torch.randn(SHAPE, generator=generator) * 3)
+        if not self.target.is_floating_point():
+            self.target.copy_(torch.randint(200, SHAPE[:1], generator=generator))
+        for name, tensor in self.tensors().items():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) * 8 + (name != "weight"))
+
+    def tensors(self):
+        """What else is on the GPU."""
+        found = {"upstream": self.upstream} | self.options
+        return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) and x.is_cuda}
+
+    def __call__(self):
+        """The loss, its gradient, and metrics if there are any."""
+        metrics = ()
+        logits = self.logits
+        if self.function is ampfuse.cross_entropy_:
+            logits = logits * 1
+        loss = self.function(logits, self.target, **self.options)
+        if self.options.get("return_metrics"):
+            loss, metrics = loss
+        return loss, *torch.autograd.grad(loss, self.logits, self.upstream), *metrics
+
+
+@pytest.fixture
+def waits_are_errors():
+    """A function that makes torch raise where the host would wait, until the test is over."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@EVERY_CALL
+def test_nothing_is_waited_for(waits_are_errors, options):
+    step = Step(**options)
+    step.fill(0)
+    torch.cuda.synchronize()
+    waits_are_errors()
+
+    for _ in range(2):
+        step()
+
+
+def test_nor_with_a_scaler(waits_are_errors):
+    logits = torch.randn(SHAPE, device=CUDA).half().requires_grad_()
+    target = torch.zeros(SHAPE[0], dtype=torch.long, device=CUDA)
+    scaler = ampfuse.GradScaler("cuda")
+    criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+    scaler.scale(criterion(logits, target)).backward()  # which makes the scale
+    torch.cuda.synchronize()
+    waits_are_errors()
+
+    scaler.scale(criterion(logits, target)).backward()
+
+
+def capture(step):
+    """A graph of it and what replays write, after a call in which torch makes what it needs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+# A copy from the host is not captured where its memory may be gone later.
+CAPTURED = [call for name, call in CALLS.items() if name != "numbers on the host"]
+
+
+@pytest.mark.parametrize("options", CAPTURED, ids=[n for n in CALLS if "on the host" not in n])
+def test_replays_are_calls_with_what_is_in_memory_then(options):
+    step = Step(**options)
+    step.fill(0)
+    graph, results = capture(step)
+
+    for seed in (1, 2, 3):
+        step.fill(seed)
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        assert all(map(torch.equal, replayed, step()))
+
+
+def test_a_graph_follows_the_scale():
+    """Gradients that were expected to have one scale are formed with another, not rescaled."""
+    scale = on_gpu(8.0)
+    step = Step(torch.float16, grad_scale=lambda: scale)
+    step.upstream = scale
+    step.fill(0)
+    graph, (_, grad) = capture(step)
+
+    for value in (2.0**16, 1.0, 3.0):
+        scale.fill_(value)
+        graph.replay()
+        assert torch.equal(grad, step()[1])
+
+
+# Launches: what the sum is divided by, rows, their sum, and in backward one that finds nothing to
+# do. Where the gradient is formed in backward, upstream as float64 and the gradient. And three for
+# which rows are correct.
+MOST = {"mean": 4, "sum": 4, "none": 5, "weights": 4, "probabilities": 4, "metrics": 7}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_launches_are_few(name):
+    step = Step(**CALLS[name])
+    step.fill(0)
+    step()
+    torch.cuda.synchronize()
+
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        step()
+        torch.cuda.synchronize()
+
+    launched = [event.name for event in watched.events() if event.device_type.name == "CUDA"]
+    assert 0 < len(launched) <= MOST[name], launched
+
+
+def test_work_is_queued_on_the_current_stream():
+    step = Step(torch.float32)
+    step.fill(0)
+    expected = step()
+    logits = step.logits.detach().clone()
+    stream = torch.cuda.Stream()
+    step.logits.data.zero_()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # what is not on this stream runs ahead of the copy
+        step.logits.data.copy_(logits)
+        results = step()
+    torch.cuda.synchronize()
+
+    assert all(map(torch.equal, results, expected))

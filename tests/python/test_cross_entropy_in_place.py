@@ -1,0 +1,155 @@
+"""cross_entropy_ and memory: what it writes, what it may not, and who notices."""
+
+import ampfuse
+import pytest
+import torch
+from cross_entropy_reference import ULPS, exact, ulps_off
+from torch.nn import functional
+
+
+def batch(device, rows=6, classes=50):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, classes, generator=generator).to(device)
+    return logits, torch.randint(classes, (rows,), generator=generator).to(device)
+
+
+VIEWS = {
+    "columns": lambda whole: whole[:, 3:53],
+    "every other row": lambda whole: whole[::2, :50],
+    "rows": lambda whole: whole[2:, :50],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
+def test_what_is_around_a_view_stays(device, view):
+    whole, target = batch(device, rows=12, classes=57)
+    before = whole.clone()
+    expected, target = view(before), target[: len(view(whole))] % 50
+    _, gradient = exact(expected, target)
+
+    ampfuse.cross_entropy_(view(whole), target)
+
+    assert ulps_off(view(whole), gradient) <= ULPS
+    around = torch.ones_like(whole)
+    view(around).zero_()
+    assert torch.equal(whole * around, before * around)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
+def test_gradients_of_a_view_reach_the_leaf(device, view):
+    leaf, target = batch(device, rows=12, classes=57)
+    leaf.requires_grad_()
+    target = target[: len(view(leaf))] % 50
+    functional.cross_entropy(view(leaf), target).backward()
+    expected, leaf.grad = leaf.grad, None
+
+    ampfuse.cross_entropy_(view(leaf * 1), target).backward()
+
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_logits_that_need_no_gradient_become_it_all_the_same(device, mode):
+    logits, target = batch(device)
+    _, gradient = exact(logits, target, 8.0)
+    with mode():
+        loss = ampfuse.cross_entropy_(logits, target, grad_scale=torch.tensor(8.0, device=device))
+    assert not loss.requires_grad
+    assert ulps_off(logits, gradient) <= ULPS
+
+
+def test_without_gradients_a_leaf_may_be_overwritten(device):
+    leaf, target = batch(device)
+    _, gradient = exact(leaf, target)
+    leaf.requires_grad_()
+    with torch.no_grad():
+        ampfuse.cross_entropy_(leaf, target)
+    assert ulps_off(leaf, gradient) <= ULPS
+
+
+def test_versions_move_in_forward_and_backward(device):
+    leaf, target = batch(device)
+    logits = leaf.requires_grad_() * 1
+    before = logits._version
+    loss = ampfuse.cross_entropy_(logits, target)
+    assert logits._version == before + 1
+    loss.backward()
+    assert logits._version > before + 1
+
+
+CHANGES = {
+    "a second loss": lambda logits, target: ampfuse.cross_entropy_(logits, target),
+    "another operation": lambda logits, target: logits.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_a_gradient_that_was_overwritten_is_noticed(device, change):
+    leaf, target = batch(device)
+    logits = leaf.requires_grad_() * 1
+    loss = ampfuse.cross_entropy_(logits, target)
+    change(logits, target)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_probabilities_may_lie_in_the_logits_own_memory(device):
+    logits = batch(device)[0].softmax(1)
+    _, gradient = exact(logits, logits.clone())
+    ampfuse.cross_entropy_(logits, logits)
+    torch.testing.assert_close(logits.double(), gradient, rtol=1e-6, atol=1e-8)
+
+
+REFUSED = {
+    "one dimension": (lambda logits: logits[0], "expected logits of shape"),
+    "three": (lambda logits: logits.view(6, 10, 5), "expected logits of shape"),
+    "columns": (lambda logits: logits.t().contiguous().t(), "classes next to each other"),
+    "every other class": (lambda logits: logits[:, ::2], "classes next to each other"),
+}
+
+
+@pytest.mark.parametrize(("view", "words"), REFUSED.values(), ids=list(REFUSED))
+def test_logits_that_would_have_to_be_copied_are_refused(device, view, words):
+    logits, target = batch(device)
+    before = logits.clone()
+    with pytest.raises(ValueError, match=words):
+        ampfuse.cross_entropy_(view(logits), target)
+    assert torch.equal(logits, before)
+
+
+OVERLAPS = {
+    "one row for all": lambda logits: logits[:1].expand(6, 50),
+    "rows that overlap": lambda logits: logits.view(-1).as_strided((6, 50), (10, 1)),
+}
+
+
+@pytest.mark.parametrize("overlapping", OVERLAPS.values(), ids=list(OVERLAPS))
+def test_logits_that_share_memory_with_each_other_are_refused(device, overlapping):
+    logits, target = batch(device)
+    before = logits.clone()
+    with pytest.raises((RuntimeError, ValueError), match="memory"):
+        ampfuse.cross_entropy_(overlapping(logits), target)
+    assert torch.equal(logits, before)
+
+
+def test_a_view_of_a_leaf_is_no_better_than_the_leaf(device):
+    logits, target = batch(device)
+    leaf = logits.clone().view(2, 3, 50).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        ampfuse.cross_entropy_(leaf.view(6, 50), target)
+    assert torch.equal(leaf.view(6, 50), logits)
+
+
+def test_a_lazy_clone_is_copied_first():
+    logits, target = batch(torch.device("cpu"))
+    before = logits.clone()
+    clone = torch._lazy_clone(logits)
+    ampfuse.cross_entropy_(clone, target)
+    assert torch.equal(logits, before)
+    assert ulps_off(clone, exact(before, target)[1]) <= ULPS
+
+
+def test_negative_views_are_refused(device):
+    logits, target = batch(device)
+    with pytest.raises(ValueError, match="memory of their own"):
+        ampfuse.cross_entropy_(torch._neg_view(logits), target)

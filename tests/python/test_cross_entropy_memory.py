@@ -1,0 +1,133 @@
+"""What cross_entropy allocates: the gradient, in place of the logits not even that."""
+
+from itertools import accumulate
+
+import ampfuse
+import pytest
+import torch
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+ROWS, CLASSES = 1024, 4096
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+def peak(device, call):
+    """Bytes that a call holds at most, besides what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        call()
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events), default=0)
+
+
+def few(device):
+    """Bytes of numbers for each row, and on the CPU of a row's exponentials for each thread."""
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return 96 * ROWS + 8 * CLASSES * threads + 2**14
+
+
+def batch(device, dtype):
+    """Logits, their size in bytes, and targets."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(ROWS, CLASSES, generator=generator).to(device, dtype).requires_grad_()
+    target = torch.randint(CLASSES, (ROWS,), generator=generator).to(device)
+    target[::7] = -100
+    return logits, logits.numel() * logits.element_size(), target
+
+
+CALLS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},  # whose gradient comes from backward, and so the next one's
+    "class weights": {"weight": torch.ones(CLASSES), "label_smoothing": 0.1},
+    "metrics": {"return_metrics": True, "z_loss": 1e-4, "softcap": 30.0},
+}
+EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
+
+
+def loss_of(logits, target, options):
+    """The loss, without metrics if there are any."""
+    options = {
+        name: value.to(logits.device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    loss = ampfuse.cross_entropy(logits, target, **options)
+    return loss[0] if isinstance(loss, tuple) else loss
+
+
+@DTYPES
+@EVERY_CALL
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+def test_forward_and_backward_hold_the_gradient_and_no_more(device, dtype, options, upstream):
+    logits, size, target = batch(device, dtype)
+
+    def step():
+        loss = loss_of(logits, target, options)
+        loss.backward(torch.full_like(loss, upstream))
+
+    assert size <= peak(device, step) <= size + few(device)
+
+
+def test_so_do_half_logits_without_a_scale(device):
+    logits, size, target = batch(device, torch.float16)
+    needed = peak(device, lambda: ampfuse.cross_entropy(logits, target).backward())
+    assert size <= needed <= size + few(device)
+
+
+@DTYPES
+def test_probabilities_are_not_copied(device, dtype):
+    logits, size, _ = batch(device, dtype)
+    target = torch.rand(ROWS, CLASSES, device=device).softmax(1)
+    needed = peak(device, lambda: ampfuse.cross_entropy(logits, target).backward())
+    assert size <= needed <= size + few(device)
+
+
+@DTYPES
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+def test_in_place_there_is_nothing_but_the_logits(device, dtype, upstream):
+    leaf, _, target = batch(device, dtype)
+    logits = leaf * 1
+    upstream = torch.tensor(upstream, device=device)
+
+    def step():
+        loss = ampfuse.cross_entropy_(logits, target)
+        (grad,) = torch.autograd.grad(loss, logits, upstream)
+        assert grad.data_ptr() == logits.data_ptr()
+
+    assert 0 < peak(device, step) <= few(device)
+
+
+@DTYPES
+@EVERY_CALL
+def test_without_a_gradient_there_is_none_either(device, dtype, options):
+    logits, _, target = batch(device, dtype)
+
+    with torch.no_grad():
+        assert 0 < peak(device, lambda: loss_of(logits, target, options)) <= few(device)
+    logits.requires_grad_(False)
+    assert 0 < peak(device, lambda: loss_of(logits, target, options)) <= few(device)
+
+
+@DTYPES
+def test_nothing_of_a_step_is_left_but_the_gradient(device, dtype):
+    logits, size, target = batch(device, dtype)
+
+    def steps():
+        for _ in range(3):
+            logits.grad = None
+            ampfuse.cross_entropy(logits, target).backward()
+
+    assert peak(device, steps) <= size + few(device)
+
+
+@DTYPES
+def test_torchs_would_be_seen_to_need_more(device, dtype):
+    logits, size, target = batch(device, dtype)
+    assert peak(device, lambda: functional.cross_entropy(logits, target).backward()) >= 2 * size

@@ -1,0 +1,174 @@
+"""CrossEntropyLoss as a module: copied, saved, moved, and in torch's place."""
+
+import copy
+import io
+import pickle
+
+import ampfuse
+import pytest
+import torch
+from cross_entropy_reference import ULPS, exact, relatively_off, ulps_off
+from torch.nn import functional
+
+OPTIONS = {
+    "ignore_index": 3,
+    "reduction": "sum",
+    "label_smoothing": 0.1,
+    "z_loss": 0.25,
+    "softcap": 2.0,
+}
+
+
+def batch(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=generator).to(device, dtype).requires_grad_()
+    return logits, torch.randint(50, (6,), generator=generator).to(device)
+
+
+def weight_of(device):
+    return torch.rand(50, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": saved_and_loaded,
+}
+EVERY_COPY = pytest.mark.parametrize("copied", COPIES.values(), ids=list(COPIES))
+
+
+def test_every_option_counts(device):
+    logits, target = batch(device)
+    target[0] = 3
+    module = ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS)
+    expected, _ = exact(logits, target, weight=weight_of(device), **OPTIONS)
+    assert relatively_off(module(logits, target), expected) <= 1e-6
+
+
+@EVERY_COPY
+def test_copies_compute_the_same(device, copied):
+    logits, target = batch(device)
+    target[0] = 3
+    module = ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS)
+    assert torch.equal(copied(module)(logits, target), module(logits, target))
+
+
+@EVERY_COPY
+def test_copies_bring_their_scaler(device, copied):
+    scaler = ampfuse.GradScaler(device.type, 1024.0)
+    module = copied(ampfuse.CrossEntropyLoss(scaler=scaler))
+    assert module.scaler.get_scale() == 1024.0
+
+    logits, target = batch(device, torch.float16)
+    module.scaler.scale(module(logits, target)).backward()
+
+    _, expected = exact(logits, target, 1024.0)
+    torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-3, atol=0)
+
+
+def test_what_is_copied_with_its_scaler_shares_it(device):
+    """A training state of its own, and not a criterion that follows another's scale."""
+    state = {"scaler": ampfuse.GradScaler(device.type, 8.0)}
+    state["criterion"] = ampfuse.CrossEntropyLoss(scaler=state["scaler"])
+    for copied in COPIES.values():
+        copy_of_state = copied(state)
+        assert copy_of_state["criterion"].scaler is copy_of_state["scaler"]
+        assert copy_of_state["scaler"] is not state["scaler"]
+
+
+@pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
+def test_a_scaler_may_be_ours_or_torchs(device, kind):
+    logits, target = batch(device, torch.float16)
+    scaler = kind(device.type, 1024.0)
+    criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+    loss = criterion(logits, target)
+    # Formed in forward, from one gradient that is saved: with the scale, that is.
+    assert "GradientInForward" in loss.grad_fn.name()
+    scaler.scale(loss).backward()
+    _, gradient = exact(logits, target, upstream=1024.0)
+    assert ulps_off(logits.grad, gradient) <= ULPS
+
+
+def test_a_scaler_that_is_not_enabled_scales_nothing(device):
+    logits, target = batch(device)
+    scaler = ampfuse.GradScaler(device.type, 1024.0, enabled=False)
+    ampfuse.CrossEntropyLoss(scaler=scaler)(logits, target).backward()
+    (expected,) = torch.autograd.grad(ampfuse.cross_entropy(logits, target), logits)
+    assert torch.equal(logits.grad, expected)
+
+
+def test_the_scale_is_the_one_of_the_moment(device):
+    """Not of when the module was made: float16 gradients show with what they were rounded."""
+    logits, target = batch(device, torch.float16)
+    logits.data += 15 * functional.one_hot(target, 50)  # the others' p are about 1e-7
+    scaler = ampfuse.GradScaler(device.type, 1.0)
+    module = ampfuse.CrossEntropyLoss(scaler=scaler, reduction="sum")
+    scaler.scale(module(logits, target))
+    scaler.update(2.0**12)
+
+    scaler.scale(module(logits, target)).backward()
+
+    expected = exact(logits, target, 2.0**12, reduction="sum")[1]
+    torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_weight_moves_to_a_dtype(device, dtype):
+    logits, target = batch(device)
+    module = ampfuse.CrossEntropyLoss(weight_of(device)).to(dtype)
+    assert module.weight.dtype == dtype
+    loss = module(logits, target)
+    assert loss.dtype == torch.float32
+    expected, _ = exact(logits, target, weight=weight_of(device).to(dtype))
+    assert relatively_off(loss, expected) <= 1e-6
+
+
+def test_weight_moves_to_a_device(device):
+    logits, target = batch(device)
+    module = ampfuse.CrossEntropyLoss(weight_of("cpu")).to(device)
+    expected = ampfuse.cross_entropy(logits, target, weight_of(device))
+    assert torch.equal(module(logits, target), expected)
+    assert module.to("meta").weight.is_meta
+    with pytest.raises(ValueError, match=r"weight: expected device .* as input, got meta"):
+        module(logits, target)
+
+
+@pytest.mark.parametrize("other", [torch.nn.CrossEntropyLoss, ampfuse.CrossEntropyLoss])
+def test_state_is_the_weight_as_in_torch(device, other):
+    weight = weight_of(device)
+    module = ampfuse.CrossEntropyLoss(torch.ones(50, device=device))
+    assert list(module.state_dict()) == ["weight"]
+    assert list(ampfuse.CrossEntropyLoss(scaler=ampfuse.GradScaler("cpu")).state_dict()) == []
+
+    module.load_state_dict(other(weight).state_dict())
+    assert torch.equal(module.weight, weight)
+    back = other(torch.ones(50, device=device))
+    back.load_state_dict(module.state_dict())
+    assert torch.equal(back.weight, weight)
+
+
+def test_weight_is_no_parameter(device):
+    module = ampfuse.CrossEntropyLoss(weight_of(device))
+    assert list(module.parameters()) == []
+    assert [name for name, _ in module.named_buffers()] == ["weight"]
+
+
+def test_inside_of_a_compiled_module(device):
+    logits, target = batch(device)
+    model = torch.nn.Linear(50, 50).to(device)
+    module = ampfuse.CrossEntropyLoss(weight_of(device), label_smoothing=0.1)
+
+    def loss_of(logits, target):
+        return module(model(logits), target)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    results = [torch.autograd.grad(f(logits, target), logits)[0] for f in (compiled, loss_of)]
+    torch.testing.assert_close(*results)

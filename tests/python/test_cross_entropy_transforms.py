@@ -1,0 +1,165 @@
+"""cross_entropy under what transforms functions or graphs: torch.func, compiled autograd, modes."""
+
+import ampfuse
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+KINDS = ["mean", "none"]
+EVERY_KIND = pytest.mark.parametrize("reduction", KINDS)
+
+
+def batch(device, *shape):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, generator=generator).to(device)
+    target = torch.randint(shape[-1], shape[:-1], generator=generator).to(device)
+    return logits, target
+
+
+def torchs_gradient(logits, target, upstream=1.0):
+    x = logits.detach().requires_grad_()
+    (functional.cross_entropy(x, target) * upstream).backward()
+    return x.grad
+
+
+@EVERY_KIND
+def test_vmap_is_a_loop(device, reduction):
+    logits, target = batch(device, 3, 6, 50)
+    logits.requires_grad_()
+
+    losses = torch.func.vmap(lambda x, t: ampfuse.cross_entropy(x, t, reduction=reduction))(
+        logits, target
+    )
+    (grad,) = torch.autograd.grad(losses.sum(), logits)
+
+    each = [
+        ampfuse.cross_entropy(x, t, reduction=reduction)
+        for x, t in zip(logits, target, strict=True)
+    ]
+    assert torch.equal(losses, torch.stack(each))
+    assert torch.equal(grad, torch.autograd.grad(sum(loss.sum() for loss in each), logits)[0])
+
+
+def test_in_place_vmap_is_refused(device):
+    logits, target = batch(device, 3, 6, 50)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for ampfuse::cross_ent"):
+        torch.func.vmap(ampfuse.cross_entropy_)(logits, target)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "hessian"])
+def test_functional_derivatives_are_refused(device, reduction, transform):
+    logits, target = batch(device, 6, 50)
+
+    def loss_of(x):
+        return ampfuse.cross_entropy(x, target, reduction=reduction).sum()
+
+    calls = {
+        "vjp": lambda: torch.func.vjp(loss_of, logits),
+        "jvp": lambda: torch.func.jvp(loss_of, (logits,), (logits,)),
+    }
+    call = calls.get(transform) or (lambda: getattr(torch.func, transform)(loss_of)(logits))
+    with pytest.raises(RuntimeError, match="cannot use C\\+\\+ torch::autograd::Function with"):
+        call()
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_jacobians(device, reduction, vectorize):
+    logits, target = batch(device, 6, 50)
+
+    def jacobian(function):
+        return torch.autograd.functional.jacobian(
+            lambda x: function(x, target, reduction=reduction), logits, vectorize=vectorize
+        )
+
+    torch.testing.assert_close(jacobian(ampfuse.cross_entropy), jacobian(functional.cross_entropy))
+
+
+# What differentiates with respect to the logits alone, and passes by what they are not behind.
+DERIVATIVES = {
+    "grad": lambda total, logits: torch.autograd.grad(total, logits),
+    "backward": lambda total, logits: total.backward(inputs=[logits]),
+}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("differentiate", DERIVATIVES.values(), ids=list(DERIVATIVES))
+def test_a_second_derivative_is_not_left_out(device, reduction, differentiate):
+    logits, target = batch(device, 6, 50)
+    logits.requires_grad_()
+    loss = ampfuse.cross_entropy(logits, target, reduction=reduction).sum()
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        differentiate(loss + grad.square().sum(), logits)
+
+
+@EVERY_KIND
+def test_a_hessian_is_not_zero(device, reduction):
+    logits, target = batch(device, 6, 50)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.functional.hessian(
+            lambda x: ampfuse.cross_entropy(x, target, reduction=reduction).sum(), logits
+        )
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "in place"])
+def test_compiled_backward_of_an_eager_forward(device, kind):
+    logits, target = batch(device, 6, 50)
+    logits.requires_grad_()
+    if kind == "in place":
+        loss = ampfuse.cross_entropy_(logits * 1, target)
+    else:
+        loss = ampfuse.cross_entropy(logits, target, reduction=kind)
+
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.mean().backward()
+
+    torch.testing.assert_close(logits.grad, torchs_gradient(logits, target))
+
+
+@EVERY_KIND
+def test_backward_inside_of_torch_compile(device, reduction):
+    logits, target = batch(device, 6, 50)
+    logits.requires_grad_()
+
+    def step(logits):
+        (ampfuse.cross_entropy(logits * 2, target, reduction=reduction).mean() * 3).backward()
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(logits)
+
+    expected = 2 * torchs_gradient(2 * logits, target, 3.0)
+    torch.testing.assert_close(logits.grad, expected)
+
+
+@EVERY_KIND
+def test_modes_that_watch_operators_change_no_result(device, reduction):
+    logits, target = batch(device, 6, 50)
+    logits.requires_grad_()
+    with FlopCounterMode(display=False):
+        ampfuse.cross_entropy(logits, target, reduction=reduction).mean().backward()
+    torch.testing.assert_close(logits.grad, torchs_gradient(logits, target))
+
+
+def test_a_mode_that_watched_the_forward_of_a_checkpoint_alone(device):
+    logits, target = batch(device, 6, 50)
+    logits.requires_grad_()
+    with FlopCounterMode(display=False):
+        loss = checkpoint(ampfuse.cross_entropy, logits, target, use_reentrant=False)
+    loss.backward()
+    torch.testing.assert_close(logits.grad, torchs_gradient(logits, target))
+
+
+@EVERY_KIND
+def test_anomaly_detection_finds_none(device, reduction):
+    logits, target = batch(device, 6, 50)
+    logits.requires_grad_()
+    with torch.autograd.set_detect_anomaly(True):
+        ampfuse.cross_entropy(logits, target, reduction=reduction).mean().backward()
+    torch.testing.assert_close(logits.grad, torchs_gradient(logits, target))
