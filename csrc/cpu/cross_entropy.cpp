@@ -7,7 +7,7 @@
 
 #include "../ops/cross_entropy_kernels.h"
 #include "cross_entropy_rows.h"
-#include "large_pages.h"
+#include "fresh_memory.h"
 #include "vec/multi_tensor_scale.h"
 
 namespace ampfuse {
@@ -143,7 +143,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const float scale = baked_scale(grad_scale);
   const bool with_metrics = lse.numel() > 0;
   const bool with_grad = grad.dim() == 2;
-  if (with_grad && !grad.is_same(arguments.input)) prefer_large_pages(grad);
+  if (with_grad && !grad.is_same(arguments.input)) prepare_fresh_memory(grad);
   std::vector<double> losses(static_cast<size_t>(rows.count()));
   const Written written = {
       losses.data(),
@@ -177,7 +177,7 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
   const auto* const upstream = grad_output.const_data_ptr<double>();
   const double divide_by = *divisor.const_data_ptr<double>();
   const bool is_each = grad_output.dim() == 1;
-  prefer_large_pages(grad);
+  prepare_fresh_memory(grad);
   const RowWriter out(grad);
   const auto exponentials = AMPFUSE_CHOOSE(row_exponentials);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
