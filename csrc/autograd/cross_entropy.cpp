@@ -67,8 +67,11 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
     const at::Tensor grad = saved[0].to(loss_dtype(saved[0])) * ratio;
     return {once_differentiable(grad.to(saved[0].scalar_type()), grad_output), at::Tensor()};
   }
-  const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
-  const at::Tensor grad = is_kept ? saved[0].clone() : saved[0].detach();
+  // Nor may what a hook has brought back, if it has other strides.
+  const bool is_kept =
+      torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(saved[0]);
+  const at::Tensor grad =
+      is_kept ? saved[0].clone(at::MemoryFormat::Contiguous) : saved[0].detach();
   cross_entropy_rescale_(grad, baked, grad_output);
   return {once_differentiable(grad, grad_output), at::Tensor()};
 }
@@ -140,16 +143,22 @@ struct GradientInBackward : Function<GradientInBackward> {
     if (!grad_outputs[0].defined()) return grads;
     const auto saved = context->get_saved_variables();
     auto& data = context->saved_data;
-    const OptionalTensor weight = saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt;
-    const CrossEntropyArguments arguments = {saved[0],
-                                             saved[1],
+    // Hooks may have brought them back with other strides.
+    const auto in_rows = [](const at::Tensor& matrix) {
+      return is_row_major(matrix) ? matrix : matrix.contiguous();
+    };
+    const at::Tensor target = saved[1].dim() == 2 ? in_rows(saved[1]) : saved[1].contiguous();
+    OptionalTensor weight;
+    if (saved[2].defined()) weight = saved[2].contiguous();
+    const CrossEntropyArguments arguments = {in_rows(saved[0]),
+                                             target,
                                              weight,
                                              data["reduction"].toInt(),
                                              data["ignore_index"].toInt(),
                                              data["label_smoothing"].toDouble(),
                                              data["z_loss"].toDouble(),
                                              data["softcap"].toOptional<double>()};
-    const at::Tensor& statistics = saved[3];
+    const at::Tensor statistics = saved[3].contiguous();
     const at::Tensor& divisor = saved[4];
     const at::AutoDispatchBelowAutograd below;
     if (context->needs_input_grad(0)) {
@@ -228,13 +237,14 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
   TORCH_CHECK_NOT_IMPLEMENTED(!stands_for_others(input),
                               "cross_entropy_: input cannot be overwritten inside torch.compile, "
                               "nor where it is a tensor subclass: cross_entropy is for that");
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()),
+                    "cross_entropy_: target: has no derivative here: cross_entropy is for that");
   torch::autograd::check_inplace(input, input.requires_grad());
-  TORCH_CHECK_VALUE(
-      input.layout() == at::kStrided && input.dim() == 2 && input.stride(1) == 1 &&
-          (input.size(0) <= 1 || input.stride(0) >= input.size(1)) && !input.is_neg(),
-      "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own, "
-      "classes next to each other, got shape ",
-      input.sizes(), " and strides ", input.strides());
+  check_cross_entropy_in_place(input);
+  TORCH_CHECK_VALUE(grad_scale || input.scalar_type() != at::kHalf ||
+                        !(c10::GradMode::is_enabled() && input.requires_grad()),
+                    "cross_entropy_: grad_scale: expected the loss scale, or 1 where there is "
+                    "none: half gradients that are formed without it are mostly zeros");
   const CrossEntropyRows rows(
       {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
       grad_scale, denominator, /*with_metrics=*/false);

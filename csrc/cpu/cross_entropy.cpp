@@ -173,6 +173,7 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
               const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
+  check_targets(rows, arguments);
   const auto* const of_rows = static_cast<const math::RowStatistics*>(statistics.const_data_ptr());
   const auto* const upstream = grad_output.const_data_ptr<double>();
   const double divide_by = *divisor.const_data_ptr<double>();

@@ -13,9 +13,9 @@ namespace ampfuse {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kSomePages = 256 << 10;       // bytes; fewer are not worth a call
-constexpr int64_t kHoldsLargePage = 4'000'000;  // wherever it begins
-constexpr int64_t kStaysInCache = 16 << 20;     // more would be cleared long before it is written
+constexpr int64_t kSomePages = 256 << 10;     // bytes; fewer are not worth a call
+constexpr int64_t kHoldsLargePage = 4 << 20;  // wherever it begins
+constexpr int64_t kStaysInCache = 16 << 20;   // more would be cleared long before it is written
 
 // Both are wishes: where one is not granted, all stays as it was.
 [[maybe_unused]] void wish_for(char* begin, int64_t size, int advice) {

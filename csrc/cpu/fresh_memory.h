@@ -6,9 +6,8 @@ namespace ampfuse {
 
 /// For a tensor that nobody has written yet and that is about to be written whole. Memory that is
 /// handed out anew is cleared as it is touched first, a page of 4 KiB at a time, which takes longer
-/// than a kernel: gradients of 1024 × 32000 bfloat16 logits 25 ms, where their computation takes
-/// 11. Large tensors get pages of 2 MiB, where the system has some; for smaller ones the pages are
-/// asked for in advance, many at a time, by all threads.
+/// than to compute a gradient. Large tensors get pages of 2 MiB, where the system has some; for
+/// smaller ones the pages are asked for in advance, many at a time, by all threads.
 void prepare_fresh_memory(const at::Tensor& fresh);
 
 }  // namespace ampfuse

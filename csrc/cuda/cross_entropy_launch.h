@@ -15,6 +15,9 @@ inline constexpr int64_t kWarpBytes = 4096;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;
 
+/// Threads count classes in ints, and a few teams' packs further.
+inline constexpr int64_t kMostClasses = std::numeric_limits<int>::max() - (1 << 17);
+
 inline IndexType index_type(const at::Tensor& target) {
   switch (target.scalar_type()) {
     case at::kInt:
@@ -32,8 +35,8 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at:
   using acc_t = RowAcc<scalar_t>;
   check_cross_entropy_memory(arguments);
   const at::Tensor& input = arguments.input;
-  TORCH_CHECK_VALUE(input.size(1) <= std::numeric_limits<int>::max(),
-                    "cross_entropy: input: expected fewer than 2^31 classes, got ", input.size(1));
+  TORCH_CHECK_VALUE(input.size(1) <= kMostClasses, "cross_entropy: input: expected at most ",
+                    kMostClasses, " classes, got ", input.size(1));
   CrossEntropyTable<scalar_t> table = {};
   table.input = input.const_data_ptr<scalar_t>();
   table.row_stride = input.stride(0);

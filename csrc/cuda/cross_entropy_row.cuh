@@ -73,7 +73,11 @@ __device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCoun
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const auto x = static_cast<RowAcc<scalar_t>>(pack.value[e]);
-    if (x > part.best || (x != x && part.best == part.best)) {
+    const bool is_nan = x != x;
+    const bool is_above = x > part.best || (is_nan && part.best == part.best);
+    // Single elements behind the last pack come before it.
+    const bool is_as_high = x == part.best || (is_nan && part.best != part.best);
+    if (is_above || (is_as_high && first + e < part.best_class)) {
       part.best = x;
       part.best_class = first + e;
     }

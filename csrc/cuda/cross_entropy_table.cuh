@@ -10,7 +10,7 @@ namespace ampfuse {
 
 enum class IndexType { kLong, kInt, kByte };
 
-// A call's arguments. Rows are int64_t, classes of a row int: the launcher refuses 2³¹ of them.
+// A call's arguments. Rows are int64_t, classes of a row int: the launcher refuses more.
 template <typename scalar_t>
 struct CrossEntropyTable {
   using acc_t = RowAcc<scalar_t>;

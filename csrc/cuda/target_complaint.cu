@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -26,9 +27,10 @@ TargetComplaints::TargetComplaints(c10::Device device) {
 void TargetComplaints::raise_earlier() {
   volatile TargetComplaint& complaint = *complaint_;
   if (complaint.is_set == 0) return;
-  complaint.is_set = 0;
+  std::atomic_thread_fence(std::memory_order_acquire);
   const int64_t row = complaint.row;
   const int64_t target = complaint.target;
+  complaint.is_set = 0;
   TORCH_CHECK_INDEX(false, "cross_entropy: Target ", target, " is out of bounds. It was row ", row,
                     "'s in an earlier call, whose loss is NaN");
 }

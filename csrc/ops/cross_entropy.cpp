@@ -13,12 +13,12 @@ at::ScalarType loss_dtype(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-namespace {
-
 // Of no elements the strides say nothing.
 bool is_row_major(const at::Tensor& matrix) {
   return matrix.sym_size(1) <= 1 || matrix.sym_stride(1) == 1 || matrix.sym_numel() == 0;
 }
+
+namespace {
 
 void check_target(const char* op, const CrossEntropyArguments& arguments) {
   const at::Tensor& input = arguments.input;
@@ -73,11 +73,32 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
   TORCH_CHECK_VALUE(
       arguments.label_smoothing >= 0 && arguments.label_smoothing <= 1, op,
       ": label_smoothing must be between 0.0 and 1.0. Got: ", arguments.label_smoothing);
-  TORCH_CHECK_VALUE(math::is_finite(arguments.z_loss) && arguments.z_loss >= 0, op,
-                    ": z_loss: expected a finite number, at least 0, got ", arguments.z_loss);
+  TORCH_CHECK_VALUE(math::is_finite(static_cast<float>(arguments.z_loss)) && arguments.z_loss >= 0,
+                    op, ": z_loss: expected a finite number, at least 0, got ", arguments.z_loss);
+  const auto as_used = [&](double number) {
+    return loss_dtype(input) == at::kDouble ? number : static_cast<float>(number);
+  };
+  const double softcap = as_used(arguments.softcap.value_or(1));
+  TORCH_CHECK_VALUE(math::is_finite(softcap) && softcap > 0, op,
+                    ": softcap: expected a finite number above 0, got ",
+                    arguments.softcap.value_or(0));
   TORCH_CHECK_VALUE(
-      !arguments.softcap || (math::is_finite(*arguments.softcap) && *arguments.softcap > 0), op,
-      ": softcap: expected a finite number above 0, got ", arguments.softcap.value_or(0));
+      arguments.reduction >= at::Reduction::None && arguments.reduction < at::Reduction::END, op,
+      ": reduction: expected 0 (none), 1 (mean) or 2 (sum), got ", arguments.reduction);
+}
+
+bool has_memory_of_its_own(const at::Tensor& matrix) {
+  return matrix.layout() == at::kStrided && matrix.dim() == 2 && is_row_major(matrix) &&
+         (matrix.sym_size(0) <= 1 || matrix.sym_stride(0) >= matrix.sym_size(1)) &&
+         !matrix.is_neg();
+}
+
+void check_cross_entropy_in_place(const at::Tensor& input) {
+  TORCH_CHECK_VALUE(
+      has_memory_of_its_own(input),
+      "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own, "
+      "classes next to each other, got shape ",
+      input.sym_sizes(), " and strides ", input.sym_strides());
 }
 
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments) {

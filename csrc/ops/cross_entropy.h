@@ -29,6 +29,15 @@ at::ScalarType loss_dtype(const at::Tensor& input);
 /// Refuses what kernels could not read.
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 
+/// Whether what is in a row are neighbours in memory.
+bool is_row_major(const at::Tensor& matrix);
+
+/// Whether this is a matrix that may be overwritten: rows of neighbours, each with its own memory.
+bool has_memory_of_its_own(const at::Tensor& matrix);
+
+/// Refuses logits that could not be overwritten with their gradient.
+void check_cross_entropy_in_place(const at::Tensor& input);
+
 /// Refuses tensors whose storage was freed under them: they would be read all the same.
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments);
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "../math/cross_entropy.h"
 #include "cross_entropy.h"
 
 namespace ampfuse {
@@ -54,13 +55,16 @@ std::tuple<at::Tensor, at::Tensor> in_place(const at::Tensor& input, const at::T
                                             const OptionalTensor& grad_scale,
                                             const OptionalTensor& denominator, double z_loss,
                                             std::optional<double> softcap) {
-  const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
-                                           ignore_index, label_smoothing, z_loss, softcap};
-  check_forward("cross_entropy_", arguments, grad_scale, denominator);
+  check_cross_entropy_in_place(input);
+  // Again for inference tensors, which come here without autograd.
+  const CrossEntropyRows rows(
+      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
+      grad_scale, denominator, /*with_metrics=*/false);
+  const CrossEntropyArguments& arguments = rows.call().arguments;
   TORCH_CHECK_VALUE(reduction != at::Reduction::None,
                     "cross_entropy_: reduction: expected mean or sum, got none");
   const auto outputs = empty_cross_entropy_outputs(arguments, input, /*with_metrics=*/false);
-  kKernels.forward(arguments, grad_scale, denominator, outputs);
+  kKernels.forward(arguments, rows.call().grad_scale, rows.call().denominator, outputs);
   return {std::get<0>(outputs), std::get<2>(outputs)};
 }
 
@@ -72,7 +76,20 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
                     std::optional<double> softcap) {
   const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
                                            ignore_index, label_smoothing, z_loss, softcap};
-  check_cross_entropy("cross_entropy_backward", arguments);
+  constexpr const char* kOp = "cross_entropy_backward";
+  check_cross_entropy(kOp, arguments);
+  const c10::SymInt rows = input.sym_size(0);
+  const bool is_each = reduction == at::Reduction::None;
+  TORCH_CHECK_VALUE(
+      grad_output.dim() == (is_each ? 1 : 0) && (!is_each || grad_output.sym_size(0) == rows), kOp,
+      ": grad_output: expected one number", is_each ? " for each row" : "", ", got shape ",
+      grad_output.sym_sizes());
+  TORCH_CHECK_VALUE(statistics.scalar_type() == at::kDouble && statistics.dim() == 2 &&
+                        statistics.sym_size(0) == rows &&
+                        statistics.sym_size(1) == math::kRowStatistics &&
+                        statistics.is_contiguous(),
+                    kOp, ": statistics: expected what cross_entropy_forward returned");
+  check_cross_entropy_scalar(kOp, "divisor", divisor, at::kDouble, input);
   const at::Tensor grad = empty_cross_entropy_grad(arguments, /*with_grad=*/true);
   kKernels.backward(arguments, grad_output.to(at::kDouble).contiguous(), statistics, divisor, grad);
   return grad;
@@ -80,6 +97,10 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
 
 template <const CrossEntropyKernels& kKernels>
 void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output) {
+  TORCH_CHECK_VALUE(has_memory_of_its_own(grad) && grad.is_floating_point(),
+                    "cross_entropy_rescale_: grad: expected a matrix of its own memory, got ",
+                    grad.scalar_type(), " of shape ", grad.sym_sizes(), " and strides ",
+                    grad.sym_strides());
   check_cross_entropy_scalar("cross_entropy_rescale_", "baked", baked, at::kFloat, grad);
   check_cross_entropy_scalar("cross_entropy_rescale_", "grad_output", grad_output, loss_dtype(grad),
                              grad);

@@ -1,6 +1,7 @@
 // From what people pass to rows of logits, and the public functions.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/cross_entropy.h>
+#include <c10/core/GradMode.h>
 
 #include "cross_entropy.h"
 #include "device_scalars.h"
@@ -47,13 +48,18 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
                     target.sym_sizes());
 }
 
+void check_no_derivative(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && tensor.requires_grad()), kOp, ": ", name,
+                    ": has no derivative");
+}
+
 std::optional<at::Tensor> number(const std::optional<at::Tensor>& scalar, const char* name,
                                  at::ScalarType dtype, at::Device device) {
   if (!scalar || !scalar->defined()) return std::nullopt;
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), kOp, ": ", name,
                     ": expected one number, got ", scalar->scalar_type(), " of shape ",
                     scalar->sym_sizes());
-  TORCH_CHECK_VALUE(!scalar->requires_grad(), kOp, ": ", name, ": has no derivative");
+  check_no_derivative(*scalar, name);
   return on_device(*scalar, device).to(dtype).reshape({});
 }
 
@@ -68,7 +74,7 @@ std::optional<at::Tensor> class_weight(const std::optional<at::Tensor>& weight,
                    weight->scalar_type());
   TORCH_CHECK_VALUE(weight->device() == input.device(), kOp, ": weight: expected device ",
                     input.device(), " as input, got ", weight->device());
-  TORCH_CHECK_VALUE(!weight->requires_grad(), kOp, ": weight: has no derivative");
+  check_no_derivative(*weight, "weight");
   return weight->to(loss_dtype(input)).contiguous();
 }
 

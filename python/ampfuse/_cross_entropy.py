@@ -12,9 +12,9 @@ class CrossEntropyMetrics(NamedTuple):
     """What the same pass tells of each row, in the shape of index targets; without derivatives."""
 
     lse: Tensor
-    """Log-sum-exp of the logits, of the loss's dtype."""
+    """Log-sum-exp of the logits, after softcap, of the loss's dtype."""
     entropy: Tensor
-    """Of the predicted distribution."""
+    """Of the predicted distribution, in nats."""
     argmax: Tensor
     """int64: the class of the largest logit."""
     correct: Tensor
@@ -71,19 +71,22 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """`torch.nn.functional.cross_entropy`, in float32 for 16-bit logits, also under autocast.
 
-    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, which is copied unless classes are next
-    to each other in memory; targets are classes (int64, int32, uint8) or probabilities.
+    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, which is copied unless it is rows of
+    classes in memory, at equal distances; targets are classes (int64, int32, uint8) or
+    probabilities.
 
     - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number. The
-      gradient is
-      multiplied by it before it is rounded to the logits' dtype: a float16 gradient of a mean over
-      thousands of rows is mostly zeros otherwise. Any other number in backward is right, too, but
-      costs a pass over the gradient, which is rounded once more.
+      gradient is multiplied by it before it is rounded to the logits' dtype, so that it may come
+      from forward: a float16 gradient of a mean over thousands of rows that is formed without it is
+      mostly zeros. With any other number in backward a pass over the gradient multiplies it by the
+      ratio and rounds once more; what is beyond the range of the logits' dtype by then, above or
+      below, stays so.
     - `denominator`: what to divide by instead of the batch's own weight, with `reduction="mean"`.
       The same one for the parts of a batch makes their gradients add up to the whole batch's.
-    - `z_loss`: times the square of each row's log-sum-exp, which is added to its loss.
+    - `z_loss`: times the square of each row's log-sum-exp, which is added to its loss, whatever its
+      class weighs.
     - `softcap`: logits become `softcap * tanh(logits / softcap)` first.
-    - `return_metrics`: also what the pass tells of each row.
+    - `return_metrics`: also what the pass tells of each row, of ignored ones too.
 
     Where logits require grad and the loss is a mean or a sum, their gradient comes from the same
     read of them. They are kept for backward instead with `reduction="none"`, for float16 logits
@@ -128,8 +131,9 @@ def cross_entropy_(
 ) -> Tensor:
     """`cross_entropy` of `(N, C)` logits that nobody needs any more: their gradient replaces them.
 
-    So there is no memory but theirs. Not for leaves, nor inside `torch.compile`; `reduction` is
-    "mean" or "sum".
+    So there is no memory but theirs, and gradients of what they were made of may share it; under
+    `no_grad` they are overwritten, too. Not for leaves, nor inside `torch.compile`; `reduction` is
+    "mean" or "sum", and float16 logits need `grad_scale`.
 
     >>> import torch, ampfuse
     >>> hidden = torch.ones(1, 2, requires_grad=True)
@@ -203,7 +207,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:
     """What `scaler.scale(loss).backward()` will bring; `torch.amp.GradScaler` keeps its tensor."""
-    if scaler is None or not scaler.is_enabled():
+    # Compiled, gradients are formed in backward, which is told.
+    if scaler is None or torch.compiler.is_compiling() or not scaler.is_enabled():
         return None
     if hasattr(scaler, "scale_tensor"):
         return scaler.scale_tensor()  # type: ignore[no-any-return]
@@ -239,7 +244,8 @@ def _number(
 ) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value
-    return torch.full((), value, dtype=dtype, device=device)
+    # A product, since a constant would be compiled anew for each value.
+    return torch.ones((), dtype=dtype, device=device) * value
 
 
 def _correct(argmax: Tensor, input: Tensor, target: Tensor, ignore_index: int) -> Tensor:

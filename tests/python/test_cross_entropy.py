@@ -121,6 +121,37 @@ def test_z_loss_and_softcap(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_softcap_of_minus_infinity_is_a_number_like_others(device, dtype):
+    nothing = -torch.inf
+    logits = torch.tensor([[nothing, 2, 1, nothing, 0], [nothing] * 5], dtype=dtype, device=device)
+    logits.requires_grad_()
+    target = torch.tensor([1, 0], device=device)
+    scale = torch.tensor(8.0, device=device)
+
+    loss = ampfuse.cross_entropy(logits, target, softcap=1.0, label_smoothing=0.1, grad_scale=scale)
+    loss.backward(scale)
+
+    capped = torch.tanh(logits.detach().double()).requires_grad_()
+    expected = torch.nn.functional.cross_entropy(capped, target, label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(expected, capped, scale.double())
+    gradient = gradient * (1 - capped.detach() ** 2)
+    assert relatively_off(loss, expected) <= 2e-6
+    torch.testing.assert_close(logits.grad.double(), gradient, rtol=0.005, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_sums_of_a_row_of_equal_numbers_keep_their_digits(device, dtype):
+    """Where what each addition rounds away does not average out."""
+    for other in (-0.0048, -0.3, 0.77):
+        logits = torch.full((1, 2048), other, dtype=dtype, device=device)
+        logits[0, 5] = 15
+        target = torch.tensor([5], device=device)
+        loss = ampfuse.cross_entropy(logits, target)
+        margin = 15 - logits[0, 0].double()
+        assert relatively_off(loss, torch.log1p(2047 * torch.exp(-margin))) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_rows_that_are_sure_of_their_target(device, dtype):
     """1 - p is what the other classes have, and not what rounding leaves of 1 - 1."""
     margin = torch.tensor([10.0, 30.0, 60.0, 80.0])

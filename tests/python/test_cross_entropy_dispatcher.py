@@ -45,3 +45,39 @@ def test_fake_results_look_like_real_ones(device, op, dtype):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in sample]
         assert looks(overload(op)(*fakes)) == looks(real)
+
+
+def test_backward_takes_what_forward_returned_alone(device):
+    logits, target = rows(torch.float32, device)
+    forward = torch.ops.ampfuse.cross_entropy_forward.default
+    backward = torch.ops.ampfuse.cross_entropy_backward.default
+    rest = (None, 1, -100, 0.0)
+    outputs = forward(logits, target, *rest, None, None, 0.0, None, False, False)
+    statistics, divisor = outputs[3:5]
+    one = torch.ones((), device=device)
+
+    def grad(upstream=one, statistics=statistics, divisor=divisor, reduction=1):
+        arguments = (logits, target, None, statistics, divisor, reduction, -100, 0.0, 0.0, None)
+        return backward(upstream, *arguments)
+
+    assert grad().shape == logits.shape
+    for wrong in (
+        {"upstream": one[None]},
+        {"reduction": 0},
+        {"reduction": 3},
+        {"statistics": statistics[:1]},
+        {"statistics": statistics.float()},
+        {"divisor": divisor.float()},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            grad(**wrong)
+
+
+def test_only_a_matrix_of_its_own_memory_is_rescaled(device):
+    rescale = torch.ops.ampfuse.cross_entropy_rescale_.default
+    one = torch.ones((), device=device)
+    whole = torch.ones(4, 6, device=device)
+    for wrong in (whole[:, ::2], whole[:1].expand(4, 6), whole.t(), whole.long(), whole[0]):
+        with pytest.raises(ValueError, match="grad: expected a matrix of its own memory"):
+            rescale(wrong, one, 3 * one)
+    assert (whole == 1).all()

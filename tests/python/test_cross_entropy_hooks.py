@@ -69,6 +69,20 @@ def test_what_is_saved_may_be_stored_elsewhere(device, loss_of, upstream):
 
 
 @EVERY_KIND
+def test_what_is_saved_may_come_back_with_other_strides(device, loss_of):
+    head = Head(device)
+
+    def by_columns(tensor):
+        return tensor if tensor.dim() != 2 else tensor.t().contiguous().t()
+
+    with saved_tensors_hooks(lambda tensor: tensor, by_columns):
+        logits = head.layer(head.hidden)
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), by_columns):
+        loss = loss_of(logits, head.target)
+    assert_same(head.gradients(loss, 3.0), head.expected(loss_of, 3.0))
+
+
+@EVERY_KIND
 def test_what_is_saved_may_wait_in_host_memory(device, loss_of):
     head = Head(device)
     with save_on_cpu(pin_memory=device.type == "cuda"):

@@ -153,3 +153,35 @@ def test_negative_views_are_refused(device):
     logits, target = batch(device)
     with pytest.raises(ValueError, match="memory of their own"):
         ampfuse.cross_entropy_(torch._neg_view(logits), target)
+
+
+def test_targets_that_need_a_gradient_are_refused(device):
+    logits, _ = batch(device)
+    target = torch.softmax(logits, 1).requires_grad_()
+    with pytest.raises(ValueError, match="target: has no derivative here"):
+        ampfuse.cross_entropy_(logits.clone(), target)
+    with torch.no_grad():
+        assert ampfuse.cross_entropy_(logits.clone(), target).isfinite()
+
+
+def test_half_logits_need_the_scale_that_is_to_come(device):
+    """Their gradient was mostly zeros, and nobody noticed."""
+    logits, target = batch(device)
+    logits = logits.half().requires_grad_()
+    with pytest.raises(ValueError, match="grad_scale: expected the loss scale, or 1"):
+        ampfuse.cross_entropy_(logits * 1, target)
+    ampfuse.cross_entropy_(logits * 1, target, grad_scale=1.0).backward()
+    with torch.no_grad():
+        ampfuse.cross_entropy_(logits * 1, target)
+
+
+def test_inference_tensors_are_taken_as_others_are(device):
+    logits, target = batch(device)
+    weight = torch.rand(50, dtype=torch.float64, device=device)
+    options = {"weight": weight, "denominator": torch.tensor(3.0)}
+    expected = ampfuse.cross_entropy(logits, target, **options)
+    strided = target.repeat_interleave(2)[::2]
+    with torch.inference_mode():
+        assert torch.equal(ampfuse.cross_entropy_(logits.clone(), strided, **options), expected)
+        with pytest.raises(ValueError, match="memory of their own"):
+            ampfuse.cross_entropy_(logits[:1].clone().expand(6, 50), target)

@@ -172,3 +172,33 @@ def test_inside_of_a_compiled_module(device):
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
     results = [torch.autograd.grad(f(logits, target), logits)[0] for f in (compiled, loss_of)]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
+def test_a_loss_with_a_scaler_is_compiled_whole(device, kind):
+    torch._dynamo.reset()
+    logits, target = batch(device, torch.float16)
+    scaler = kind(device.type, 1024.0)
+    criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+
+    loss = torch.compile(criterion, fullgraph=True, backend="aot_eager")(logits, target)
+    scaler.scale(loss).backward()
+
+    _, gradient = exact(logits, target, upstream=1024.0)
+    assert ulps_off(logits.grad, gradient) <= ULPS
+
+
+def test_a_denominator_of_the_hosts_is_not_compiled_anew(device):
+    torch._dynamo.reset()
+    logits, target = batch(device)
+    compiled = torch.compile(
+        lambda divisor: ampfuse.cross_entropy(
+            logits, target, denominator=divisor, grad_scale=divisor
+        ),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for tokens in range(1, 20):
+        divisor = tokens + 0.5
+        expected = ampfuse.cross_entropy(logits, target, denominator=divisor)
+        torch.testing.assert_close(compiled(divisor), expected)

@@ -136,7 +136,7 @@ def test_loss_and_gradient(device, call, scale):
 @settings(SETTINGS, max_examples=200)
 @given(calls(in_place=True), SCALES)
 def test_in_place_results_are_the_same(device, call, scale):
-    leaf, target, options = on(device, call, scale)
+    leaf, target, options = on(device, call, scale or 1.0)
     upstream = torch.tensor(scale or 1.0, device=device)
 
     results = []

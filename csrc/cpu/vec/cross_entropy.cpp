@@ -1,6 +1,6 @@
 // Blocks of a row of logits: read once from memory, then from the first cache. Of each logit one
-// exponential is computed. Sums are double for fp32 logits, whose gradients have as many digits;
-// for 16-bit ones the fp32 sums of a block lose nothing that shows.
+// exponential is computed. Sums are double; two exponentials of 16-bit logits are added in fp32
+// before.
 #include "cross_entropy.h"
 
 #include "../../math/exponential.h"
@@ -22,13 +22,16 @@ class Sum {
  public:
   using Vec = AccVec<scalar_t>;
 
+  // The chains take turns.
   void add(int chain, const Vec& x) {
-    if constexpr (kInDouble) {
-      const auto [low, high] = to_double(x);
-      sums_[chain][0] = sums_[chain][0] + low;
-      sums_[chain][1] = sums_[chain][1] + high;
-    } else {
+    if constexpr (std::is_same_v<scalar_t, double>) {
       sums_[chain][0] = sums_[chain][0] + x;
+    } else if constexpr (std::is_same_v<scalar_t, float>) {
+      add_widened(chain, x);
+    } else if (chain == 0) {
+      first_ = x;
+    } else {
+      add_widened(0, first_ + x);
     }
   }
 
@@ -36,20 +39,22 @@ class Sum {
   void add_low(int chain, const Vec& x) { lows_[chain] = lows_[chain] + x; }
 
   double get() const {
-    if constexpr (kInDouble) {
+    const Lanes sum = (sums_[0][0] + sums_[1][0]) + (sums_[0][1] + sums_[1][1]);
+    if constexpr (!std::is_same_v<scalar_t, float>) return of_lanes(sum);
+    if constexpr (std::is_same_v<scalar_t, float>) {
       const auto [low, high] = to_double(lows_[0] + lows_[1]);
-      return of_lanes((sums_[0][0] + sums_[1][0]) + (sums_[0][1] + sums_[1][1]) + (low + high));
-    } else if constexpr (std::is_same_v<Vec, Vectorized<float>>) {
-      const auto [low, high] = to_double(sums_[0][0] + sums_[1][0]);
-      return of_lanes(low + high);
-    } else {
-      return of_lanes(sums_[0][0] + sums_[1][0]);
+      return of_lanes(sum + (low + high));
     }
   }
 
  private:
-  static constexpr bool kInDouble = std::is_same_v<scalar_t, float>;
-  using Lanes = std::conditional_t<kInDouble, Vectorized<double>, Vec>;
+  using Lanes = Vectorized<double>;
+
+  void add_widened(int chain, const Vectorized<float>& x) {
+    const auto [low, high] = to_double(x);
+    sums_[chain][0] = sums_[chain][0] + low;
+    sums_[chain][1] = sums_[chain][1] + high;
+  }
 
   static double of_lanes(const Vectorized<double>& x) {
     double lanes[Vectorized<double>::size()];
@@ -60,8 +65,9 @@ class Sum {
     return lanes[0];
   }
 
-  Lanes sums_[kPair][kInDouble ? 2 : 1] = {};
+  Lanes sums_[kPair][2] = {};
   Vec lows_[kPair] = {};
+  Vec first_ = {};
 };
 
 // Of all logits, the target too. A NaN may hide here; it shows in their sum.
@@ -101,10 +107,8 @@ constexpr double kUnbias = std::is_same_v<scalar_t, double> ? 1 : math::kUnbias;
 template <typename scalar_t, bool kCapped>
 AccVec<scalar_t> softcapped(const AccVec<scalar_t>& x, double softcap) {
   if constexpr (!kCapped) return x;
-  using Vec = AccVec<scalar_t>;
-  const Vec cap(static_cast<acc_t<scalar_t>>(softcap));
-  const Vec z = cap * (x / cap).tanh();
-  return Vec::blendv(z, x, x == Vec(-kInfinity<scalar_t>));  // what is to count for nothing
+  const AccVec<scalar_t> cap(static_cast<acc_t<scalar_t>>(softcap));
+  return cap * (x / cap).tanh();
 }
 
 // Leaves exponentials of the others than the target; visit(chain, z, exponential, what that lacks)
@@ -116,7 +120,9 @@ void write_exponentials_of(const Logits& logits, const Reference& reference, acc
   each_pair<scalar_t>(logits, /*without_target=*/true, [&](int64_t i, const Vec(&x)[kPair]) {
 #pragma GCC unroll 2
     for (int k = 0; k < kPair; ++k) {
-      const Vec z = softcapped<scalar_t, kCapped>(x[k], logits.softcap);
+      Vec z = softcapped<scalar_t, kCapped>(x[k], logits.softcap);
+      // -softcap by now, which is a number like others.
+      if constexpr (kCapped) z = without_others(logits, i + k * Vec::size(), z);
       acc_t<scalar_t>* const to = out + i + k * Vec::size();
       if constexpr (std::is_same_v<scalar_t, double>) {
         const Vec e = (z - Vec(reference.value())).exp();

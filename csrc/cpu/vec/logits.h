@@ -45,6 +45,16 @@ Vec with_lane(const Vec& x, int64_t lane, typename Vec::value_type value) {
   return Vec::blendv(x, Vec(value), Vec::arange(A(0), A(1)) == Vec(static_cast<A>(lane)));
 }
 
+/// A vector of what belongs to the logits from i on, with -infinity for those that are none, and
+/// for the target.
+template <typename Vec>
+Vec without_others(const Logits& logits, int64_t i, const Vec& x) {
+  using A = typename Vec::value_type;
+  const Vec some = logits.count - i < Vec::size() ? without_lanes_from(x, logits.count - i) : x;
+  return with_lane(some, logits.target < 0 ? -1 : logits.target - i,
+                   -std::numeric_limits<A>::infinity());
+}
+
 /// The next kStep logits, of which there are `rest`, widened.
 template <typename scalar_t>
 std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, int64_t rest) {

@@ -44,8 +44,9 @@ struct CrossEntropyWithMetrics {
 };
 
 /// torch::nn::functional::cross_entropy of half, bfloat16, float or double logits of shape
-/// [classes], [batch, classes] or [batch, classes, d1, ...] (which is copied unless classes are
-/// next to each other in memory), with class indices (int64, int32, uint8) or probabilities.
+/// [classes], [batch, classes] or [batch, classes, d1, ...] (which is copied unless it is
+/// rows of classes in memory, at equal distances), with class indices (int64, int32, uint8) or
+/// probabilities.
 ///
 /// The loss is float, double for double logits, also under autocast, which casts nothing here.
 /// Logits are read once: where they require grad and the loss is a mean or a sum, their gradient
@@ -65,7 +66,7 @@ AMPFUSE_API CrossEntropyWithMetrics cross_entropy_with_metrics(
 
 /// The same for logits of shape [batch, classes] that nobody needs any more: they are overwritten
 /// with their gradient, so that no memory but theirs is used. Not for leaves, nor inside
-/// torch.compile. A reduction is needed: "mean" or "sum".
+/// torch.compile. A reduction is needed, "mean" or "sum", and for half logits a `grad_scale`.
 AMPFUSE_API at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,
                                       const CrossEntropyOptions& options = {});
 
