@@ -124,12 +124,6 @@ void forward_row(const CpuRows& rows, const Written& written, double grad_factor
   });
 }
 
-// What backward is expected to be called with: something to multiply by.
-float baked_scale(const std::optional<at::Tensor>& grad_scale) {
-  const float scale = grad_scale ? *grad_scale->const_data_ptr<float>() : 1;
-  return std::isfinite(scale) && scale != 0 ? scale : 1;
-}
-
 void forward(const CrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
              const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs) {
   const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
@@ -140,7 +134,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const double divide_by = !is_mean      ? 1
                            : denominator ? *denominator->const_data_ptr<double>()
                                          : weight;
-  const float scale = baked_scale(grad_scale);
+  const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>()) : 1;
   const bool with_metrics = lse.numel() > 0;
   const bool with_grad = grad.dim() == 2;
   if (with_grad && !grad.is_same(arguments.input)) prepare_fresh_memory(grad);

@@ -57,8 +57,8 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
   if (reduction.weights == nullptr) weight = static_cast<double>(table.rows);
   if (reduction.denominator != nullptr) weight = *reduction.denominator;
   const double divisor = reduction.is_mean ? weight : 1.0;
-  const float wish = reduction.grad_scale == nullptr ? 1.0f : *reduction.grad_scale;
-  const float baked = math::is_finite(wish) && wish != 0 ? wish : 1.0f;
+  const float baked =
+      reduction.grad_scale == nullptr ? 1.0f : math::baked_scale(*reduction.grad_scale);
   if (blockIdx.x == 0) {
     const auto bad_row =
         static_cast<int64_t>(team_smallest(block, static_cast<double>(mine.bad_row)));
@@ -84,7 +84,7 @@ __device__ __forceinline__ KeptPacks<scalar_t> kept_packs(const Team& team, int 
   return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.place() * count, count};
 }
 
-// `kept`: packs of each row that there is shared memory for, a multiple of a team's size.
+// `kept_count`: packs of each row that there is shared memory for, a multiple of a team's size.
 template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,

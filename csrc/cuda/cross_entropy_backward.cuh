@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   };
   const WarpTeam team(nullptr);
   for (int64_t row = team.number(); row < rows; row += WarpTeam::count()) {
-    using Pieces = RowPieces<scalar_t>;
+    using Pieces = ampfuse::Pieces<scalar_t>;
     using P = typename Pieces::P;
     scalar_t* const out = grad + row * stride;
     const Pieces pieces(out, classes, /*in_packs=*/true);

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "cross_entropy_table.cuh"
-#include "row_team.cuh"
+#include "team.cuh"
+#include "vectorized.cuh"
 
 namespace ampfuse {
 
@@ -154,7 +155,7 @@ __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
                                                          const CrossEntropyTable<scalar_t>& table,
                                                          int64_t row, int target, bool with_metrics,
                                                          const KeptPacks<scalar_t>& kept) {
-  using Pieces = RowPieces<scalar_t>;
+  using Pieces = ampfuse::Pieces<scalar_t>;
   const scalar_t* const in = table.input + row * table.row_stride;
   const Pieces pieces(in, table.classes, /*in_packs=*/true);
   ThreadPart<scalar_t> part;
@@ -220,7 +221,7 @@ __device__ __forceinline__ void store_gradient(scalar_t* to, const Pack<scalar_t
 
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, int classes) {
-  const RowPieces<scalar_t> pieces(row, classes, /*in_packs=*/true);
+  const Pieces<scalar_t> pieces(row, classes, /*in_packs=*/true);
   using P = Pack<scalar_t>;
   pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
 #pragma unroll 4
@@ -279,7 +280,7 @@ __device__ __forceinline__ void write_gradient(
   // Packs where the row and its gradient lie alike to their boundaries.
   const bool in_packs =
       (reinterpret_cast<uintptr_t>(in) - reinterpret_cast<uintptr_t>(out)) % 16 == 0;
-  using Pieces = RowPieces<scalar_t>;
+  using Pieces = ampfuse::Pieces<scalar_t>;
   const Pieces pieces(in, table.classes, in_packs);
   pieces.each_single(team, [&](int c) { write(c, Pack<scalar_t, 1>{{in[c]}}); });
   using P = typename Pieces::P;

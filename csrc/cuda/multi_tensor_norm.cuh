@@ -45,7 +45,7 @@ template <math::NormType kNorm, Access kAccess, typename scalar_t, typename Chan
 __device__ __forceinline__ math::NormPartial norm_chunk(scalar_t* data, int size, int lane,
                                                         Change change) {
   using acc_t = typename NormAccumulator<scalar_t>::type;
-  const WarpWorkers warp(lane);
+  const WarpWorkers warp;
   acc_t sum = 0;
   visit_elements<kAccess>(data, size, lane, [&](scalar_t& x) {
     change(x);

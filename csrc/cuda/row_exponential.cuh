@@ -80,23 +80,9 @@ class RowExponential<float> {
     return below == 0 ? 1 : std::exp(-below);
   }
 
-  struct Factor {
-    float high;
-    float low;
-    float unbias;
-    __device__ explicit Factor(double factor) : unbias(1) {
-      // Apart, where the factor is so small that it would not be normal with it.
-      const bool is_apart = std::fabs(factor) < 0x1p-80;
-      if (is_apart) unbias = static_cast<float>(math::kUnbias);
-      if (!is_apart) factor *= math::kUnbias;
-      high = static_cast<float>(factor);
-      const double rest = factor - static_cast<double>(high);
-      low = math::is_finite(rest) ? static_cast<float>(rest) : 0.0f;
-    }
-  };
+  using Factor = math::BiasedFactor;
   __device__ float times(float z, const Factor& by) const {
-    const math::InTwo<float> e = math::biased_exp_in_two(z, at_);
-    return std::fma(e.high, by.high, std::fma(e.low, by.high, e.high * by.low)) * by.unbias;
+    return by.times(math::biased_exp_in_two(z, at_));
   }
 
  private:

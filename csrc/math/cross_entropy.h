@@ -111,6 +111,11 @@ AMPFUSE_HOST_DEVICE RowLoss<T> row_loss(const RowPart<T>& others, const RowTarge
   return {loss, lse, entropy, {others.largest, sum, others.sum, others.shares}};
 }
 
+// What backward is expected to be called with: something to divide by.
+AMPFUSE_HOST_DEVICE float baked_scale(float wish) {
+  return is_finite(wish) && wish != 0 ? wish : 1.0f;
+}
+
 // The mean of what weighs nothing is no number, as in torch.
 AMPFUSE_HOST_DEVICE double reduced_loss(double total, double divisor) {
   return divisor == 0 ? NAN : total / divisor;

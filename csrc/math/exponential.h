@@ -105,4 +105,34 @@ AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReference& referenc
   return {high * power, low * power};
 }
 
+// What biased exponentials are multiplied by, which takes the bias away: in two, so that products
+// are not off by its rounding, too.
+struct BiasedFactor {
+  float high;
+  float low;
+  float unbias = 1;
+
+  AMPFUSE_HOST_DEVICE explicit BiasedFactor(double factor) {
+    // Apart, where the factor is so small that it would not be normal with it.
+    const bool is_apart = std::fabs(factor) < 0x1p-80;
+    if (is_apart) unbias = static_cast<float>(kUnbias);
+    if (!is_apart) factor *= kUnbias;
+    high = static_cast<float>(factor);
+    const double rest = factor - static_cast<double>(high);
+    low = is_finite(rest) ? static_cast<float>(rest) : 0.0f;
+  }
+
+  template <typename V>
+  AMPFUSE_HOST_DEVICE V times(const InTwo<V>& e) const {
+    using L = Lane<V>;
+    const V inner = L::multiply_add(e.low, V(high), e.high * V(low));
+    return L::multiply_add(e.high, V(high), inner) * V(unbias);
+  }
+  // For exponentials that are rounded themselves.
+  template <typename V>
+  AMPFUSE_HOST_DEVICE V times(const V& e) const {
+    return e * V(high) * V(unbias);
+  }
+};
+
 }  // namespace ampfuse::math

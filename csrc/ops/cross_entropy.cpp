@@ -18,6 +18,12 @@ bool is_row_major(const at::Tensor& matrix) {
   return matrix.sym_size(1) <= 1 || matrix.sym_stride(1) == 1 || matrix.sym_numel() == 0;
 }
 
+void check_class_dtype(const char* op, const at::Tensor& target) {
+  const at::ScalarType dtype = target.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kLong || dtype == at::kInt || dtype == at::kByte, op,
+                   ": target: expected dtype Long, Int or Byte, or probabilities, got ", dtype);
+}
+
 namespace {
 
 void check_target(const char* op, const CrossEntropyArguments& arguments) {
@@ -37,10 +43,7 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
     TORCH_CHECK_VALUE(arguments.ignore_index < 0, op,
                       ": ignore_index is not supported for floating point target");
   } else {
-    TORCH_CHECK_TYPE(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt ||
-                         target.scalar_type() == at::kByte,
-                     op, ": target: expected dtype Long, Int or Byte, or probabilities, got ",
-                     target.scalar_type());
+    check_class_dtype(op, target);
     TORCH_CHECK_VALUE(
         target.dim() == 1 && target.sym_size(0) == input.sym_size(0) && target.is_contiguous(), op,
         ": target: expected contiguous indices of shape [", input.sym_size(0), "], got ",

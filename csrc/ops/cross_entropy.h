@@ -26,6 +26,9 @@ struct CrossEntropyArguments {
 /// What a loss is computed in, and comes in: double for double logits, else float.
 at::ScalarType loss_dtype(const at::Tensor& input);
 
+/// Refuses targets that are neither classes nor probabilities, which these are not.
+void check_class_dtype(const char* op, const at::Tensor& target);
+
 /// Refuses what kernels could not read.
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 

@@ -23,10 +23,6 @@ at::Tensor rows_of(const at::Tensor& tensor) {
   return classes <= 1 || matrix.sym_stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
-bool is_index(at::ScalarType dtype) {
-  return dtype == at::kLong || dtype == at::kInt || dtype == at::kByte;
-}
-
 void check_shapes(const at::Tensor& input, const at::Tensor& target,
                   const std::vector<c10::SymInt>& shape) {
   if (target.is_floating_point()) {
@@ -35,9 +31,7 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
                       ", got ", target.sym_sizes());
     return;
   }
-  TORCH_CHECK_TYPE(is_index(target.scalar_type()), kOp,
-                   ": target: expected dtype Long, Int or Byte, or probabilities, got ",
-                   target.scalar_type());
+  check_class_dtype(kOp, target);
   // torch takes one index in a list for a single row, too.
   if (input.dim() == 1 && target.dim() == 1 && target.sym_size(0) == 1) return;
   TORCH_CHECK_VALUE(input.dim() < 2 || target.dim() < 1 || target.sym_size(0) == input.sym_size(0),

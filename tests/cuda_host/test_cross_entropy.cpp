@@ -59,6 +59,16 @@ void run_and_check(int64_t rows, int classes, int64_t offset, const Options& opt
   check(batch, logits);
 }
 
+template <typename scalar_t, typename Team, size_t kSizes>
+void check_team(int64_t rows, const int (&sizes)[kSizes]) {
+  simt::for_each_schedule([&] {
+    INFO(simt::schedule().name());
+    for (const int classes : sizes) {
+      run_and_check<scalar_t, Team>(rows, classes, classes % 4, {});
+    }
+  });
+}
+
 // On both sides of all that a team counts by: a head, a pack per lane, four of them, what is kept.
 const int kFewClasses[] = {1, 2, 7, 10, 65, 128};
 const int kWarpClasses[] = {1, 2, 7, 31, 257, 520, 1027};
@@ -69,42 +79,22 @@ const int kWideClasses[] = {4095, 9001};
 
 TEMPLATE_TEST_CASE("a few lanes' rows have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float) {
-  simt::for_each_schedule([] {
-    INFO(simt::schedule().name());
-    for (const int classes : kFewClasses) {
-      run_and_check<TestType, FewLanes>(70, classes, classes % 4, {});
-    }
-  });
+  check_team<TestType, FewLanes>(70, kFewClasses);
 }
 
 TEMPLATE_TEST_CASE("a warp's rows have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float, double) {
-  simt::for_each_schedule([] {
-    INFO(simt::schedule().name());
-    for (const int classes : kWarpClasses) {
-      run_and_check<TestType, WarpTeam>(9, classes, classes % 4, {});
-    }
-  });
+  check_team<TestType, WarpTeam>(9, kWarpClasses);
 }
 
 TEMPLATE_TEST_CASE("a block's rows have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float, double) {
-  simt::for_each_schedule([] {
-    INFO(simt::schedule().name());
-    for (const int classes : kBlockClasses) {
-      run_and_check<TestType, BlockTeam>(3, classes, classes % 4, {});
-    }
-  });
+  check_team<TestType, BlockTeam>(3, kBlockClasses);
 }
 
 TEMPLATE_TEST_CASE("a wide block's rows have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float) {
-  simt::for_each_schedule([] {
-    INFO(simt::schedule().name());
-    for (const int classes : kWideClasses) {
-      run_and_check<TestType, WideTeam>(3, classes, classes % 4, {});
-    }
-  });
+  check_team<TestType, WideTeam>(3, kWideClasses);
 }
 
 TEMPLATE_TEST_CASE("it does not matter how much of a row is kept", "", c10::BFloat16, float) {

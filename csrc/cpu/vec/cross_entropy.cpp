@@ -36,14 +36,17 @@ class Sum {
   }
 
   // What is so much smaller than what is added beside it that fp32 will do.
-  void add_low(int chain, const Vec& x) { lows_[chain] = lows_[chain] + x; }
+  void add_low(int chain, const Vec& x) {
+    if constexpr (std::is_same_v<scalar_t, float>) lows_[chain] = lows_[chain] + x;
+  }
 
   double get() const {
     const Lanes sum = (sums_[0][0] + sums_[1][0]) + (sums_[0][1] + sums_[1][1]);
-    if constexpr (!std::is_same_v<scalar_t, float>) return of_lanes(sum);
     if constexpr (std::is_same_v<scalar_t, float>) {
       const auto [low, high] = to_double(lows_[0] + lows_[1]);
       return of_lanes(sum + (low + high));
+    } else {
+      return of_lanes(sum);
     }
   }
 
@@ -211,9 +214,7 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
     write_exponentials<scalar_t>(logits, reference, exponentials,
                                  [&](int chain, const Vec&, const Vec& e, const Vec& low) {
                                    sum.add(chain, e);
-                                   if constexpr (std::is_same_v<scalar_t, float>) {
-                                     sum.add_low(chain, low);
-                                   }
+                                   sum.add_low(chain, low);
                                  });
   }
   part.sum = sum.get() * kUnbias<scalar_t>;

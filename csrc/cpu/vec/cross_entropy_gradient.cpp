@@ -41,8 +41,7 @@ AccVec<scalar_t> slope(const Logits& logits, int64_t i) {
   return AccVec<scalar_t>::loadu(values);
 }
 
-// The exponentials' part: in two for fp32, whose product would else be off by the roundings of both
-// factors, too.
+// The exponentials' part.
 template <typename scalar_t>
 class OfExponentials {
  public:
@@ -50,32 +49,22 @@ class OfExponentials {
   using Vec = AccVec<scalar_t>;
 
   OfExponentials(const void* exponentials, double factor)
-      : exponentials_(static_cast<const A*>(exponentials)), high_(0), low_(0), unbias_(A(1)) {
-    if constexpr (!std::is_same_v<scalar_t, double>) {
-      // Apart, where the factor is so small that it would not be normal with it.
-      const bool is_apart = std::fabs(factor) < 0x1p-80;
-      if (is_apart) unbias_ = Vec(static_cast<A>(math::kUnbias));
-      if (!is_apart) factor *= math::kUnbias;
-    }
-    const A high = static_cast<A>(factor);
-    const double low = factor - static_cast<double>(high);
-    high_ = Vec(high);
-    low_ = Vec(math::is_finite(low) ? static_cast<A>(low) : A(0));
-  }
+      : exponentials_(static_cast<const A*>(exponentials)), factor_(factor) {}
 
   Vec at(int64_t i) const {
     const Vec e = Vec::loadu(exponentials_ + i);
-    if constexpr (!std::is_same_v<scalar_t, float>) return e * high_ * unbias_;
-    using L = math::Lane<Vec>;
-    const Vec e_low = Vec::loadu(exponentials_ + kClassBlock + i);
-    return L::multiply_add(e, high_, L::multiply_add(e_low, high_, e * low_)) * unbias_;
+    if constexpr (std::is_same_v<scalar_t, double>) {
+      return e * Vec(factor_);
+    } else if constexpr (std::is_same_v<scalar_t, float>) {
+      return factor_.times(math::InTwo<Vec>{e, Vec::loadu(exponentials_ + kClassBlock + i)});
+    } else {
+      return factor_.times(e);
+    }
   }
 
  private:
   const A* exponentials_;
-  Vec high_;
-  Vec low_;
-  Vec unbias_;
+  std::conditional_t<std::is_same_v<scalar_t, double>, double, math::BiasedFactor> factor_;
 };
 
 template <typename scalar_t>

@@ -1,11 +1,10 @@
-// Who works on a row of a matrix on a device, and in what pieces.
+// Who works together on a device, each on its own part, and how they join what they found.
 #pragma once
 
 #include <cstdint>
 
 #include "../math/lane.h"
 #include "launch.cuh"
-#include "vectorized.cuh"
 
 namespace ampfuse {
 
@@ -96,54 +95,5 @@ template <typename Team, typename T>
 __device__ T team_smallest(const Team& team, T x) {
   return team.joined(x, [](T a, T b) { return a < b ? a : b; });
 }
-
-// A row in pieces: single elements before the first 16-byte boundary and behind the last one, packs
-// between. A thread of a team always has the same pieces, whatever it does with them.
-template <typename scalar_t>
-struct RowPieces {
-  using P = Pack<scalar_t>;
-
-  int head;
-  int packs;
-  int classes;
-
-  // All single elements where there are to be no packs.
-  __device__ RowPieces(const scalar_t* row, int classes, bool in_packs) : classes(classes) {
-    const int past =
-        static_cast<int>(reinterpret_cast<uintptr_t>(row) % sizeof(P) / sizeof(scalar_t));
-    const int until_aligned = past == 0 ? 0 : P::kSize - past;
-    head = !in_packs || until_aligned > classes ? classes : until_aligned;
-    packs = (classes - head) / P::kSize;
-  }
-
-  __device__ int first_of(int pack) const { return head + pack * P::kSize; }
-
-  // Calls visit(class) for the single elements.
-  template <typename Team, typename Visit>
-  __device__ __forceinline__ void each_single(const Team& team, const Visit& visit) const {
-#pragma unroll 1
-    for (int i = team.index(); i < head; i += Team::kSize) visit(i);
-#pragma unroll 1
-    for (int i = first_of(packs) + team.index(); i < classes; i += Team::kSize) visit(i);
-  }
-
-  // Calls visit(number of the pack, pack) for the packs [begin, end), `begin` a multiple of the
-  // team's size, from `body`, where the first of all packs is. Each thread has kUnroll packs on
-  // their way before it uses the first.
-  template <int kUnroll, typename Team, typename Visit>
-  __device__ __forceinline__ static void each_pack(const Team& team, const P* body, int begin,
-                                                   int end, const Visit& visit) {
-    int p = begin + team.index();
-    for (; p + (kUnroll - 1) * Team::kSize < end; p += kUnroll * Team::kSize) {
-      P pack[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) pack[u] = body[p + u * Team::kSize];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) visit(p + u * Team::kSize, pack[u]);
-    }
-#pragma unroll 1
-    for (; p < end; p += Team::kSize) visit(p, body[p]);
-  }
-};
 
 }  // namespace ampfuse
