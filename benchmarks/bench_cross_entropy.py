@@ -1,4 +1,6 @@
-"""Cross-entropy of logits [rows, classes]: the loss, and the loss with the logits' gradient.
+"""Cross-entropy of logits: the loss, and the loss with the logits' gradient.
+
+Logits are [rows, classes], or images [batch, classes, height, width].
 
     python benchmarks/bench_cross_entropy.py [--quick] [--device cuda] [--cases 'train/*x50257/*']
 
@@ -33,6 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 
 import ampfuse
 import torch
@@ -96,23 +99,23 @@ class Batch:
     def __init__(
         self,
         operation: Operation,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         torch.manual_seed(0)
-        rows, classes = shape
         self.operation = operation
         # Close together: a probability near label_smoothing / classes has a gradient near zero, of
         # which torch's float32 leaves too few digits to compare.
         self.leaf = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1).requires_grad_()
-        self.target = torch.randint(classes, (rows,), device=device)
-        self.target[0] = 0  # so that a target is among the numbers that are compared
+        self.target = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
+        self.target.view(-1)[0] = 0  # so that a target is among the numbers that are compared
         self.grad_scale = torch.tensor(SCALE, device=device) if dtype == torch.float16 else None
         one = torch.ones((), device=device)
         self.upstream = one if self.grad_scale is None else self.grad_scale
         if operation.reduction == "none":
-            self.upstream = self.upstream * (0.5 + torch.rand(rows, device=device)) / rows
+            weight = 0.5 + torch.rand(self.target.shape, device=device)
+            self.upstream = self.upstream * weight / self.target.numel()
         self.overwritten = self.leaf.detach().clone() if operation.in_place else None
 
     @torch.no_grad()
@@ -179,7 +182,7 @@ def eager_bytes(operation: Operation, item: int, classes: int, device: torch.dev
 
 
 def providers(
-    operation: Operation, shape: tuple[int, int], dtype: torch.dtype, settings: Settings
+    operation: Operation, shape: tuple[int, ...], dtype: torch.dtype, settings: Settings
 ) -> list[Provider]:
     batch = Batch(operation, shape, dtype, settings.device)
     item = dtype.itemsize
@@ -225,13 +228,12 @@ def providers(
     ]
 
 
-def case(operation: Operation, shape: tuple[int, int], dtype: torch.dtype) -> Case:
-    rows, classes = shape
-    elements = rows * classes
+def case(operation: Operation, shape: tuple[int, ...], dtype: torch.dtype) -> Case:
+    elements = prod(shape)
     size = elements * dtype.itemsize
     return Case(
         operation=operation.name,
-        shape=f"{rows}x{classes}",
+        shape="x".join(map(str, shape)),
         dtype=dtype,
         elements=elements,
         traffic=Traffic(
@@ -247,20 +249,30 @@ def case(operation: Operation, shape: tuple[int, int], dtype: torch.dtype) -> Ca
 
 
 # Classifiers, then vocabularies: of GPT-2 (50257), Llama 2 and 3 (32000, 128256), Qwen (151936).
-SMALL = [(8192, 10), (8192, 100), (8192, 1000)]
+SMALL: list[tuple[int, ...]] = [(8192, 10), (8192, 100), (8192, 1000)]
 POWERS = [(32768, 2**exponent) for exponent in range(8, 17)] + [(16384, 2**17), (8192, 2**18)]
 GPU = SMALL + POWERS + [(8192, 50257), (8192, 128256), (4096, 151936)]
 # At most 2^25 logits, many times any cache.
 CPU = [*SMALL, (1024, 1000), (8192, 256), (8192, 1024), (4096, 4096), (1024, 16384)]
 CPU += [(1024, 32000), (512, 50257), (256, 128256), (128, 262144)]
-QUICK = [(32768, 1024), (8192, 50257), (8192, 128256), (1024, 1000), (1024, 32000), (512, 50257)]
+# Segmentations, of Pascal VOC's and ADE20K's classes.
+IMAGES = [(8, 21, 256, 256), (4, 150, 128, 128)]
+QUICK: list[tuple[int, ...]] = [
+    (32768, 1024),
+    (8192, 50257),
+    (8192, 128256),
+    (1024, 1000),
+    (1024, 32000),
+    (512, 50257),
+]
 QUICK_OPERATIONS = ("train", "train_in_place")
 
 if __name__ == "__main__":
     cases = [
         case(operation, shape, dtype)
-        for shape in (GPU if torch.cuda.is_available() else CPU)
+        for shape in (GPU if torch.cuda.is_available() else CPU) + IMAGES
         for operation in OPERATIONS
         for dtype in operation.dtypes
+        if len(shape) == 2 or not operation.in_place
     ]
     sys.exit(main("cross_entropy", cases))

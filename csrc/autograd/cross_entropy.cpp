@@ -20,6 +20,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "mutating.h"
 
@@ -86,7 +87,7 @@ struct GradientInForward : Function<GradientInForward> {
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
                                const CrossEntropyCall& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto outputs = cross_entropy_forward(call.on(input), /*with_grad=*/true);
+    const auto outputs = cross_entropy_forward(call.on(input), ForBackward::kGradient);
     context->save_for_backward({std::get<1>(outputs), std::get<2>(outputs)});
     return with_metrics(outputs);
   }
@@ -116,7 +117,9 @@ at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Ten
   if (arguments.softcap) z = at::tanh(z / *arguments.softcap) * *arguments.softcap;
   const at::Tensor lse = at::logsumexp(z, 1, /*keepdim=*/true);
   at::Tensor grad = (lse - z) * (row_grads * (1 - arguments.label_smoothing));
-  if (arguments.weight) grad = grad * *arguments.weight;
+  if (arguments.weight) {
+    grad = grad * (arguments.has_places() ? arguments.weight->unsqueeze(1) : *arguments.weight);
+  }
   return grad.to(arguments.target.scalar_type());
 }
 
@@ -126,7 +129,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     const at::AutoDispatchBelowADInplaceOrView below;
     CrossEntropyCall here = call.on(input);
     here.arguments.target = target;
-    const auto outputs = cross_entropy_forward(here, /*with_grad=*/false);
+    const auto outputs = cross_entropy_forward(here, ForBackward::kStatistics);
     const CrossEntropyArguments& arguments = here.arguments;
     context->save_for_backward({input, target, arguments.weight.value_or(at::Tensor()),
                                 std::get<3>(outputs), std::get<4>(outputs)});
@@ -144,10 +147,10 @@ struct GradientInBackward : Function<GradientInBackward> {
     const auto saved = context->get_saved_variables();
     auto& data = context->saved_data;
     // Hooks may have brought them back with other strides.
-    const auto in_rows = [](const at::Tensor& matrix) {
-      return is_row_major(matrix) ? matrix : matrix.contiguous();
+    const auto in_rows = [](const at::Tensor& rows) {
+      return has_neighbours(rows) ? rows : rows.contiguous();
     };
-    const at::Tensor target = saved[1].dim() == 2 ? in_rows(saved[1]) : saved[1].contiguous();
+    const at::Tensor target = saved[1].dim() == 1 ? saved[1].contiguous() : in_rows(saved[1]);
     OptionalTensor weight;
     if (saved[2].defined()) weight = saved[2].contiguous();
     const CrossEntropyArguments arguments = {in_rows(saved[0]),
@@ -167,7 +170,11 @@ struct GradientInBackward : Function<GradientInBackward> {
     }
     if (context->needs_input_grad(1)) {
       at::Tensor row_grads = grad_outputs[0] / divisor;
-      if (row_grads.dim() == 1) row_grads = row_grads.unsqueeze(1);
+      if (row_grads.dim() == 1) {
+        std::vector<c10::SymInt> shape = arguments.input.sym_sizes().vec();
+        shape[1] = 1;
+        row_grads = row_grads.view_symint(shape);
+      }
       grads[1] = once_differentiable(target_gradient(arguments, row_grads), grad_outputs[0]);
     }
     return grads;
@@ -187,9 +194,8 @@ bool stands_for_others(const at::Tensor& input) {
 
 bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
-  return c10::GradMode::is_enabled() && arguments.input.requires_grad() &&
-         !arguments.target.requires_grad() && arguments.reduction != at::Reduction::None &&
-         !stands_for_others(arguments.input) &&
+  return arguments.input.requires_grad() && !arguments.target.requires_grad() &&
+         arguments.reduction != at::Reduction::None && !stands_for_others(arguments.input) &&
          // Half gradients of a mean are mostly zeros without the scale that is to come.
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
 }
@@ -198,6 +204,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable(
     const CrossEntropyCall& call) {
   const at::Tensor& input = call.arguments.input;
   const at::Tensor& target = call.arguments.target;
+  if (!c10::GradMode::is_enabled() || !(input.requires_grad() || target.requires_grad())) {
+    const auto outputs = cross_entropy_forward(call, ForBackward::kNothing);
+    return {std::get<0>(outputs), std::get<5>(outputs), std::get<6>(outputs), std::get<7>(outputs)};
+  }
   const variable_list results = can_form_gradient_in_forward(call)
                                     ? GradientInForward::apply(input, call)
                                     : GradientInBackward::apply(input, target, call);

@@ -5,21 +5,50 @@
 #include <cstring>
 
 #include "../ops/cross_entropy.h"
-#include "vec/cross_entropy.h"
+#include "vec/cross_entropy_tile.h"
 
 namespace ampfuse {
 
-/// The rows of a call, as memory. Rows may be short and many, so that tensors are asked once.
+/// Where the rows of a tensor are. They may be short and many, so that tensors are asked once.
+class RowPlaces {
+ public:
+  RowPlaces() = default;
+  explicit RowPlaces(const at::Tensor& rows)
+      : places_(rows.dim() == 3 ? rows.size(2) : 1),
+        entry_bytes_(rows.stride(0) * rows.itemsize()),
+        class_stride_(rows.dim() == 3 ? rows.stride(1) : 1),
+        row_stride_(rows.stride(0)),
+        item_bytes_(rows.itemsize()),
+        by_row_(rows.dim() == 2) {}
+
+  int64_t offset(int64_t row) const {
+    if (by_row_) return row * entry_bytes_;
+    return row / places_ * entry_bytes_ + row % places_ * item_bytes_;
+  }
+  int64_t offset(int64_t row, int64_t index) const {
+    return offset(row) + index * class_stride_ * item_bytes_;
+  }
+  TileLayout layout() const { return {by_row_, by_row_ ? row_stride_ : class_stride_}; }
+
+ private:
+  int64_t places_ = 1;
+  int64_t entry_bytes_ = 0;  // from an entry of the batch to the next
+  int64_t class_stride_ = 1;
+  int64_t row_stride_ = 0;
+  int64_t item_bytes_ = 0;
+  bool by_row_ = true;
+};
+
 class CpuRows {
  public:
   explicit CpuRows(const CrossEntropyArguments& arguments)
       : input_(static_cast<const char*>(arguments.input.const_data_ptr())),
         input_dtype_(arguments.input.scalar_type()),
-        row_bytes_(arguments.input.stride(0) * arguments.input.itemsize()),
-        item_bytes_(arguments.input.itemsize()),
+        input_places_(arguments.input),
         number_bytes_(static_cast<int64_t>(c10::elementSize(loss_dtype(arguments.input)))),
-        count_(arguments.input.size(0)),
+        count_(arguments.rows().expect_int()),
         classes_(arguments.input.size(1)),
+        places_(arguments.has_places() ? arguments.input.size(2) : 0),
         target_(static_cast<const char*>(arguments.target.const_data_ptr())),
         target_dtype_(arguments.target.scalar_type()),
         has_probabilities_(arguments.has_probabilities()),
@@ -32,8 +61,7 @@ class CpuRows {
     if (!has_probabilities_) return;
     shares_.dtype = target_dtype_;
     shares_.of_probability = of_target_;
-    probability_bytes_ = arguments.target.itemsize();
-    probability_row_bytes_ = arguments.target.stride(0) * probability_bytes_;
+    probability_places_ = RowPlaces(arguments.target);
   }
 
   int64_t count() const { return count_; }
@@ -42,18 +70,76 @@ class CpuRows {
   bool has_probabilities() const { return has_probabilities_; }
   double z_loss() const { return z_loss_; }
 
+  // Whether they are gone through tile by tile.
+  bool are_tiled() const { return places_ > 0 || classes_ <= kFewClasses; }
+  // All rows of a tile are of one entry of the batch.
+  int64_t tiles() const {
+    return places_ == 0 ? tiles_of(count_) : tiles_of(places_) * (count_ / std::max(1L, places_));
+  }
+  int64_t tile_bytes() const { return ampfuse::tile_bytes(input_dtype_, classes_); }
+  int64_t first_row(int64_t tile) const {
+    if (places_ == 0) return tile * kTileRows;
+    const int64_t each = tiles_of(places_);
+    return tile / each * places_ + tile % each * kTileRows;
+  }
+  Tile tile(int64_t number) const {
+    const int64_t first = first_row(number);
+    const int64_t behind = places_ == 0 ? count_ : first / places_ * places_ + places_;
+    Tile tile = {input_ + input_places_.offset(first),
+                 input_dtype_,
+                 input_places_.layout(),
+                 std::min(kTileRows, behind - first),
+                 classes_,
+                 softcap_,
+                 shares_,
+                 probability_places_.layout(),
+                 {}};
+    if (has_probabilities_) tile.shares.probabilities = target_ + probability_places_.offset(first);
+    std::fill_n(tile.targets, kTileRows, -1);
+    with_targets(first, [&](const auto* targets) {
+      for (int64_t i = 0; i < tile.rows; ++i) {
+        tile.targets[i] = targets[i] == ignore_index_ ? -1 : targets[i];
+      }
+    });
+    return tile;
+  }
+
+  // What some rows' targets weigh together; and the first row whose target is no class, or -1.
+  struct Weighed {
+    double weight = 0;
+    int64_t bad_row = -1;
+  };
+  Weighed weigh_targets(int64_t begin, int64_t end) const {
+    Weighed all;
+    with_targets(begin, [&](const auto* targets) {
+      int64_t counting = 0;
+      bool any_bad = false;
+      for (int64_t i = 0; i < end - begin; ++i) {
+        const int64_t target = targets[i];
+        counting += target != ignore_index_;
+        any_bad |= target != ignore_index_ && (target < 0 || target >= classes_);
+      }
+      all.weight = static_cast<double>(counting);
+      if (!any_bad && shares_.weight == nullptr) return;
+      all.weight = 0;
+      for (int64_t i = 0; i < end - begin; ++i) {
+        const int64_t target = targets[i];
+        if (target == ignore_index_) continue;
+        if (target < 0 || target >= classes_) {
+          all.bad_row = begin + i;
+          return;
+        }
+        all.weight += weight(target);
+      }
+    });
+    return all;
+  }
+
   // An index, or -1 where there are probabilities.
   int64_t target(int64_t row) const {
-    switch (target_dtype_) {
-      case at::kLong:
-        return reinterpret_cast<const int64_t*>(target_)[row];
-      case at::kInt:
-        return reinterpret_cast<const int32_t*>(target_)[row];
-      case at::kByte:
-        return reinterpret_cast<const uint8_t*>(target_)[row];
-      default:
-        return -1;
-    }
+    int64_t target = -1;
+    with_targets(row, [&](const auto* targets) { target = *targets; });
+    return target;
   }
 
   bool is_ignored(int64_t row) const { return !has_probabilities_ && target(row) == ignore_index_; }
@@ -65,7 +151,7 @@ class CpuRows {
   }
 
   double logit(int64_t row, int64_t index) const {
-    const void* const logit = input_ + row * row_bytes_ + index * item_bytes_;
+    const void* const logit = input_ + input_places_.offset(row, index);
     switch (input_dtype_) {
       case at::kHalf:
         return *static_cast<const c10::Half*>(logit);
@@ -80,12 +166,19 @@ class CpuRows {
 
   math::RowTarget<double> row_target(int64_t row) const {
     if (has_probabilities_ || is_ignored(row)) return {};
-    return {true, math::softcapped(logit(row, target(row)), softcap_), target_share(row)};
+    return {true, math::softcapped(logit(row, target(row)), softcap_), target_share(target(row))};
   }
 
   // Its B.
-  double target_share(int64_t row) const {
-    return has_probabilities_ ? 0 : weight(target(row)) * (of_target_ + shares_.uniform);
+  double target_share(int64_t target) const {
+    return target < 0 ? 0 : weight(target) * (of_target_ + shares_.uniform);
+  }
+
+  void target_shares(const Tile& tile, TileNumbers& shares) const {
+    const double share = of_target_ + shares_.uniform;
+    for (int64_t i = 0; i < kTileRows; ++i) shares[i] = tile.targets[i] < 0 ? 0 : share;
+    if (shares_.weight == nullptr) return;
+    for (int64_t i = 0; i < kTileRows; ++i) shares[i] = target_share(tile.targets[i]);
   }
 
   // Of an ignored row no class is its target, though `ignore_index` may be one.
@@ -93,7 +186,7 @@ class CpuRows {
     const int64_t first = block * kClassBlock;
     const int64_t count = std::min(kClassBlock, classes_ - first);
     const int64_t target = is_ignored(row) ? -1 : this->target(row) - first;
-    return {input_ + row * row_bytes_ + first * item_bytes_, input_dtype_, count,
+    return {input_ + input_places_.offset(row, first), input_dtype_, count,
             target >= 0 && target < count ? target : -1, softcap_};
   }
 
@@ -104,7 +197,7 @@ class CpuRows {
       shares.weight = static_cast<const char*>(shares.weight) + first * number_bytes_;
     }
     if (has_probabilities_) {
-      shares.probabilities = target_ + row * probability_row_bytes_ + first * probability_bytes_;
+      shares.probabilities = target_ + probability_places_.offset(row, first);
     }
     return shares;
   }
@@ -125,18 +218,35 @@ class CpuRows {
   }
 
  private:
+  static constexpr int64_t kFewClasses = 64;
+  // Calls visit(indices from `row` on), if there are indices.
+  template <typename Visit>
+  void with_targets(int64_t row, const Visit& visit) const {
+    switch (target_dtype_) {
+      case at::kLong:
+        return visit(reinterpret_cast<const int64_t*>(target_) + row);
+      case at::kInt:
+        return visit(reinterpret_cast<const int32_t*>(target_) + row);
+      case at::kByte:
+        return visit(reinterpret_cast<const uint8_t*>(target_) + row);
+      default:
+        return;
+    }
+  }
+
+  static int64_t tiles_of(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
   const char* input_;
   c10::ScalarType input_dtype_;
-  int64_t row_bytes_;
-  int64_t item_bytes_;
+  RowPlaces input_places_;
   int64_t number_bytes_;  // of what is computed with
   int64_t count_;
   int64_t classes_;
+  int64_t places_;  // 0 where rows are in one piece
   const char* target_;
   c10::ScalarType target_dtype_;
   bool has_probabilities_;
-  int64_t probability_bytes_ = 0;
-  int64_t probability_row_bytes_ = 0;
+  RowPlaces probability_places_;
   int64_t ignore_index_;
   double z_loss_;
   double softcap_;
@@ -144,28 +254,26 @@ class CpuRows {
   ClassShares shares_;
 };
 
-/// A matrix to write to. The pointer is asked for once, on one thread: memory that is shared until
-/// it is written is made its own by that.
+/// Rows to write to. The pointer is asked for once, on one thread: memory that is shared until it
+/// is written is made its own by that.
 class RowWriter {
  public:
   RowWriter() = default;
-  explicit RowWriter(const at::Tensor& matrix)
-      : data_(static_cast<char*>(matrix.mutable_data_ptr())),
-        row_bytes_(matrix.stride(0) * matrix.itemsize()),
-        item_bytes_(matrix.itemsize()),
-        classes_(matrix.size(1)) {}
+  explicit RowWriter(const at::Tensor& rows)
+      : data_(static_cast<char*>(rows.mutable_data_ptr())),
+        places_(rows),
+        bytes_(rows.size(1) * rows.itemsize()) {}
 
   bool is_wanted() const { return data_ != nullptr; }
-  void* at(int64_t row, int64_t first) const {
-    return data_ + row * row_bytes_ + first * item_bytes_;
-  }
-  void zero(int64_t row) const { std::memset(at(row, 0), 0, classes_ * item_bytes_); }
+  void* at(int64_t row, int64_t first) const { return data_ + places_.offset(row, first); }
+  TileLayout layout() const { return places_.layout(); }
+  // Where they are in one piece.
+  void zero(int64_t row) const { std::memset(at(row, 0), 0, bytes_); }
 
  private:
   char* data_ = nullptr;
-  int64_t row_bytes_ = 0;
-  int64_t item_bytes_ = 0;
-  int64_t classes_ = 0;
+  RowPlaces places_;
+  int64_t bytes_ = 0;
 };
 
 /// Numbers to write to that are float or double.

@@ -30,7 +30,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   complaints.raise_earlier();
   const bool is_each = arguments.reduction == at::Reduction::None;
   const bool with_metrics = lse.numel() > 0;
-  const bool with_grad = grad.dim() == 2;
+  const bool with_grad = grad.numel() > 0;
   const int blocks = arguments.has_probabilities() ? 0 : weight_blocks(rows);
   constexpr int64_t kWeight = sizeof(TargetWeight) / sizeof(double);
   const at::Tensor weights = at::empty({blocks * kWeight}, divisor.options());
@@ -61,7 +61,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       const CrossEntropyResults<scalar_t> results = {
           is_each ? loss.mutable_data_ptr<acc_t>() : nullptr,
           is_each ? nullptr : losses.mutable_data_ptr<double>(),
-          with_grad ? nullptr : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
+          statistics.numel() == 0
+              ? nullptr
+              : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
           with_grad ? grad.mutable_data_ptr<scalar_t>() : nullptr,
           with_grad ? grad.stride(0) : 0,
           with_metrics ? lse.mutable_data_ptr<acc_t>() : nullptr,

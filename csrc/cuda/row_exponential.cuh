@@ -80,7 +80,9 @@ class RowExponential<float> {
     return below == 0 ? 1 : std::exp(-below);
   }
 
-  using Factor = math::BiasedFactor;
+  struct Factor : math::BiasedFactor {
+    __device__ explicit Factor(double factor) : math::BiasedFactor(math::biased_factor(factor)) {}
+  };
   __device__ float times(float z, const Factor& by) const {
     return by.times(math::biased_exp_in_two(z, at_));
   }

@@ -10,12 +10,13 @@
 // large numbers. So y's own terms are kept out of the sums over classes, which are then over the
 // others: with e = exp(z − m), m near the largest z, and s the sum of the others' e,
 //
-//   lse − z_y = log(1 + s/e_y) where that is the larger, else (m − z_y) + log(e_y + s)
+//   lse − z_y = log(1 + s/e_y) where e_y is the larger, else (m − z_y) + log(e_y + s)
 //   ∂loss/∂z_y = A·p_y − B_y = (A − B_y) − A·s/(e_y + s),  A − B_y = Σ others' B + 2·z_loss·lse
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "host_device.h"
 #include "lane.h"
@@ -39,9 +40,9 @@ struct RowPart {
 };
 
 // x·y where nothing times infinity is nothing.
-template <typename T>
-AMPFUSE_HOST_DEVICE T times_or_zero(T x, T y) {
-  return x == 0 ? 0 : x * y;
+template <typename V>
+AMPFUSE_HOST_DEVICE V times_or_zero(V x, V y) {
+  return Lane<V>::choose(x == V(0), V(0), x * y);
 }
 
 // The same of classes of both.
@@ -62,53 +63,58 @@ AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
   return both;
 }
 
-// A row's own target.
-template <typename T>
+// A row's own target, or the targets of a vector of rows.
+template <typename V>
 struct RowTarget {
   bool exists = false;  // not where targets are distributions
-  T z = 0;
-  T share = 0;  // its B
+  V z = 0;
+  V share = 0;  // its B
 };
 
 // What backward needs to know of a row.
-struct RowStatistics {
-  double largest;
-  double sum;     // of all exp(z − reference)
-  double others;  // of those that are not the target's
-  double shares;  // of the others' B
+template <typename V>
+struct Statistics {
+  V largest;
+  V sum;     // of all exp(z − reference)
+  V others;  // of those that are not the target's
+  V shares;  // of the others' B
 };
+using RowStatistics = Statistics<double>;
 inline constexpr int kRowStatistics = sizeof(RowStatistics) / sizeof(double);
 
-template <typename T>
+template <typename V>
 struct RowLoss {
-  T loss;
-  T lse;
-  T entropy;  // −Σ p·log p
-  RowStatistics statistics;
+  V loss;
+  V lse;
+  V entropy;  // −Σ p·log p
+  Statistics<std::conditional_t<std::is_arithmetic_v<V>, double, V>> statistics;
 };
 
-template <typename T>
-AMPFUSE_HOST_DEVICE RowLoss<T> row_loss(const RowPart<T>& others, const RowTarget<T>& target,
+template <typename V, typename T>
+AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarget<V>& target,
                                         T z_loss) {
-  // Infinities leave no distribution, nor does a row of nothing but −∞.
-  if (!is_finite(others.largest)) {
-    const T nan = NAN;
-    return {nan, nan, nan, {nan, nan, nan, nan}};
-  }
-  const T below = target.exists ? others.reference - target.z : 0;
-  const T targets = target.exists ? std::exp(-below) : 0;
-  const T sum = others.sum + targets;
-  const T log_sum = std::log(sum);
-  const T lse = others.reference + log_sum;
-  T loss = others.spread + times_or_zero(others.shares, log_sum);
-  if (target.exists) {
-    const bool is_sure = others.sum < targets;
-    loss += target.share * (is_sure ? std::log1p(others.sum / targets) : below + log_sum);
-  }
-  if (z_loss != 0) loss += z_loss * lse * lse;
+  using L = Lane<V>;
+  const V below = target.exists ? others.reference - target.z : V(0);
+  const V targets = target.exists ? L::exp(V(0) - below) : V(0);
+  const V sum = others.sum + targets;
+  // One logarithm for either case. That of a sum, which is above 1/2, minus 1 is off by no more
+  // than the sum's own rounding.
+  const auto is_sure = others.sum < targets;
+  const V log = L::log1p(L::choose(is_sure, others.sum / targets, sum - V(1)));
+  const V log_sum = L::choose(is_sure, log - below, log);
+  const V lse = others.reference + log_sum;
+  V loss = others.spread + times_or_zero(others.shares, log_sum);
+  if (target.exists) loss = loss + target.share * L::choose(is_sure, log, below + log);
+  if (z_loss != 0) loss = loss + V(z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
-  const T entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
-  return {loss, lse, entropy, {others.largest, sum, others.sum, others.shares}};
+  const V entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
+  // Infinities leave no distribution, nor does a row of nothing but −∞.
+  const auto exists = others.largest - others.largest == V(0);
+  const auto if_any = [&](const V& x) { return L::choose(exists, x, V(NAN)); };
+  return {if_any(loss),
+          if_any(lse),
+          if_any(entropy),
+          {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.shares)}};
 }
 
 // What backward is expected to be called with: something to divide by.
@@ -123,34 +129,34 @@ AMPFUSE_HOST_DEVICE double reduced_loss(double total, double divisor) {
 
 // The gradient of a row, times `scale`: of_exponential·exp(z − reference) − scale·B, and apart from
 // that formula what the target has.
-template <typename T>
+template <typename V>
 struct RowGradient {
-  T of_exponential;
-  T scale;
-  T of_target;
+  V of_exponential;
+  V scale;
+  V of_target;
 };
 
-template <typename T>
-AMPFUSE_HOST_DEVICE RowGradient<T> row_gradient(const RowStatistics& row, T reference,
-                                                T target_share, T z_loss, T scale) {
-  const T sum = static_cast<T>(row.sum);
-  T others = static_cast<T>(row.shares);
-  if (z_loss != 0) others += 2 * z_loss * (reference + std::log(sum));
-  const T all = target_share + others;
-  const T of_others = static_cast<T>(row.others) / sum;
+template <typename V, typename S, typename T>
+AMPFUSE_HOST_DEVICE RowGradient<V> row_gradient(const Statistics<S>& row, V reference,
+                                                V target_share, T z_loss, V scale) {
+  const V sum = static_cast<V>(row.sum);
+  V others = static_cast<V>(row.shares);
+  if (z_loss != 0) others = others + V(2 * z_loss) * (reference + Lane<V>::log(sum));
+  const V all = target_share + others;
+  const V of_others = static_cast<V>(row.others) / sum;
   return {all / sum * scale, scale, (others - all * of_others) * scale};
 }
 
 // z of a logit, and how it moves with it. 1 − tanh² of u is 4w/(1 + w)² with w = exp(−2|u|), which
 // does not cancel.
-template <typename T>
-AMPFUSE_HOST_DEVICE T softcapped(T x, T softcap) {
-  return softcap == 0 ? x : softcap * std::tanh(x / softcap);
+template <typename V, typename T>
+AMPFUSE_HOST_DEVICE V softcapped(V x, T softcap) {
+  return softcap == 0 ? x : V(softcap) * Lane<V>::tanh(x / V(softcap));
 }
-template <typename T>
-AMPFUSE_HOST_DEVICE T softcap_slope(T x, T softcap) {
-  const T w = std::exp(-2 * std::fabs(x / softcap));
-  return 4 * w / ((1 + w) * (1 + w));
+template <typename V, typename T>
+AMPFUSE_HOST_DEVICE V softcap_slope(V x, T softcap) {
+  const V w = Lane<V>::exp(V(-2) * Lane<V>::abs(x / V(softcap)));
+  return V(4) * w / ((V(1) + w) * (V(1) + w));
 }
 
 }  // namespace ampfuse::math

@@ -24,16 +24,19 @@ inline constexpr float kFurthestBelow = 114;
 
 inline constexpr float kExpRounder = 12582912.0f + kExponentBias;  // 1.5·2²³ rounds to integers
 
-struct ExpReference {
-  float shift;
-  float rounder;  // adding it to (z − shift)/log 2 leaves the power of two in the low bits
-  float floor;    // below it exp is 0
+// Of one row, R being float, or of a vector of rows.
+template <typename R>
+struct ExpReferenceOf {
+  R shift;
+  R rounder;  // adding it to (z − shift)/log 2 leaves the power of two in the low bits
+  R floor;    // below it exp is 0
 
   AMPFUSE_HOST_DEVICE double value() const {
     const double powers = static_cast<double>(kExpRounder) - rounder;
     return shift + powers * 0.693147180559945309417;
   }
 };
+using ExpReference = ExpReferenceOf<float>;
 
 // For a finite `largest`.
 AMPFUSE_HOST_DEVICE ExpReference exp_reference(float largest) {
@@ -49,8 +52,8 @@ struct ReducedExponent {
   V high;  // r, but for n times the second part of log 2
 };
 
-template <typename V>
-AMPFUSE_HOST_DEVICE ReducedExponent<V> reduce_exponent(V z, const ExpReference& reference) {
+template <typename V, typename R>
+AMPFUSE_HOST_DEVICE ReducedExponent<V> reduce_exponent(V z, const ExpReferenceOf<R>& reference) {
   using L = Lane<V>;
   const V d = z - V(reference.shift);
   const V rounded = L::multiply_add(d, V(1.44269504f), V(reference.rounder));
@@ -72,8 +75,8 @@ AMPFUSE_HOST_DEVICE V exp_without_one(V r, V r_low) {
 }
 
 // exp(z − reference)·2^kExponentBias, off by an ulp at most.
-template <typename V>
-AMPFUSE_HOST_DEVICE V biased_exp(V z, const ExpReference& reference) {
+template <typename V, typename R>
+AMPFUSE_HOST_DEVICE V biased_exp(V z, const ExpReferenceOf<R>& reference) {
   using L = Lane<V>;
   const auto [rounded, n, high] = reduce_exponent(z, reference);
   const V r = L::multiply_add(n, V(kMinusLog2Low), high);
@@ -88,8 +91,8 @@ struct InTwo {
   V low;
 };
 
-template <typename V>
-AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReference& reference) {
+template <typename V, typename R>
+AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReferenceOf<R>& reference) {
   using L = Lane<V>;
   const V floor(reference.floor);
   // Of −∞ these would be no numbers, which zero times is none either.
@@ -107,20 +110,11 @@ AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReference& referenc
 
 // What biased exponentials are multiplied by, which takes the bias away: in two, so that products
 // are not off by its rounding, too.
-struct BiasedFactor {
-  float high;
-  float low;
-  float unbias = 1;
-
-  AMPFUSE_HOST_DEVICE explicit BiasedFactor(double factor) {
-    // Apart, where the factor is so small that it would not be normal with it.
-    const bool is_apart = std::fabs(factor) < 0x1p-80;
-    if (is_apart) unbias = static_cast<float>(kUnbias);
-    if (!is_apart) factor *= kUnbias;
-    high = static_cast<float>(factor);
-    const double rest = factor - static_cast<double>(high);
-    low = is_finite(rest) ? static_cast<float>(rest) : 0.0f;
-  }
+template <typename R>
+struct BiasedFactorOf {
+  R high;
+  R low;
+  R unbias;
 
   template <typename V>
   AMPFUSE_HOST_DEVICE V times(const InTwo<V>& e) const {
@@ -134,5 +128,16 @@ struct BiasedFactor {
     return e * V(high) * V(unbias);
   }
 };
+using BiasedFactor = BiasedFactorOf<float>;
+
+AMPFUSE_HOST_DEVICE BiasedFactor biased_factor(double factor) {
+  // Apart, where the factor is so small that it would not be normal with it.
+  const bool is_apart = std::fabs(factor) < 0x1p-80;
+  const double with_bias = is_apart ? factor : factor * kUnbias;
+  const float high = static_cast<float>(with_bias);
+  const double rest = with_bias - static_cast<double>(high);
+  return {high, is_finite(rest) ? static_cast<float>(rest) : 0.0f,
+          is_apart ? static_cast<float>(kUnbias) : 1.0f};
+}
 
 }  // namespace ampfuse::math

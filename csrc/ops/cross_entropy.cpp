@@ -14,8 +14,8 @@ at::ScalarType loss_dtype(const at::Tensor& input) {
 }
 
 // Of no elements the strides say nothing.
-bool is_row_major(const at::Tensor& matrix) {
-  return matrix.sym_size(1) <= 1 || matrix.sym_stride(1) == 1 || matrix.sym_numel() == 0;
+bool has_neighbours(const at::Tensor& rows) {
+  return rows.sym_size(-1) <= 1 || rows.sym_stride(-1) == 1 || rows.sym_numel() == 0;
 }
 
 void check_class_dtype(const char* op, const at::Tensor& target) {
@@ -37,7 +37,7 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
         dtype == loss_dtype(input) ||
             (loss_dtype(input) == at::kFloat && (dtype == at::kHalf || dtype == at::kBFloat16)),
         op, ": target: expected probabilities of dtype ", loss_dtype(input), ", got ", dtype);
-    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && is_row_major(target), op,
+    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_neighbours(target), op,
                       ": target: expected probabilities of shape ", input.sym_sizes(), ", got ",
                       target.sym_sizes());
     TORCH_CHECK_VALUE(arguments.ignore_index < 0, op,
@@ -45,8 +45,8 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
   } else {
     check_class_dtype(op, target);
     TORCH_CHECK_VALUE(
-        target.dim() == 1 && target.sym_size(0) == input.sym_size(0) && target.is_contiguous(), op,
-        ": target: expected contiguous indices of shape [", input.sym_size(0), "], got ",
+        target.dim() == 1 && target.sym_size(0) == arguments.rows() && target.is_contiguous(), op,
+        ": target: expected contiguous indices of shape [", arguments.rows(), "], got ",
         target.sym_sizes());
   }
 }
@@ -59,10 +59,13 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
                        input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble,
                    op, ": input: expected dtype Half, BFloat16, Float or Double, got ",
                    input.scalar_type());
-  TORCH_CHECK_VALUE(input.layout() == at::kStrided && input.dim() == 2 && is_row_major(input), op,
-                    ": input: expected strided logits of shape [rows, classes] with classes next "
-                    "to each other, got shape ",
-                    input.sym_sizes());
+  TORCH_CHECK_VALUE(
+      input.layout() == at::kStrided && (input.dim() == 2 || input.dim() == 3) &&
+          has_neighbours(input),
+      op,
+      ": input: expected strided logits of shape [rows, classes] or [batch, classes, places] with "
+      "what is along the last dimension next to each other, got shape ",
+      input.sym_sizes());
   check_target(op, arguments);
   if (arguments.weight) {
     const at::Tensor& weight = *arguments.weight;
@@ -90,15 +93,16 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
       ": reduction: expected 0 (none), 1 (mean) or 2 (sum), got ", arguments.reduction);
 }
 
-bool has_memory_of_its_own(const at::Tensor& matrix) {
-  return matrix.layout() == at::kStrided && matrix.dim() == 2 && is_row_major(matrix) &&
-         (matrix.sym_size(0) <= 1 || matrix.sym_stride(0) >= matrix.sym_size(1)) &&
-         !matrix.is_neg();
+bool has_memory_of_its_own(const at::Tensor& rows) {
+  if (rows.layout() != at::kStrided || rows.is_neg()) return false;
+  if (rows.dim() == 3) return rows.is_contiguous();
+  return rows.dim() == 2 && has_neighbours(rows) &&
+         (rows.sym_size(0) <= 1 || rows.sym_stride(0) >= rows.sym_size(1));
 }
 
 void check_cross_entropy_in_place(const at::Tensor& input) {
   TORCH_CHECK_VALUE(
-      has_memory_of_its_own(input),
+      input.dim() == 2 && has_memory_of_its_own(input),
       "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own, "
       "classes next to each other, got shape ",
       input.sym_sizes(), " and strides ", input.sym_strides());
@@ -125,15 +129,10 @@ void check_cross_entropy_scalar(const char* op, const char* name,
                     scalar->device());
 }
 
-at::Tensor empty_cross_entropy_grad(const CrossEntropyArguments& arguments, bool with_grad) {
-  const at::Tensor& input = arguments.input;
-  return with_grad ? at::empty_symint(input.sym_sizes(), input.options())
-                   : at::empty({0}, input.options());
-}
-
 CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
-                                                const at::Tensor& grad, bool with_metrics) {
-  const c10::SymInt rows = arguments.input.sym_size(0);
+                                                const at::Tensor& grad, ForBackward for_backward,
+                                                bool with_metrics) {
+  const c10::SymInt rows = arguments.rows();
   const auto options = arguments.input.options();
   const auto numbers = options.dtype(loss_dtype(arguments.input));
   const auto doubles = options.dtype(at::kDouble);
@@ -144,8 +143,9 @@ CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arg
                                                      : at::empty({}, numbers),
           grad,
           at::empty({}, options.dtype(at::kFloat)),
-          grad.dim() == 2 ? at::empty({0}, doubles)
-                          : at::empty_symint({rows, math::kRowStatistics}, doubles),
+          for_backward == ForBackward::kStatistics
+              ? at::empty_symint({rows, math::kRowStatistics}, doubles)
+              : at::empty({0}, doubles),
           at::empty({}, doubles),
           at::empty_symint(metric, numbers),
           at::empty_symint(metric, numbers),
@@ -154,18 +154,18 @@ CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arg
 
 // --- calls ---------------------------------------------------------------------------------------
 
-CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, bool with_grad) {
+CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("ampfuse::cross_entropy_forward", "")
           .typed<CrossEntropyOutputs(
               const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
               int64_t, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-              double, std::optional<double>, bool, bool)>();
+              double, std::optional<double>, int64_t, bool)>();
   const CrossEntropyArguments& a = call.arguments;
   return op.call(a.input, a.target, a.weight, a.reduction, a.ignore_index, a.label_smoothing,
-                 call.grad_scale, call.denominator, a.z_loss, a.softcap, with_grad,
-                 call.with_metrics);
+                 call.grad_scale, call.denominator, a.z_loss, a.softcap,
+                 static_cast<int64_t>(for_backward), call.with_metrics);
 }
 
 std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place(const CrossEntropyCall& call) {
@@ -220,11 +220,12 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
       "(Tensor loss, Tensor baked)");
-  // Rows of logits, without autograd.
+  // Rows of logits, without autograd. for_backward is ForBackward: 0, nothing; 1, statistics; 2,
+  // the gradient.
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "
-      "float z_loss, float? softcap, bool with_grad, bool with_metrics) -> (Tensor loss, "
+      "float z_loss, float? softcap, int for_backward, bool with_metrics) -> (Tensor loss, "
       "Tensor grad, Tensor baked, Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, "
       "Tensor argmax)",
       {at::Tag::pt2_compliant_tag});

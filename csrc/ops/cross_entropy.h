@@ -1,4 +1,6 @@
-// Cross-entropy as its kernels see it: rows of logits, whatever shape they came in.
+// Cross-entropy as its kernels see it: rows of logits, whatever shape they came in. Where classes
+// are far apart, as in [batch, classes, height, width], the rows of a batch's entry lie beside each
+// other: they are its places.
 #pragma once
 
 #include <ATen/core/Reduction.h>
@@ -11,8 +13,10 @@
 namespace ampfuse {
 
 struct CrossEntropyArguments {
-  at::Tensor input;                  // [rows, classes], classes next to each other
-  at::Tensor target;                 // [rows] indices, or [rows, classes] probabilities
+  // [rows, classes], classes next to each other; or [batch, classes, places], places next to each
+  // other, whose rows are [batch · places].
+  at::Tensor input;
+  at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
   std::optional<at::Tensor> weight;  // [classes], of the dtype of the arithmetic
   int64_t reduction;
   int64_t ignore_index;
@@ -21,6 +25,10 @@ struct CrossEntropyArguments {
   std::optional<double> softcap;
 
   bool has_probabilities() const { return target.is_floating_point(); }
+  bool has_places() const { return input.dim() == 3; }
+  c10::SymInt rows() const {
+    return has_places() ? input.sym_size(0) * input.sym_size(2) : input.sym_size(0);
+  }
 };
 
 /// What a loss is computed in, and comes in: double for double logits, else float.
@@ -32,11 +40,11 @@ void check_class_dtype(const char* op, const at::Tensor& target);
 /// Refuses what kernels could not read.
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 
-/// Whether what is in a row are neighbours in memory.
-bool is_row_major(const at::Tensor& matrix);
+/// Whether what is along the last dimension are neighbours in memory.
+bool has_neighbours(const at::Tensor& rows);
 
-/// Whether this is a matrix that may be overwritten: rows of neighbours, each with its own memory.
-bool has_memory_of_its_own(const at::Tensor& matrix);
+/// Whether these are rows, or rows in places, that may be overwritten: each with its own memory.
+bool has_memory_of_its_own(const at::Tensor& rows);
 
 /// Refuses logits that could not be overwritten with their gradient.
 void check_cross_entropy_in_place(const at::Tensor& input);
@@ -49,18 +57,21 @@ void check_cross_entropy_scalar(const char* op, const char* name,
                                 const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                 const at::Tensor& input);
 
+/// What forward leaves for backward.
+enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
+
 /// loss: [] or, with reduction none, [rows].
-/// grad: [rows, classes] if asked for: of the loss, times `baked`.
+/// grad: of the shape of input if it is asked for: of the loss, times `baked`.
 /// baked: [] float: grad_scale, or 1 where that is 0 or not finite.
-/// statistics: [rows, 4] double: math::RowStatistics, for backward; [0] where there is a grad.
+/// statistics: [rows, 4] double if they are asked for: math::RowStatistics.
 /// divisor: [] double: what the sum of losses is divided by.
 /// lse, entropy, argmax: [rows] if metrics are asked for.
 /// What is not asked for is [0].
 using CrossEntropyOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                                        at::Tensor, at::Tensor, at::Tensor>;
 CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
-                                                const at::Tensor& grad, bool with_metrics);
-at::Tensor empty_cross_entropy_grad(const CrossEntropyArguments& arguments, bool with_grad);
+                                                const at::Tensor& grad, ForBackward for_backward,
+                                                bool with_metrics);
 
 struct CrossEntropyCall {
   CrossEntropyArguments arguments;
@@ -94,7 +105,7 @@ class CrossEntropyRows {
 };
 
 /// The operators below autograd.
-CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, bool with_grad);
+CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward);
 std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place(const CrossEntropyCall& call);
 at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
                                   const CrossEntropyArguments& arguments,

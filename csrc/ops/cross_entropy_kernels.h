@@ -9,8 +9,8 @@
 
 namespace ampfuse {
 
-/// What a backend brings. Metrics, and the gradient, are wanted where `outputs` has room for them;
-/// the gradient's room may be the logits' own.
+/// What a backend brings. The gradient, statistics and metrics are wanted where `outputs` has room
+/// for them; the gradient's room may be the logits' own.
 struct CrossEntropyKernels {
   void (*forward)(const CrossEntropyArguments& arguments,
                   const std::optional<at::Tensor>& grad_scale,
@@ -36,14 +36,23 @@ CrossEntropyOutputs forward(const at::Tensor& input, const at::Tensor& target,
                             const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
                             double label_smoothing, const OptionalTensor& grad_scale,
                             const OptionalTensor& denominator, double z_loss,
-                            std::optional<double> softcap, bool with_grad, bool with_metrics) {
+                            std::optional<double> softcap, int64_t for_backward,
+                            bool with_metrics) {
   const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
                                            ignore_index, label_smoothing, z_loss, softcap};
   check_forward("cross_entropy", arguments, grad_scale, denominator);
+  const auto what = static_cast<ForBackward>(for_backward);
+  TORCH_CHECK_VALUE(what >= ForBackward::kNothing && what <= ForBackward::kGradient,
+                    "cross_entropy_forward: for_backward: expected 0 (nothing), 1 (statistics) or "
+                    "2 (the gradient), got ",
+                    for_backward);
+  const bool with_grad = what == ForBackward::kGradient;
   TORCH_CHECK_VALUE(!with_grad || reduction != at::Reduction::None,
-                    "cross_entropy_forward: reduction: expected mean or sum with_grad, got none");
-  const auto outputs = empty_cross_entropy_outputs(
-      arguments, empty_cross_entropy_grad(arguments, with_grad), with_metrics);
+                    "cross_entropy_forward: reduction: expected mean or sum for the gradient, got "
+                    "none");
+  const at::Tensor grad = with_grad ? at::empty_symint(input.sym_sizes(), input.options())
+                                    : at::empty({0}, input.options());
+  const auto outputs = empty_cross_entropy_outputs(arguments, grad, what, with_metrics);
   kKernels.forward(arguments, grad_scale, denominator, outputs);
   return outputs;
 }
@@ -63,7 +72,8 @@ std::tuple<at::Tensor, at::Tensor> in_place(const at::Tensor& input, const at::T
   const CrossEntropyArguments& arguments = rows.call().arguments;
   TORCH_CHECK_VALUE(reduction != at::Reduction::None,
                     "cross_entropy_: reduction: expected mean or sum, got none");
-  const auto outputs = empty_cross_entropy_outputs(arguments, input, /*with_metrics=*/false);
+  const auto outputs = empty_cross_entropy_outputs(arguments, input, ForBackward::kGradient,
+                                                   /*with_metrics=*/false);
   kKernels.forward(arguments, rows.call().grad_scale, rows.call().denominator, outputs);
   return {std::get<0>(outputs), std::get<2>(outputs)};
 }
@@ -78,7 +88,7 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
                                            ignore_index, label_smoothing, z_loss, softcap};
   constexpr const char* kOp = "cross_entropy_backward";
   check_cross_entropy(kOp, arguments);
-  const c10::SymInt rows = input.sym_size(0);
+  const c10::SymInt rows = arguments.rows();
   const bool is_each = reduction == at::Reduction::None;
   TORCH_CHECK_VALUE(
       grad_output.dim() == (is_each ? 1 : 0) && (!is_each || grad_output.sym_size(0) == rows), kOp,
@@ -90,7 +100,7 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
                         statistics.is_contiguous(),
                     kOp, ": statistics: expected what cross_entropy_forward returned");
   check_cross_entropy_scalar(kOp, "divisor", divisor, at::kDouble, input);
-  const at::Tensor grad = empty_cross_entropy_grad(arguments, /*with_grad=*/true);
+  const at::Tensor grad = at::empty_symint(input.sym_sizes(), input.options());
   kKernels.backward(arguments, grad_output.to(at::kDouble).contiguous(), statistics, divisor, grad);
   return grad;
 }
@@ -98,13 +108,17 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
 template <const CrossEntropyKernels& kKernels>
 void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output) {
   TORCH_CHECK_VALUE(has_memory_of_its_own(grad) && grad.is_floating_point(),
-                    "cross_entropy_rescale_: grad: expected a matrix of its own memory, got ",
+                    "cross_entropy_rescale_: grad: expected rows with memory of their own, got ",
                     grad.scalar_type(), " of shape ", grad.sym_sizes(), " and strides ",
                     grad.sym_strides());
   check_cross_entropy_scalar("cross_entropy_rescale_", "baked", baked, at::kFloat, grad);
   check_cross_entropy_scalar("cross_entropy_rescale_", "grad_output", grad_output, loss_dtype(grad),
                              grad);
-  kKernels.rescale(grad, baked, grad_output);
+  // To be multiplied, places are as good as classes.
+  const at::Tensor matrix =
+      grad.dim() == 3 ? grad.view_symint({grad.sym_size(0) * grad.sym_size(1), grad.sym_size(2)})
+                      : grad;
+  kKernels.rescale(matrix, baked, grad_output);
 }
 
 }  // namespace cross_entropy_kernels

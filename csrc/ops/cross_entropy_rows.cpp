@@ -12,9 +12,32 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-// [batch, classes, d1, ...] as [rows, classes]. A view, and else a copy, unless classes are next to
-// each other already.
-at::Tensor rows_of(const at::Tensor& tensor) {
+// Fewer places would fill too few of a vector's lanes, or of a warp's: they are copied to rows.
+constexpr int64_t kFewestPlaces = 16;
+// A tile of more would take more memory than a copy of a small batch.
+constexpr int64_t kMostClassesInPlaces = 65536;
+
+// How many entries of [batch, classes, d1, ...] share a batch's entry and a class.
+c10::SymInt places_of(const at::Tensor& tensor) {
+  c10::SymInt places = 1;
+  for (int64_t d = 2; d < tensor.dim(); ++d) places *= tensor.sym_size(d);
+  return places;
+}
+
+// Whether classes are so far apart in memory that they are better left there.
+bool has_places(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.dim() > 2 && tensor.sym_stride(1) != 1 &&
+         places_of(tensor) >= kFewestPlaces && tensor.sym_size(1) <= kMostClassesInPlaces;
+}
+
+// [batch, classes, d1, ...] as [rows, classes], or as [batch, classes, places]. A view unless
+// neither is one.
+at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
+  if (in_places) {
+    const at::Tensor places =
+        tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), places_of(tensor)});
+    return has_neighbours(places) ? places : places.contiguous();
+  }
   const at::Tensor last = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.movedim(1, -1);
   const c10::SymInt classes = last.sym_size(-1);
   c10::SymInt rows = 1;
@@ -104,16 +127,17 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
   call_.grad_scale = number(grad_scale, "grad_scale", at::kFloat, input.device());
   call_.denominator = number(denominator, "denominator", at::kDouble, input.device());
   arguments.weight = class_weight(arguments.weight, input);
+  const bool in_places = has_places(input);
   if (arguments.has_probabilities()) {
     const at::ScalarType dtype = arguments.target.scalar_type();
     const bool is_read_as_it_is =
         dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat && dtype != at::kDouble);
     if (!is_read_as_it_is) arguments.target = arguments.target.to(loss_dtype(input));
-    arguments.target = rows_of(arguments.target);
+    arguments.target = rows_of(arguments.target, in_places);
   } else {
     arguments.target = arguments.target.reshape({-1}).contiguous();
   }
-  arguments.input = rows_of(input);
+  arguments.input = rows_of(input, in_places);
   check_cross_entropy(kOp, arguments);
 }
 
@@ -159,12 +183,24 @@ at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target,
   return call_with(op, input, target, options);
 }
 
+namespace {
+
+at::Tensor correct_of(const at::Tensor& argmax, const at::Tensor& input, const at::Tensor& target,
+                      int64_t ignore_index) {
+  if (target.is_floating_point()) return argmax.eq(target.argmax(input.dim() == 1 ? 0 : 1));
+  const at::Tensor classes = target.reshape(argmax.sizes());
+  return argmax.eq(classes).logical_and(classes.ne(ignore_index));
+}
+
+}  // namespace
+
 CrossEntropyWithMetrics cross_entropy_with_metrics(const at::Tensor& input,
                                                    const at::Tensor& target,
                                                    const CrossEntropyOptions& options) {
   static const auto op = find<Metrics>("ampfuse::cross_entropy", "metrics");
   auto [loss, lse, entropy, argmax] = call_with(op, input, target, options);
-  return {loss, {lse, entropy, argmax}};
+  const at::Tensor correct = correct_of(argmax, input, target, options.ignore_index());
+  return {loss, {lse, entropy, argmax, correct}};
 }
 
 at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,

@@ -3,6 +3,7 @@
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <memory>
 #include <sstream>
 
@@ -53,6 +54,13 @@ TEST_CASE("metrics come from the same pass") {
     const auto [loss, metrics] = ampfuse::cross_entropy_with_metrics(logits, target);
     CHECK(torch::allclose(metrics.lse, logits.logsumexp(1)));
     CHECK(torch::equal(metrics.argmax, logits.argmax(1)));
+    CHECK(torch::equal(metrics.correct, logits.argmax(1).eq(0)));
+    const auto [mean, of_all] = ampfuse::cross_entropy_with_metrics(
+        logits, logits.softmax(1), CrossEntropyOptions().label_smoothing(0.1));
+    CHECK(of_all.correct.all().item<bool>());
+    const auto [none, of_ignored] =
+        ampfuse::cross_entropy_with_metrics(logits, target, CrossEntropyOptions().ignore_index(0));
+    CHECK_FALSE(of_ignored.correct.any().item<bool>());
     CHECK(torch::allclose(loss, torch::nn::functional::cross_entropy(logits, target)));
   }
 }
@@ -100,6 +108,26 @@ TEST_CASE("the module is the function, with the scale of its scaler") {
   }
 }
 
+TEST_CASE("parts of a batch add up to it, given its denominator") {
+  for (const auto device : devices()) {
+    torch::manual_seed(5);
+    const auto logits = torch::randn({6, 9}, device).requires_grad_();
+    const auto target = torch::zeros({6}, torch::TensorOptions(device).dtype(torch::kLong));
+    const auto denominator = torch::tensor(6.0, device);
+    ampfuse::CrossEntropyLoss criterion;
+    const auto whole = torch::autograd::grad({criterion(logits, target)}, {logits})[0];
+    const auto parts = criterion(logits.narrow(0, 0, 2), target.narrow(0, 0, 2), denominator) +
+                       criterion(logits.narrow(0, 2, 4), target.narrow(0, 2, 4), denominator);
+    CHECK(torch::equal(torch::autograd::grad({parts}, {logits})[0], whole));
+  }
+}
+
+TEST_CASE("a loss is a module of a sequence of any") {
+  torch::nn::AnyModule any{ampfuse::CrossEntropyLoss()};
+  const auto loss = any.forward<at::Tensor>(torch::zeros({1, 2}), torch::zeros({1}, torch::kLong));
+  CHECK(loss.item<float>() == Approx(std::log(2.0)));
+}
+
 TEST_CASE("a scaler that is off scales nothing, and a module needs none") {
   ampfuse::GradScaler off(ampfuse::GradScalerOptions().enabled(false));
   const auto logits = torch::zeros({1, 2}).requires_grad_();
@@ -131,6 +159,9 @@ TEST_CASE("a module's weight is a buffer of its own") {
   text << *criterion;
   CHECK(text.str() ==
         "ampfuse::CrossEntropyLoss(reduction=mean, ignore_index=-100, label_smoothing=0)");
+  text.str("");
+  text << *ampfuse::CrossEntropyLoss(CrossEntropyOptions().z_loss(0.5).softcap(30));
+  CHECK_THAT(text.str(), ContainsSubstring("label_smoothing=0, z_loss=0.5, softcap=30)"));
 }
 
 TEST_CASE("a module is saved with its weight") {

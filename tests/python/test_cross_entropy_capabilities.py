@@ -18,7 +18,8 @@ def test_values_and_gradients_are_as_good(capability):
         pytest.skip("there is nothing less here")
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    files = [TESTS / "test_cross_entropy.py", TESTS / "test_cross_entropy_autograd.py"]
+    names = ["test_cross_entropy", "test_cross_entropy_autograd", "test_cross_entropy_places"]
+    files = [TESTS / f"{name}.py" for name in names]
     result = subprocess.run(
         [*command, *files, "-k", "cpu and not compiled"],
         env=environment,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cross_entropy_samples import CROSS_ENTROPY_SAMPLES, rows
+from cross_entropy_samples import CROSS_ENTROPY_SAMPLES, STATISTICS, rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 EVERY_OP = pytest.mark.parametrize("op", CROSS_ENTROPY_SAMPLES)
@@ -52,7 +52,7 @@ def test_backward_takes_what_forward_returned_alone(device):
     forward = torch.ops.ampfuse.cross_entropy_forward.default
     backward = torch.ops.ampfuse.cross_entropy_backward.default
     rest = (None, 1, -100, 0.0)
-    outputs = forward(logits, target, *rest, None, None, 0.0, None, False, False)
+    outputs = forward(logits, target, *rest, None, None, 0.0, None, STATISTICS, False)
     statistics, divisor = outputs[3:5]
     one = torch.ones((), device=device)
 
@@ -73,11 +73,11 @@ def test_backward_takes_what_forward_returned_alone(device):
             grad(**wrong)
 
 
-def test_only_a_matrix_of_its_own_memory_is_rescaled(device):
+def test_only_rows_with_memory_of_their_own_are_rescaled(device):
     rescale = torch.ops.ampfuse.cross_entropy_rescale_.default
     one = torch.ones((), device=device)
     whole = torch.ones(4, 6, device=device)
     for wrong in (whole[:, ::2], whole[:1].expand(4, 6), whole.t(), whole.long(), whole[0]):
-        with pytest.raises(ValueError, match="grad: expected a matrix of its own memory"):
+        with pytest.raises(ValueError, match="grad: expected rows with memory of their own"):
             rescale(wrong, one, 3 * one)
     assert (whole == 1).all()

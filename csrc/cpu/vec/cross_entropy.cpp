@@ -73,21 +73,6 @@ class Sum {
   Vec first_ = {};
 };
 
-// Of all logits, the target too. A NaN may hide here; it shows in their sum.
-template <typename scalar_t>
-acc_t<scalar_t> largest_logit(const Logits& logits) {
-  using Vec = AccVec<scalar_t>;
-  Vec even(-kInfinity<scalar_t>);
-  Vec odd = even;
-  each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t, const Vec(&x)[kPair]) {
-    even = at::vec::clamp_min(x[0], even);
-    odd = at::vec::clamp_min(x[1], odd);
-  });
-  return at::vec::vec_reduce_all<acc_t<scalar_t>>(
-      [](const Vec& a, const Vec& b) { return at::vec::clamp_min(a, b); },
-      at::vec::clamp_min(even, odd));
-}
-
 // What exponentials are relative to.
 template <typename scalar_t>
 auto reference_of(acc_t<scalar_t> largest) {
@@ -110,8 +95,7 @@ constexpr double kUnbias = std::is_same_v<scalar_t, double> ? 1 : math::kUnbias;
 template <typename scalar_t, bool kCapped>
 AccVec<scalar_t> softcapped(const AccVec<scalar_t>& x, double softcap) {
   if constexpr (!kCapped) return x;
-  const AccVec<scalar_t> cap(static_cast<acc_t<scalar_t>>(softcap));
-  return cap * (x / cap).tanh();
+  return math::softcapped(x, static_cast<acc_t<scalar_t>>(softcap));
 }
 
 // Leaves exponentials of the others than the target; visit(chain, z, exponential, what that lacks)
@@ -185,7 +169,7 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
   const A largest =
-      static_cast<A>(math::softcapped<double>(largest_logit<scalar_t>(logits), logits.softcap));
+      static_cast<A>(math::softcapped(double{largest_logit<scalar_t>(logits)}, logits.softcap));
   RowPart part;
   part.largest = largest;
   if (!math::is_finite(largest)) {

@@ -42,6 +42,9 @@ AMPFUSE_PER_CAPABILITY(math::RowPart<double> row_part(const Logits& logits,
                                                       const ClassShares& shares, bool with_entropy,
                                                       void* exponentials))
 
+/// The place of the first largest of them; a NaN is larger than all numbers.
+AMPFUSE_PER_CAPABILITY(int64_t row_argmax(const Logits& logits))
+
 /// The same exponentials for a row whose largest z is known.
 AMPFUSE_PER_CAPABILITY(void row_exponentials(const Logits& logits, double largest,
                                              void* exponentials))

@@ -31,14 +31,9 @@ void write_each(scalar_t* out, int64_t count, const Value& value) {
 // How z moves with the logits from i on.
 template <typename scalar_t>
 AccVec<scalar_t> slope(const Logits& logits, int64_t i) {
-  using A = acc_t<scalar_t>;
-  A values[AccVec<scalar_t>::size()] = {};
   const auto* const x = static_cast<const scalar_t*>(logits.data) + i;
   const int64_t rest = std::min<int64_t>(AccVec<scalar_t>::size(), logits.count - i);
-  for (int64_t k = 0; k < rest; ++k) {
-    values[k] = static_cast<A>(math::softcap_slope<double>(static_cast<A>(x[k]), logits.softcap));
-  }
-  return AccVec<scalar_t>::loadu(values);
+  return math::softcap_slope(load_one(x, rest), logits.softcap);
 }
 
 // The exponentials' part.
@@ -49,7 +44,13 @@ class OfExponentials {
   using Vec = AccVec<scalar_t>;
 
   OfExponentials(const void* exponentials, double factor)
-      : exponentials_(static_cast<const A*>(exponentials)), factor_(factor) {}
+      : exponentials_(static_cast<const A*>(exponentials)) {
+    if constexpr (std::is_same_v<scalar_t, double>) {
+      factor_ = factor;
+    } else {
+      factor_ = math::biased_factor(factor);
+    }
+  }
 
   Vec at(int64_t i) const {
     const Vec e = Vec::loadu(exponentials_ + i);
@@ -75,7 +76,7 @@ void row_gradient(const Logits& logits, const ClassShares& shares, const void* e
   double of_target = gradient.of_target;
   if (logits.target >= 0 && logits.softcap != 0) {
     const auto x = static_cast<const scalar_t*>(logits.data)[logits.target];
-    of_target *= math::softcap_slope<double>(static_cast<A>(x), logits.softcap);
+    of_target *= math::softcap_slope(double{static_cast<A>(x)}, logits.softcap);
   }
   const OfExponentials<scalar_t> of_exponentials(exponentials, gradient.of_exponential);
   if (shares.any() || logits.softcap != 0) {

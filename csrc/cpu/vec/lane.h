@@ -19,6 +19,13 @@ struct Lane<at::vec::Vectorized<T>> {
   static AMPFUSE_HOST_DEVICE V at_least(const V& x, const V& floor) {
     return at::vec::clamp_min(x, floor);
   }
+  static AMPFUSE_HOST_DEVICE V exp(const V& x) { return x.exp(); }
+  static AMPFUSE_HOST_DEVICE V log(const V& x) { return x.log(); }
+  static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return x.log1p(); }
+  static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return x.tanh(); }
+  static AMPFUSE_HOST_DEVICE V choose(const V& is, const V& yes, const V& no) {
+    return V::blendv(no, yes, is);
+  }
   static AMPFUSE_HOST_DEVICE V from_floor_on(const V& x, const V& floor, const V& value) {
 #if defined(CPU_CAPABILITY_AVX512)
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, floor, _CMP_NLT_UQ), value);

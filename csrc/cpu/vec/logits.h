@@ -29,7 +29,7 @@ constexpr acc_t<scalar_t> kInfinity = std::numeric_limits<acc_t<scalar_t>>::infi
 /// that none waits for the last addition.
 inline constexpr int kPair = 2;
 template <typename scalar_t>
-inline constexpr int64_t kStep = kPair * AccVec<scalar_t>::size();
+inline constexpr int64_t kStep = kPair* AccVec<scalar_t>::size();
 static_assert(kClassBlock % kStep<float> == 0);
 
 /// `x` with -infinity in its lanes from `end` on; and in `lane`, if it is one of them.
@@ -71,6 +71,17 @@ std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, i
   }
 }
 
+/// As many as a vector holds, of which there are `rest`.
+template <typename scalar_t>
+AccVec<scalar_t> load_one(const scalar_t* from, int64_t rest) {
+  if constexpr (kIsNarrow<scalar_t>) {
+    using Narrow = at::vec::Vectorized<scalar_t>;
+    return std::get<0>(at::vec::convert_to_float(Narrow::loadu(from, rest)));
+  } else {
+    return AccVec<scalar_t>::loadu(from, rest);
+  }
+}
+
 /// Calls visit(i, pair of vectors) for the logits from i on, with -infinity behind the end; and,
 /// when `without_target`, for the target.
 template <typename scalar_t, typename Visit>
@@ -94,6 +105,21 @@ void each_pair(const Logits& logits, bool without_target, const Visit& visit) {
     const Vec pair[kPair] = {low, high};
     visit(i, pair);
   }
+}
+
+/// The largest of all logits, the target too. A NaN may hide; it shows in their sum.
+template <typename scalar_t>
+acc_t<scalar_t> largest_logit(const Logits& logits) {
+  using Vec = AccVec<scalar_t>;
+  Vec even(-kInfinity<scalar_t>);
+  Vec odd = even;
+  each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t, const Vec(&x)[kPair]) {
+    even = at::vec::clamp_min(x[0], even);
+    odd = at::vec::clamp_min(x[1], odd);
+  });
+  return at::vec::vec_reduce_all<acc_t<scalar_t>>(
+      [](const Vec& a, const Vec& b) { return at::vec::clamp_min(a, b); },
+      at::vec::clamp_min(even, odd));
 }
 
 /// Calls call.operator()<scalar_t>() with the type of the logits.

@@ -36,6 +36,7 @@ struct CrossEntropyMetrics {
   at::Tensor lse;      ///< log-sum-exp, of the loss's dtype
   at::Tensor entropy;  ///< of the predicted distribution
   at::Tensor argmax;   ///< int64: the class of the largest logit
+  at::Tensor correct;  ///< bool: whether that is the target, or the most probable one
 };
 
 struct CrossEntropyWithMetrics {
@@ -44,9 +45,9 @@ struct CrossEntropyWithMetrics {
 };
 
 /// torch::nn::functional::cross_entropy of half, bfloat16, float or double logits of shape
-/// [classes], [batch, classes] or [batch, classes, d1, ...] (which is copied unless it is
-/// rows of classes in memory, at equal distances), with class indices (int64, int32, uint8) or
-/// probabilities.
+/// [classes], [batch, classes] or [batch, classes, d1, ...], with class indices (int64, int32,
+/// uint8) or probabilities. In memory the classes lie next to each other, or what belongs to a
+/// class: others are copied, and so is what has fewer than 16 entries of a class.
 ///
 /// The loss is float, double for double logits, also under autocast, which casts nothing here.
 /// Logits are read once: where they require grad and the loss is a mean or a sum, their gradient

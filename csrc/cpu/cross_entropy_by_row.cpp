@@ -1,0 +1,141 @@
+// A thread takes rows, or where rows are fewer than threads the blocks of one row: results are
+// joined in the order of blocks either way, so that nothing depends on how many threads there are.
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <cmath>
+
+#include "cross_entropy_passes.h"
+
+namespace ampfuse {
+
+namespace {
+
+using RowPart = math::RowPart<double>;
+
+// Calls visit(block) for each: on threads of its own, or on this one.
+template <typename Visit>
+void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
+  const auto some = [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) visit(block);
+  };
+  in_parallel ? at::parallel_for(0, blocks, 1, some) : some(0, blocks);
+}
+
+// Calls visit(row, whether its blocks are for several threads, `scratch` bytes) for each row.
+template <typename Visit>
+void each_row(const CpuRows& rows, int64_t scratch, const Visit& visit) {
+  c10::Allocator* const allocator = c10::GetCPUAllocator();
+  if (rows.count() < at::get_num_threads() && rows.blocks() > 1) {
+    const c10::DataPtr memory = allocator->allocate(scratch);
+    for (int64_t row = 0; row < rows.count(); ++row) visit(row, true, memory.get());
+    return;
+  }
+  at::parallel_for(0, rows.count(), worth_a_thread(rows.classes()),
+                   [&](int64_t begin, int64_t end) {
+                     const c10::DataPtr memory = allocator->allocate(scratch);
+                     for (int64_t row = begin; row < end; ++row) visit(row, false, memory.get());
+                   });
+}
+
+// The class of the first largest logit of a row; a NaN is larger than all numbers, as in torch.
+int64_t argmax_of(const CpuRows& rows, int64_t row) {
+  const auto argmax_of_block = AMPFUSE_CHOOSE(row_argmax);
+  int64_t argmax = 0;
+  for (int64_t block = 0; block < rows.blocks(); ++block) {
+    const int64_t here = block * kClassBlock + argmax_of_block(rows.logits(row, block));
+    const double x = rows.logit(row, here);
+    const double best = rows.logit(row, argmax);
+    if (x > best || (std::isnan(x) && !std::isnan(best))) argmax = here;
+  }
+  return argmax;
+}
+
+void put_loss(const ForwardResults& results, int64_t row, double loss) {
+  if (results.is_each) {
+    results.each_loss.put(row, loss);
+  } else {
+    results.losses[row] = loss;
+  }
+}
+
+// `scratch`: of what a row's blocks tell, then of its exponentials.
+void forward_row(const CpuRows& rows, const ForwardResults& results, double scale, int64_t row,
+                 bool in_parallel, void* scratch) {
+  const int64_t blocks = rows.blocks();
+  const bool is_ignored = rows.is_ignored(row);
+  if (is_ignored) {
+    put_loss(results, row, 0);
+    if (results.statistics != nullptr) results.statistics[row] = {};
+    if (results.grad.is_wanted()) results.grad.zero(row);
+    if (!results.with_metrics) return;
+  }
+  auto* const parts = static_cast<RowPart*>(scratch);
+  auto* const exponentials = static_cast<char*>(scratch) + rows.parts_bytes();
+  const auto part = AMPFUSE_CHOOSE(row_part);
+  each_block(blocks, in_parallel, [&](int64_t block) {
+    parts[block] = part(rows.logits(row, block), rows.shares(row, block), results.with_metrics,
+                        exponentials + rows.exponentials_bytes(block));
+  });
+  RowPart whole;
+  for (int64_t block = 0; block < blocks; ++block) whole = math::join(whole, parts[block]);
+  const math::RowTarget<double> target = rows.row_target(row);
+  const math::RowLoss<double> loss = math::row_loss(whole, target, rows.z_loss());
+  if (results.with_metrics) {
+    results.lse.put(row, loss.lse);
+    results.entropy.put(row, loss.entropy);
+    results.argmax[row] = argmax_of(rows, row);
+  }
+  if (is_ignored) return;
+  put_loss(results, row, loss.loss);
+  if (results.statistics != nullptr) results.statistics[row] = loss.statistics;
+  if (!results.grad.is_wanted()) return;
+  const math::RowGradient<double> of_row =
+      math::row_gradient(loss.statistics, whole.reference, target.share, rows.z_loss(), scale);
+  const auto gradient = AMPFUSE_CHOOSE(row_gradient);
+  each_block(blocks, in_parallel, [&](int64_t block) {
+    // Exponentials are relative to their block's reference. Of nothing but -infinity, they are 0.
+    const bool is_nothing = parts[block].largest == math::minus_infinity<double>();
+    const double below = is_nothing ? 0 : whole.reference - parts[block].reference;
+    math::RowGradient<double> of_block = of_row;
+    if (below != 0) of_block.of_exponential *= std::exp(-below);
+    gradient(rows.logits(row, block), rows.shares(row, block),
+             exponentials + rows.exponentials_bytes(block), of_block,
+             results.grad.at(row, block * kClassBlock));
+  });
+}
+
+}  // namespace
+
+void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& results) {
+  each_row(rows, rows.parts_bytes() + rows.exponentials_bytes(rows.blocks()),
+           [&](int64_t row, bool in_parallel, void* scratch) {
+             forward_row(rows, results, scale, row, in_parallel, scratch);
+           });
+}
+
+void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {
+  const auto exponentials = AMPFUSE_CHOOSE(row_exponentials);
+  const auto gradient = AMPFUSE_CHOOSE(row_gradient);
+  each_row(rows, rows.exponentials_bytes(rows.blocks()),
+           [&](int64_t row, bool in_parallel, void* scratch) {
+             if (rows.is_ignored(row)) {
+               grad.zero(row);
+               return;
+             }
+             const math::RowStatistics& known = inputs.statistics[row];
+             const math::RowGradient<double> of_row = math::row_gradient(
+                 known, rows.reference(known.largest), rows.target_share(rows.target(row)),
+                 rows.z_loss(), inputs.scale(row));
+             each_block(rows.blocks(), in_parallel, [&](int64_t block) {
+               const Logits logits = rows.logits(row, block);
+               void* const e =
+                   static_cast<char*>(scratch) + rows.exponentials_bytes(in_parallel ? block : 0);
+               exponentials(logits, known.largest, e);
+               gradient(logits, rows.shares(row, block), e, of_row,
+                        grad.at(row, block * kClassBlock));
+             });
+           });
+}
+
+}  // namespace ampfuse

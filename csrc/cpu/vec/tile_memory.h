@@ -1,0 +1,107 @@
+// Tiles between where they come from and [classes][kTileRows] of what is computed with.
+#pragma once
+
+#include <cstring>
+
+#include "convert.h"
+#include "cross_entropy_tile.h"
+#include "logits.h"
+
+namespace ampfuse::CPU_CAPABILITY {
+
+template <typename A>
+struct TileMemory {
+  A* exponentials;
+  A* lows;
+  A* slopes;
+  A* probabilities;
+  A* moving;
+
+  TileMemory(void* memory, int64_t classes) {
+    auto* next = static_cast<A*>(memory);
+    for (A** array : {&exponentials, &lows, &slopes, &probabilities, &moving}) {
+      *array = next;
+      next += classes * kTileRows;
+    }
+  }
+};
+
+// A count that is known when compiled, so that its loops are.
+inline constexpr std::integral_constant<int64_t, kTileRows> kWholeTile;
+
+template <typename From, typename A>
+void widen_or_copy(const From* from, A* to, int64_t count) {
+  if constexpr (std::is_same_v<From, A>) {
+    std::memcpy(to, from, count * sizeof(A));
+  } else {
+    widen(from, to, count);
+  }
+}
+
+template <typename A, typename To>
+void narrow_or_copy(const A* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<To, A>) {
+    std::memcpy(to, from, count * sizeof(A));
+  } else {
+    narrow(from, to, count);
+  }
+}
+
+// to[column][row] = from[row][column]
+template <int64_t kRows, typename A>
+void transpose_rows(const A* from, int64_t from_stride, A* to, int64_t to_stride, int64_t columns) {
+  for (int64_t c = 0; c < columns; ++c) {
+#pragma GCC unroll 32
+    for (int64_t row = 0; row < kRows; ++row) to[c * to_stride + row] = from[row * from_stride + c];
+  }
+}
+
+/// Lanes without rows get 0.
+template <typename From, typename A>
+void load_tile(const void* data, TileLayout layout, int64_t rows, int64_t classes, A* moving,
+               A* to) {
+  const auto* const from = static_cast<const From*>(data);
+  if (rows < kTileRows) std::fill_n(to, classes * kTileRows, A(0));
+  if (!layout.by_row) {
+    const auto load = [&](auto count) {
+      for (int64_t c = 0; c < classes; ++c) {
+        widen_or_copy(from + c * layout.stride, to + c * kTileRows, count);
+      }
+    };
+    rows == kTileRows ? load(kWholeTile) : load(rows);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    widen_or_copy(from + row * layout.stride, moving + row * classes, classes);
+  }
+  if (rows == kTileRows) {
+    transpose_rows<kTileRows>(moving, classes, to, kTileRows, classes);
+  } else {
+    for (int64_t row = 0; row < rows; ++row) {
+      transpose_rows<1>(moving + row * classes, classes, to + row, kTileRows, classes);
+    }
+  }
+}
+
+template <typename To, typename A>
+void store_tile(const A* from, int64_t rows, int64_t classes, A* moving, void* data,
+                TileLayout layout) {
+  auto* const to = static_cast<To*>(data);
+  if (!layout.by_row) {
+    const auto store = [&](auto count) {
+      for (int64_t c = 0; c < classes; ++c) {
+        narrow_or_copy(from + c * kTileRows, to + c * layout.stride, count);
+      }
+    };
+    rows == kTileRows ? store(kWholeTile) : store(rows);
+    return;
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    for (int64_t row = 0; row < rows; ++row) moving[row * classes + c] = from[c * kTileRows + row];
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    narrow_or_copy(moving + row * classes, to + row * layout.stride, classes);
+  }
+}
+
+}  // namespace ampfuse::CPU_CAPABILITY

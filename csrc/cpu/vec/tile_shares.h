@@ -1,0 +1,38 @@
+// What classes weigh in the losses of a tile's rows, a vector of rows at a time.
+#pragma once
+
+#include "cross_entropy_tile.h"
+#include "lane.h"
+
+namespace ampfuse::CPU_CAPABILITY {
+
+template <typename A>
+class TileShareVectors {
+ public:
+  using Vec = at::vec::Vectorized<A>;
+
+  /// `probabilities`: [classes][kTileRows], if there are any.
+  TileShareVectors(const Tile& tile, const A* probabilities)
+      : weight_(static_cast<const A*>(tile.shares.weight)),
+        probabilities_(tile.shares.probabilities == nullptr ? nullptr : probabilities),
+        of_probability_(static_cast<A>(tile.shares.of_probability)),
+        uniform_(static_cast<A>(tile.shares.uniform)) {}
+
+  /// Of class c, for the rows from `row` on.
+  Vec at(int64_t c, int64_t row) const {
+    Vec share = uniform_;
+    if (probabilities_ != nullptr) {
+      const Vec probability = Vec::loadu(probabilities_ + c * kTileRows + row);
+      share = math::Lane<Vec>::multiply_add(of_probability_, probability, share);
+    }
+    return weight_ == nullptr ? share : share * Vec(weight_[c]);
+  }
+
+ private:
+  const A* weight_;
+  const A* probabilities_;
+  Vec of_probability_;
+  Vec uniform_;
+};
+
+}  // namespace ampfuse::CPU_CAPABILITY

@@ -1,0 +1,317 @@
+"""cross_entropy where classes are far apart in memory, as pixels' are: nothing is copied."""
+
+import ampfuse
+import pytest
+import torch
+from cross_entropy_reference import ULPS, exact, relatively_off, ulps_off
+from cross_entropy_samples import GRADIENT, STATISTICS, SUM
+from test_cross_entropy_memory import peak
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+# Places of half a tile, of one with a row more, and of some with a few more, in one dimension or
+# two; one class, a few, and more than the CPU takes of rows in one piece.
+SHAPES = [(3, 1, 16), (2, 5, 33), (2, 21, 7, 15), (1, 150, 4, 20), (3, 2, 64)]
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def batch(device, shape, dtype=torch.float32, scale=4.0):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+    target = torch.randint(shape[1], (shape[0], *shape[2:]), generator=generator).to(device)
+    target.view(-1)[::5] = -100
+    return logits.requires_grad_(), target
+
+
+def weights(device, classes):
+    return torch.rand(classes, generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def of_rows(logits, target, upstream, **options):
+    """The same by way of rows in one piece, whose values have tests of their own."""
+    rows = logits.detach().movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_()
+    loss = ampfuse.cross_entropy(rows, target, **options)
+    return loss, torch.autograd.grad(loss, rows, upstream.expand(loss.shape))[0]
+
+
+@EVERY_SHAPE
+@EVERY_DTYPE
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_and_gradient_are_the_exact_ones_rounded(device, shape, dtype, reduction):
+    logits, target = batch(device, shape, dtype)
+    weight = weights(device, shape[1])
+    scale = torch.tensor(1024.0, device=device)
+
+    loss = ampfuse.cross_entropy(
+        logits,
+        target,
+        weight,
+        reduction=reduction,
+        grad_scale=None if reduction == "none" else scale,
+    )
+    upstream = scale
+    if reduction == "none":
+        upstream = torch.rand(target.shape, device=device).to(loss.dtype)
+    loss.backward(upstream.to(loss.dtype))
+
+    expected, gradient = exact(logits, target, upstream, reduction=reduction, weight=weight)
+    assert relatively_off(loss, expected) <= 1e-6 or shape[1] == 1
+    if dtype == torch.float64:
+        torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-12)
+    else:
+        assert ulps_off(logits.grad, gradient) <= ULPS
+    assert (logits.grad.movedim(1, -1)[target == -100] == 0).all()
+
+
+EVERYTHING = {
+    "label smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 10.0},
+    "all of it": {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 10.0},
+}
+
+
+@EVERY_SHAPE
+@EVERY_DTYPE
+@pytest.mark.parametrize("options", EVERYTHING.values(), ids=list(EVERYTHING))
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("kind", ["indices", "probabilities", "half probabilities"])
+def test_whatever_the_loss_is_made_of(device, shape, dtype, options, reduction, kind):
+    logits, target = batch(device, shape, dtype)
+    if kind != "indices":
+        target = torch.rand(shape, device=device).softmax(1)
+        target = target.half() if kind == "half probabilities" else target
+    options = {**options, "reduction": reduction, "weight": weights(device, shape[1])}
+    upstream = torch.tensor(8.0, device=device, dtype=torch.promote_types(dtype, torch.float32))
+
+    loss = ampfuse.cross_entropy(
+        logits, target, grad_scale=None if reduction == "none" else upstream, **options
+    )
+    loss.backward(upstream.expand(loss.shape))
+
+    expected, gradient = of_rows(logits, target, upstream, **options)
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=2e-6)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        logits.grad, gradient, rtol=max(2 * eps, 1e-13), atol=max(2 * eps, 1e-13)
+    )
+
+
+@EVERY_DTYPE
+def test_metrics(device, dtype):
+    logits, target = batch(device, (2, 21, 7, 15), dtype)
+    logits.data.view(-1)[::9] = 1.0  # some are equal
+    logits.data[0, :, 0, 0] = torch.nan
+
+    loss, metrics = ampfuse.cross_entropy(logits, target, return_metrics=True, reduction="none")
+
+    x = logits.detach().double()
+    log_p = x.log_softmax(1)
+    close = {"rtol": 1e-5, "atol": 1e-6, "equal_nan": True}
+    torch.testing.assert_close(metrics.lse.double(), x.logsumexp(1), **close)
+    torch.testing.assert_close(metrics.entropy.double(), -(log_p.exp() * log_p).sum(1), **close)
+    assert torch.equal(metrics.argmax, x.argmax(1))
+    assert torch.equal(metrics.correct, (x.argmax(1) == target) & (target != -100))
+    plain = ampfuse.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@EVERY_DTYPE
+def test_infinities_are_torchs(device, dtype):
+    infinity = torch.inf
+    rows = torch.tensor(
+        [
+            [-infinity, 2.0, -infinity],
+            [-infinity, 2.0, 1.0],
+            [-infinity] * 3,
+            [infinity, 2.0, 1.0],
+            [1.0, infinity, 1.0],
+            [torch.nan, 1.0, 1.0],
+            [1.0, torch.nan, 1.0],
+        ],
+        dtype=dtype,
+        device=device,
+    )
+    logits = rows.t()[None].repeat(1, 1, 3).contiguous().requires_grad_()
+    target = torch.ones(1, logits.shape[2], dtype=torch.int64, device=device)
+
+    loss = ampfuse.cross_entropy(logits, target, reduction="none")
+    loss.backward(torch.ones_like(loss))
+
+    expected, gradient = exact(logits, target, reduction="none")
+    assert torch.allclose(loss.double(), expected, equal_nan=True)
+    assert torch.allclose(logits.grad.double(), gradient, rtol=1e-2, equal_nan=True)
+
+
+def test_ignored_places_have_zeros_also_where_logits_are_no_numbers(device):
+    logits = torch.full((1, 3, 40), torch.nan, device=device)
+    logits[:, :, 0] = 0
+    logits.requires_grad_()
+    target = torch.full((1, 40), -100, device=device)
+    target[0, 0] = 1
+    loss = ampfuse.cross_entropy(logits, target)
+    loss.backward()
+    assert loss.item() == pytest.approx(torch.log(torch.tensor(3.0)).item())
+    assert (logits.grad[:, :, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 2**40])
+def test_a_target_that_is_no_class_is_told(bad):
+    logits, target = batch(torch.device("cpu"), (2, 3, 20))
+    target[1, 7] = bad
+    with pytest.raises(IndexError, match=rf"Target {bad} is out of bounds. It is row 27's"):
+        ampfuse.cross_entropy(logits, target)
+
+
+VIEWS = {
+    "a part of a batch's entries": lambda x: x[1:],
+    "every second entry": lambda x: x[::2],
+    "a part of classes": lambda x: x[:, 1:5],
+    "a part of places": lambda x: x[..., 3:],
+    "every second place": lambda x: x[..., ::2],
+    "one entry for all": lambda x: x[:1].expand(x.shape),
+    "one place for all": lambda x: x[..., :1].expand(x.shape),
+    "transposed places": lambda x: x.transpose(-1, -2),
+    "rows in one piece": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_views(device, view, reduction):
+    whole, _ = batch(device, (4, 7, 6, 22))
+    logits = view(whole)
+    target = torch.randint(logits.shape[1], (logits.shape[0], *logits.shape[2:]), device=device)
+
+    loss = ampfuse.cross_entropy(logits, target, reduction=reduction)
+    upstream = torch.rand(loss.shape, device=device)
+    (grad,) = torch.autograd.grad(loss, whole, upstream)
+
+    expected = torch.nn.functional.cross_entropy(logits, target, reduction=reduction)
+    (gradient,) = torch.autograd.grad(expected, whole, upstream)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_place_does_not_depend_on_those_around_it(device, dtype, reduction):
+    logits, target = batch(device, (3, 21, 100), dtype)
+    scale = torch.ones((), device=device)
+    options = {"reduction": reduction, "denominator": scale if reduction == "mean" else None}
+    whole = ampfuse.cross_entropy(logits, target, **options)
+    (grad,) = torch.autograd.grad(whole.sum(), logits)
+    for entry, first in ((0, 0), (1, 17), (2, 53)):
+        part = (slice(entry, entry + 1), slice(first, first + 40))
+        alone = logits[part[0], :, part[1]].detach().clone().requires_grad_()
+        loss = ampfuse.cross_entropy(alone, target[part], **options)
+        (of_part,) = torch.autograd.grad(loss.sum(), alone)
+        assert torch.equal(of_part, grad[part[0], :, part[1]])
+        if reduction == "none":
+            assert torch.equal(loss, whole[part])
+
+
+def test_nor_on_the_number_of_threads():
+    logits, target = batch(torch.device("cpu"), (2, 21, 90, 90))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            loss = ampfuse.cross_entropy(logits, target)
+            results.append((loss, *torch.autograd.grad(loss, logits)))
+    finally:
+        torch.set_num_threads(before)
+    for loss, grad in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(grad, results[0][1])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_gradients_are_those_of_finite_differences(device, reduction, probabilities):
+    logits, target = batch(device, (2, 3, 16), torch.float64)
+    weight = weights(device, 3).double()
+    if probabilities:
+        target = torch.rand(logits.shape, device=device, dtype=torch.float64)
+        target = target.softmax(1).requires_grad_()
+
+    def loss_of(logits, target):
+        return ampfuse.cross_entropy(
+            logits, target, weight, reduction=reduction, label_smoothing=0.1, z_loss=1e-2
+        )
+
+    assert torch.autograd.gradcheck(loss_of, (logits, target))
+
+
+def test_a_graph_that_is_kept_may_be_gone_through_again(device):
+    logits, target = batch(device, (2, 5, 33))
+    loss = ampfuse.cross_entropy(logits, target)
+    grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2)]
+    (tripled,) = torch.autograd.grad(3 * loss, logits)
+    assert torch.equal(*grads)
+    torch.testing.assert_close(tripled, 3 * grads[0])
+
+
+def test_hooks_may_bring_back_other_strides(device):
+    logits, target = batch(device, (2, 5, 33))
+    for reduction in ("none", "mean"):
+        loss = ampfuse.cross_entropy(logits, target, reduction=reduction)
+        (expected,) = torch.autograd.grad(loss.sum(), logits)
+
+        def apart(x):
+            return torch.stack([x, x], -1)[..., 0]
+
+        with torch.autograd.graph.saved_tensors_hooks(apart, lambda x: x):
+            loss = ampfuse.cross_entropy(logits, target, reduction=reduction)
+        (grad,) = torch.autograd.grad(loss.sum(), logits)
+        assert torch.equal(grad, expected)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("batch_size", [2, 0])
+def test_opcheck(device, dtype, batch_size):
+    logits, target = batch(device, (batch_size, 5, 33), dtype)
+    rows, target = logits.detach(), target.view(-1)
+    ops = torch.ops.ampfuse
+    options = (None, SUM, -100, 0.1, None, None, 0.0, None)
+    for kept in (STATISTICS, GRADIENT):
+        forward = (rows, target, *options, kept, True)
+        torch.library.opcheck(ops.cross_entropy_forward.default, forward)
+    outputs = ops.cross_entropy_forward(rows, target, *options, STATISTICS, False)
+    one = torch.ones((), dtype=outputs[0].dtype, device=device)
+    backward = (one, rows, target, None, outputs[3], outputs[4], SUM, -100, 0.1, 0.0, None)
+    torch.library.opcheck(ops.cross_entropy_backward.default, backward)
+    baked = torch.ones((), device=device)
+    torch.library.opcheck(ops.cross_entropy_rescale_.default, (rows, baked, 3 * one))
+    torch.library.opcheck(
+        ops.cross_entropy.default, (logits, target.view(batch_size, 33), None, SUM)
+    )
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_compiled_for_any_size(device, reduction):
+    def loss_of(logits, target):
+        return ampfuse.cross_entropy(logits * 2, target, reduction=reduction).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for shape in ((2, 21, 8, 9), (3, 21, 10, 7), (4, 21, 31, 5)):
+            logits, target = batch(device, shape)
+            loss = compiled(logits, target)
+            (grad,) = torch.autograd.grad(loss, logits)
+            expected = loss_of(logits, target)
+            (gradient,) = torch.autograd.grad(expected, logits)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(grad, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_is_all_that_is_allocated(device, dtype):
+    logits, target = batch(device, (4, 21, 128, 128), dtype)
+    size = logits.numel() * logits.element_size()
+    loss_of = ampfuse.cross_entropy
+    assert peak(device, lambda: loss_of(logits, target).backward()) <= 1.05 * size
+    with torch.no_grad():
+        assert peak(device, lambda: loss_of(logits, target)) <= 0.05 * size + 2**16
