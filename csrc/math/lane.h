@@ -29,32 +29,18 @@ struct Lane {
   }
 
   // A NaN on either side wins: fmax would lose it.
-  static AMPFUSE_HOST_DEVICE V larger(V a, V b) {
-    return (b > a || b != b) ? b : a;
-  }
+  static AMPFUSE_HOST_DEVICE V larger(V a, V b) { return (b > a || b != b) ? b : a; }
 
   // The larger one; x where that is a NaN.
-  static AMPFUSE_HOST_DEVICE V at_least(V x, V floor) {
-    return x < floor ? floor : x;
-  }
+  static AMPFUSE_HOST_DEVICE V at_least(V x, V floor) { return x < floor ? floor : x; }
 
-  static AMPFUSE_HOST_DEVICE V exp(V x) {
-    return std::exp(x);
-  }
-  static AMPFUSE_HOST_DEVICE V log(V x) {
-    return std::log(x);
-  }
-  static AMPFUSE_HOST_DEVICE V log1p(V x) {
-    return std::log1p(x);
-  }
-  static AMPFUSE_HOST_DEVICE V tanh(V x) {
-    return std::tanh(x);
-  }
+  static AMPFUSE_HOST_DEVICE V exp(V x) { return std::exp(x); }
+  static AMPFUSE_HOST_DEVICE V log(V x) { return std::log(x); }
+  static AMPFUSE_HOST_DEVICE V log1p(V x) { return std::log1p(x); }
+  static AMPFUSE_HOST_DEVICE V tanh(V x) { return std::tanh(x); }
 
   // `yes` where what is compared is true, `no` elsewhere.
-  static AMPFUSE_HOST_DEVICE V choose(bool is, V yes, V no) {
-    return is ? yes : no;
-  }
+  static AMPFUSE_HOST_DEVICE V choose(bool is, V yes, V no) { return is ? yes : no; }
 
   // 0 where x is below `floor`, else value.
   static AMPFUSE_HOST_DEVICE V from_floor_on(V x, V floor, V value) {

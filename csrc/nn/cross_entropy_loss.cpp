@@ -22,13 +22,18 @@ void CrossEntropyLossImpl::reset() {
 void CrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
   stream << "ampfuse::CrossEntropyLoss(reduction=" << options.reduction()
          << ", ignore_index=" << options.ignore_index()
-         << ", label_smoothing=" << options.label_smoothing() << ")";
+         << ", label_smoothing=" << options.label_smoothing();
+  if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
+  if (options.softcap()) stream << ", softcap=" << *options.softcap();
+  stream << ")";
 }
 
-at::Tensor CrossEntropyLossImpl::forward(const at::Tensor& input, const at::Tensor& target) {
+at::Tensor CrossEntropyLossImpl::forward(const at::Tensor& input, const at::Tensor& target,
+                                         const std::optional<at::Tensor>& denominator) {
   CrossEntropyOptions here = options;
   if (weight.defined()) here.weight(weight);
   if (scaler != nullptr && scaler->is_enabled()) here.grad_scale(scaler->scale_tensor());
+  if (denominator) here.denominator(denominator);
   return cross_entropy(input, target, here);
 }
 

@@ -71,9 +71,9 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """`torch.nn.functional.cross_entropy`, in float32 for 16-bit logits, also under autocast.
 
-    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, which is copied unless it is rows of
-    classes in memory, at equal distances; targets are classes (int64, int32, uint8) or
-    probabilities.
+    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, with the classes next to each other in
+    memory or what belongs to a class (others are copied, and so is what has fewer than 16 entries
+    of a class); targets are classes (int64, int32, uint8) or probabilities.
 
     - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number. The
       gradient is multiplied by it before it is rounded to the logits' dtype, so that it may come
@@ -91,7 +91,7 @@ def cross_entropy(
     Where logits require grad and the loss is a mean or a sum, their gradient comes from the same
     read of them. They are kept for backward instead with `reduction="none"`, for float16 logits
     without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. There is
-    no second derivative.
+    no second derivative, no forward mode and no `torch.func.grad`.
 
     A target that is no class raises IndexError; on a GPU that row's loss is NaN and a later call
     raises, since nothing waits (the environment variable AMPFUSE_TARGETS=trap stops the GPU).
@@ -158,7 +158,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` by `ampfuse.cross_entropy`.
 
     With `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()`
-    brings.
+    brings. The parts of an accumulated batch are called with its `denominator`, and their losses
+    not divided, so that this stays so.
 
     >>> import torch, ampfuse
     >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
@@ -172,10 +173,10 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def __init__(
         self,
         weight: Tensor | None = None,
+        *,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        *,
         scaler: Any = None,
         z_loss: float = 0.0,
         softcap: float | None = None,
@@ -190,7 +191,19 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
         self.softcap = softcap
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def extra_repr(self) -> str:
+        """What differs from the defaults."""
+        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+        defaults |= {"z_loss": 0.0, "softcap": None}
+        given = {name: getattr(self, name) for name in defaults}
+        if self.scaler is not None:
+            given["scaler"] = type(self.scaler).__name__
+        told = [f"{name}={value}" for name, value in given.items() if value != defaults.get(name)]
+        return ", ".join(told)
+
+    def forward(
+        self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
+    ) -> Tensor:
         """The loss."""
         return cross_entropy(
             input,
@@ -200,6 +213,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             grad_scale=_scale_of(self.scaler, input.device),
+            denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,
         )
@@ -228,24 +242,29 @@ def _options(
     """As arguments of the operators."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
+    for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
+        if isinstance(constant, Tensor):  # would be read by the host, and have no derivative
+            raise TypeError(f"{name}: expected a number, got a tensor")
     return {
         "reduction": REDUCTIONS[reduction],
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
-        "grad_scale": _number(grad_scale, torch.float32, input.device),
-        "denominator": _number(denominator, torch.float64, input.device),
+        "grad_scale": _number("grad_scale", grad_scale, torch.float32, input),
+        "denominator": _number("denominator", denominator, torch.float64, input),
         "z_loss": z_loss,
         "softcap": softcap,
     }
 
 
 def _number(
-    value: Tensor | float | None, dtype: torch.dtype, device: torch.device
+    name: str, value: Tensor | float | None, dtype: torch.dtype, input: Tensor
 ) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value
+    if not torch.compiler.is_compiling() and hasattr(value, "scale_tensor"):
+        raise TypeError(f"{name}: expected a number, got a scaler: its scale_tensor() is one")
     # A product, since a constant would be compiled anew for each value.
-    return torch.ones((), dtype=dtype, device=device) * value
+    return torch.ones((), dtype=dtype, device=input.device) * value
 
 
 def _correct(argmax: Tensor, input: Tensor, target: Tensor, ignore_index: int) -> Tensor:

@@ -209,3 +209,15 @@ def test_a_part_that_is_all_ignored_adds_nothing(device):
     loss, grad = results(ampfuse.cross_entropy, logits, target.fill_(-100), denominator=5.0)
     assert loss == 0
     assert (grad == 0).all()
+
+
+def test_what_is_taken_for_a_number_is_told(device):
+    logits, target = batch(device, 2, 3)
+    one = torch.ones((), device=device)
+    with pytest.raises(TypeError, match=r"grad_scale: .*scale_tensor\(\)"):
+        ampfuse.cross_entropy(logits, target, grad_scale=ampfuse.GradScaler(device.type))
+    for name in ("z_loss", "softcap"):
+        with pytest.raises(TypeError, match=f"{name}: expected a number, got a tensor"):
+            ampfuse.cross_entropy(logits, target, **{name: one})
+    with pytest.raises(RuntimeError, match="'target' but instead found type 'list'"):
+        ampfuse.cross_entropy(logits, [0, 1])

@@ -202,3 +202,31 @@ def test_a_denominator_of_the_hosts_is_not_compiled_anew(device):
         divisor = tokens + 0.5
         expected = ampfuse.cross_entropy(logits, target, denominator=divisor)
         torch.testing.assert_close(compiled(divisor), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_parts_of_a_batch_add_up_to_it_with_their_denominator(device, dtype):
+    logits, target = batch(device)
+    logits = logits.detach().to(dtype).requires_grad_()
+    scaler = ampfuse.GradScaler(device.type, 1024.0)
+    module = ampfuse.CrossEntropyLoss(scaler=scaler)
+    scaler.scale(module(logits, target)).backward()
+    whole, logits.grad = logits.grad, None
+    count = (target != -100).sum()
+    for rows, classes in zip(logits.split(2), target.split(2), strict=True):
+        scaler.scale(module(rows, classes, count)).backward()
+    assert torch.equal(logits.grad, whole)
+
+
+def test_it_tells_what_differs_from_the_defaults():
+    assert repr(ampfuse.CrossEntropyLoss()) == "CrossEntropyLoss()"
+    module = ampfuse.CrossEntropyLoss(
+        reduction="sum", softcap=30.0, scaler=ampfuse.GradScaler("cpu")
+    )
+    assert repr(module) == "CrossEntropyLoss(reduction=sum, softcap=30.0, scaler=GradScaler)"
+
+
+def test_options_are_named():
+    """Behind weight, torch's next one is `size_average`."""
+    with pytest.raises(TypeError, match="positional"):
+        ampfuse.CrossEntropyLoss(None, True)

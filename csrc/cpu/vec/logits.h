@@ -29,7 +29,7 @@ constexpr acc_t<scalar_t> kInfinity = std::numeric_limits<acc_t<scalar_t>>::infi
 /// that none waits for the last addition.
 inline constexpr int kPair = 2;
 template <typename scalar_t>
-inline constexpr int64_t kStep = kPair* AccVec<scalar_t>::size();
+inline constexpr int64_t kStep = kPair * AccVec<scalar_t>::size();
 static_assert(kClassBlock % kStep<float> == 0);
 
 /// `x` with -infinity in its lanes from `end` on; and in `lane`, if it is one of them.
