@@ -1,4 +1,4 @@
-// Batches of logits in host memory, the kernels run over them, and what they should give.
+// Batches of logits in host memory, and the kernels run over them.
 #pragma once
 
 #include "simt/simt.h"
@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -31,6 +33,11 @@ struct Options {
   bool in_place = false;
   float scale = 64;
   int kept_pieces = 1;  // packs of a row per thread for which there is shared memory
+  int64_t padding = 0;  // elements between rows of logits
+  std::optional<int64_t> grad_offset = {};  // where that is not the logits'
+  ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
+
+  int64_t ignore_index() const { return index_type == ampfuse::IndexType::kByte ? 255 : kIgnored; }
 
   bool is_plain() const {
     return label_smoothing == 0 && softcap == 0 && !probabilities && !metrics;
@@ -43,6 +50,7 @@ struct Batch {
   int64_t rows;
   int classes;
   Options options;
+  int64_t stride;
   FakeTensor<scalar_t> logits;
   std::vector<int64_t> targets;
   std::vector<ampfuse::RowAcc<scalar_t>> weight;
@@ -66,9 +74,10 @@ struct Batch {
       : rows(rows),
         classes(classes),
         options(options),
-        logits(rows * classes, offset),
+        stride(classes + options.padding),
+        logits(rows * stride - options.padding, offset),
         targets(rows),
-        grad(rows * classes, offset),
+        grad(rows * classes, options.grad_offset.value_or(offset)),
         losses(rows, NAN),
         block_losses(kGrid, NAN),
         weights(2),
@@ -78,11 +87,13 @@ struct Batch {
         argmax(rows) {
     std::mt19937 generator(seed);
     std::normal_distribution<double> normal;
-    for (int64_t i = 0; i < rows * classes; ++i) {
-      logits.data()[i] = as_element<scalar_t>(3 * normal(generator));
+    std::fill_n(logits.data(), logits.size, as_element<scalar_t>(NAN));
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int c = 0; c < classes; ++c)
+        row_of(row)[c] = as_element<scalar_t>(3 * normal(generator));
     }
     for (int64_t row = 0; row < rows; ++row) {
-      targets[row] = row % 4 == 3 ? kIgnored : int64_t(generator() % classes);
+      targets[row] = row % 4 == 3 ? options.ignore_index() : int64_t(generator() % classes);
     }
     std::uniform_real_distribution<double> uniform(0.1, 1);
     if (options.weighted) {
@@ -95,15 +106,48 @@ struct Batch {
     }
   }
 
-  ampfuse::CrossEntropyTable<scalar_t> table() const {
+  scalar_t* row_of(int64_t row) const { return logits.data() + row * stride; }
+
+  // All rows like the first.
+  void repeat_first_row() {
+    for (int64_t row = 1; row < rows; ++row) {
+      std::copy_n(logits.data(), classes, row_of(row));
+      targets[row] = targets[0];
+      if (options.probabilities) {
+        std::copy_n(probabilities.begin(), classes, probabilities.begin() + row * classes);
+      }
+    }
+  }
+
+  // Without what lies between rows.
+  std::vector<scalar_t> dense_logits() const {
+    std::vector<scalar_t> dense;
+    for (int64_t row = 0; row < rows; ++row) {
+      dense.insert(dense.end(), row_of(row), row_of(row) + classes);
+    }
+    return dense;
+  }
+
+  // Targets as they are stored.
+  const void* indices() {
+    const auto converted = [&]<typename T>(std::vector<T>& into) {
+      into.assign(targets.begin(), targets.end());
+      return static_cast<const void*>(into.data());
+    };
+    if (options.index_type == ampfuse::IndexType::kInt) return converted(ints_);
+    if (options.index_type == ampfuse::IndexType::kByte) return converted(bytes_);
+    return targets.data();
+  }
+
+  ampfuse::CrossEntropyTable<scalar_t> table() {
     using acc_t = ampfuse::RowAcc<scalar_t>;
     return {logits.data(),
-            classes,
+            stride,
             rows,
             classes,
-            options.probabilities ? nullptr : targets.data(),
-            ampfuse::IndexType::kLong,
-            kIgnored,
+            options.probabilities ? nullptr : indices(),
+            options.index_type,
+            options.ignore_index(),
             options.weighted ? weight.data() : nullptr,
             options.probabilities ? probabilities.data() : nullptr,
             classes,
@@ -113,7 +157,8 @@ struct Batch {
             acc_t(options.softcap)};
   }
 
-  scalar_t* gradient() { return options.in_place ? logits.data() : grad.data(); }
+  scalar_t* gradient() const { return options.in_place ? logits.data() : grad.data(); }
+  int64_t gradient_stride() const { return options.in_place ? stride : classes; }
 
   ampfuse::CrossEntropyReduction reduction() {
     const bool has_indices = !options.probabilities;
@@ -133,15 +178,20 @@ struct Batch {
             block_losses.data(),
             statistics.data(),
             gradient(),
-            classes,
+            gradient_stride(),
             options.metrics ? lse.data() : nullptr,
             options.metrics ? entropy.data() : nullptr,
             options.metrics ? argmax.data() : nullptr};
   }
+
+ private:
+  std::vector<int32_t> ints_;
+  std::vector<uint8_t> bytes_;
 };
 
 template <typename scalar_t, typename Team, ampfuse::RowWork kWork>
-void forward_on_host(Batch<scalar_t>& batch) {
+void forward_on_host(Batch<scalar_t>& batch,
+                     const ampfuse::CrossEntropyResults<scalar_t>& results) {
   using ampfuse::kThreads;
   if (!batch.options.probabilities) {
     simt::launch(ampfuse::cross_entropy_weigh_kernel<scalar_t>, batch.weights.size(), kThreads, 0,
@@ -150,70 +200,13 @@ void forward_on_host(Batch<scalar_t>& batch) {
   const int kept = batch.options.kept_pieces * Team::kSize;
   const size_t shared = kept * Team::kTeams * sizeof(ampfuse::Pack<scalar_t>);
   simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork>, kGrid, Team::kBlock,
-               shared, batch.table(), batch.reduction(), batch.results(), kept);
+               shared, batch.table(), batch.reduction(), results, kept);
+  if (results.block_losses == nullptr) return;
   simt::launch(ampfuse::cross_entropy_finish_kernel<ampfuse::RowAcc<scalar_t>>, 1, kThreads, 0,
-               batch.block_losses.data(), kGrid, &batch.divisor, &batch.loss);
+               results.block_losses, kGrid, &batch.divisor, &batch.loss);
 }
 
-// A row in long double, by the formulae of torch.nn.functional.cross_entropy.
-template <typename scalar_t>
-struct Exact {
-  long double loss = 0;
-  long double lse = 0;
-  long double entropy = 0;
-  int64_t argmax = 0;
-  std::vector<long double> gradient;
-  std::vector<long double> largest_term;
-
-  Exact(const Batch<scalar_t>& batch, const std::vector<scalar_t>& logits, int64_t row)
-      : gradient(batch.classes), largest_term(batch.classes) {
-    const Options& options = batch.options;
-    const int classes = batch.classes;
-    const bool is_ignored = !options.probabilities && batch.targets[row] == kIgnored;
-    std::vector<long double> z(classes);
-    std::vector<long double> slope(classes, 1);
-    for (int c = 0; c < classes; ++c) {
-      const auto x = static_cast<long double>(static_cast<double>(logits[row * classes + c]));
-      if (x > static_cast<double>(logits[row * classes + argmax])) argmax = c;
-      const long double t = options.softcap == 0 ? 0 : std::tanh(x / options.softcap);
-      z[c] = options.softcap == 0 ? x : options.softcap * t;
-      slope[c] = 1 - t * t;
-    }
-    long double sum = 0;
-    for (const long double x : z) sum += std::exp(x);
-    lse = std::log(sum);
-    long double all = 0;
-    std::vector<long double> share(classes);
-    for (int c = 0; c < classes; ++c) {
-      entropy -= std::exp(z[c] - lse) * (z[c] - lse);
-      const long double q =
-          options.probabilities ? batch.probabilities[row * classes + c] : batch.targets[row] == c;
-      share[c] = (1 - options.label_smoothing) * q + options.label_smoothing / classes;
-      if (options.weighted) share[c] *= batch.weight[c];
-      loss += share[c] * (lse - z[c]);
-      all += share[c];
-    }
-    loss += options.z_loss * lse * lse;
-    all += 2 * options.z_loss * lse;
-    const long double factor = batch.baked / batch.divisor;
-    for (int c = 0; c < classes; ++c) {
-      const long double p = std::exp(z[c] - lse);
-      gradient[c] = is_ignored ? 0 : (all * p - share[c]) * factor * slope[c];
-      largest_term[c] = (all * p + share[c]) * factor;
-    }
-    if (is_ignored) loss = 0;
-  }
-};
-
-template <typename scalar_t>
-long double last_place(long double x) {
-  constexpr int kDigits = std::is_same_v<scalar_t, double>      ? 53
-                          : std::is_same_v<scalar_t, float>     ? 24
-                          : std::is_same_v<scalar_t, c10::Half> ? 11
-                                                                : 8;
-  constexpr int kLowest = std::is_same_v<scalar_t, double>      ? -1022
-                          : std::is_same_v<scalar_t, c10::Half> ? -14
-                                                                : -126;
-  const int exponent = x == 0 ? kLowest : std::max(kLowest, std::ilogb(x));
-  return std::ldexp(1.0L, exponent - kDigits + 1);
+template <typename scalar_t, typename Team, ampfuse::RowWork kWork>
+void forward_on_host(Batch<scalar_t>& batch) {
+  forward_on_host<scalar_t, Team, kWork>(batch, batch.results());
 }

@@ -1,0 +1,112 @@
+// What a cross-entropy should give, in long double.
+#pragma once
+
+#include "cross_entropy_on_host.h"
+
+#include "catch.h"
+
+// A row in long double, by the formulae of torch.nn.functional.cross_entropy.
+template <typename scalar_t>
+struct Exact {
+  long double loss = 0;
+  long double lse = 0;
+  long double entropy = 0;
+  int64_t argmax = 0;
+  std::vector<long double> gradient;
+  std::vector<long double> largest_term;
+
+  Exact(const Batch<scalar_t>& batch, const std::vector<scalar_t>& logits, int64_t row)
+      : gradient(batch.classes), largest_term(batch.classes) {
+    const Options& options = batch.options;
+    const int classes = batch.classes;
+    const bool is_ignored = !options.probabilities && batch.targets[row] == options.ignore_index();
+    std::vector<long double> z(classes);
+    std::vector<long double> slope(classes, 1);
+    for (int c = 0; c < classes; ++c) {
+      const auto x = static_cast<long double>(static_cast<double>(logits[row * classes + c]));
+      if (x > static_cast<double>(logits[row * classes + argmax])) argmax = c;
+      const long double t = options.softcap == 0 ? 0 : std::tanh(x / options.softcap);
+      z[c] = options.softcap == 0 ? x : options.softcap * t;
+      slope[c] = 1 - t * t;
+    }
+    long double sum = 0;
+    for (const long double x : z) sum += std::exp(x);
+    lse = std::log(sum);
+    long double all = 0;
+    std::vector<long double> share(classes);
+    for (int c = 0; c < classes; ++c) {
+      entropy -= std::exp(z[c] - lse) * (z[c] - lse);
+      const long double q =
+          options.probabilities ? batch.probabilities[row * classes + c] : batch.targets[row] == c;
+      share[c] = (1 - options.label_smoothing) * q + options.label_smoothing / classes;
+      if (options.weighted) share[c] *= batch.weight[c];
+      loss += share[c] * (lse - z[c]);
+      all += share[c];
+    }
+    loss += options.z_loss * lse * lse;
+    all += 2 * options.z_loss * lse;
+    const long double factor = batch.baked / batch.divisor;
+    for (int c = 0; c < classes; ++c) {
+      const long double p = std::exp(z[c] - lse);
+      gradient[c] = is_ignored ? 0 : (all * p - share[c]) * factor * slope[c];
+      largest_term[c] = (all * p + share[c]) * factor;
+    }
+    if (is_ignored) loss = 0;
+  }
+};
+
+template <typename scalar_t>
+long double last_place(long double x) {
+  constexpr int kDigits = std::is_same_v<scalar_t, double>      ? 53
+                          : std::is_same_v<scalar_t, float>     ? 24
+                          : std::is_same_v<scalar_t, c10::Half> ? 11
+                                                                : 8;
+  constexpr int kLowest = std::is_same_v<scalar_t, double>      ? -1022
+                          : std::is_same_v<scalar_t, c10::Half> ? -14
+                                                                : -126;
+  const int exponent = x == 0 ? kLowest : std::max(kLowest, std::ilogb(x));
+  return std::ldexp(1.0L, exponent - kDigits + 1);
+}
+
+template <typename scalar_t>
+void check(Batch<scalar_t>& batch, const std::vector<scalar_t>& logits) {
+  using acc_t = ampfuse::RowAcc<scalar_t>;
+  const long double unit = std::is_same_v<acc_t, double> ? 1e-14L : 1e-6L;
+  constexpr long double kReference = 1e-17L;  // by how much long double itself is off
+  long double total = 0;
+  int misses = 0;
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    const Exact<scalar_t> exact(batch, logits, row);
+    total += exact.loss;
+    const auto miss = [](long double got, long double expected, long double allowed) {
+      return !(std::fabs(got - expected) <= allowed);  // what was never written is no number
+    };
+    misses += miss(batch.losses[row], exact.loss, unit * (std::fabs(exact.loss) + 1));
+    if (batch.options.metrics) {
+      misses += miss(batch.lse[row], exact.lse, unit * (std::fabs(exact.lse) + 1));
+      misses += miss(batch.entropy[row], exact.entropy, 8 * unit * (exact.entropy + 1));
+      misses += batch.argmax[row] != exact.argmax;
+    }
+    for (int c = 0; c < batch.classes; ++c) {
+      const auto got = static_cast<double>(batch.gradient()[row * batch.gradient_stride() + c]);
+      const long double allowed =
+          // Doubles are computed with doubles alone, where z − m is rounded.
+          last_place<scalar_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
+          (batch.options.is_plain() ? kReference : unit * 2) * exact.largest_term[c];
+      misses += !(std::fabs(got - exact.gradient[c]) <= allowed);
+    }
+  }
+  CHECK(misses == 0);
+  CHECK(std::fabs(batch.loss - total / batch.divisor) <= unit * 4 * std::fabs(total) + kReference);
+}
+
+template <typename scalar_t, typename Team>
+void run_and_check(int64_t rows, int classes, int64_t offset, const Options& options) {
+  CAPTURE(rows, classes, offset, sizeof(scalar_t));
+  Batch<scalar_t> batch(rows, classes, offset, options);
+  const std::vector<scalar_t> logits = batch.dense_logits();
+  using ampfuse::RowWork;
+  options.is_plain() ? forward_on_host<scalar_t, Team, RowWork::kPlain>(batch)
+                     : forward_on_host<scalar_t, Team, RowWork::kAny>(batch);
+  check(batch, logits);
+}
