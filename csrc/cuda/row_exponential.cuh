@@ -43,13 +43,21 @@ class RowExponential {
   // exp(earlier reference − this one).
   __device__ double from(float earlier) const { return term(earlier); }
 
+  // Exponentials are biased as in math/exponential.h and for its reason, which the factor undoes.
+  // Not where it is so small that it would lose digits: subnormal ones times it are 0 then.
   struct Factor {
     float factor;
-    __device__ explicit Factor(double factor) : factor(static_cast<float>(factor)) {}
+    float bias;
+    __device__ explicit Factor(float by) {
+      const bool is_small = std::fabs(by) < math::kSmallestUnbiased;
+      bias = is_small ? 0 : math::kExponentBias;
+      factor = is_small ? by : by * static_cast<float>(math::kUnbias);
+    }
   };
   // For gradients, which are rounded to 11 bits or 8.
   __device__ float times(float z, const Factor& by) const {
-    return exp2f((z - largest_) * kPerLog2) * by.factor;
+    const float power = exp2f(std::fma(z - largest_, kPerLog2, by.bias));
+    return math::Lane<float>::product(power, by.factor);
   }
 
  private:

@@ -151,7 +151,8 @@ AMPFUSE_HOST_DEVICE RowGradient<V> row_gradient(const Statistics<S>& row, V refe
 // does not cancel.
 template <typename V, typename T>
 AMPFUSE_HOST_DEVICE V softcapped(V x, T softcap) {
-  return softcap == 0 ? x : V(softcap) * Lane<V>::tanh(x / V(softcap));
+  using L = Lane<V>;
+  return softcap == 0 ? x : L::product(V(softcap), L::tanh(x / V(softcap)));
 }
 template <typename V, typename T>
 AMPFUSE_HOST_DEVICE V softcap_slope(V x, T softcap) {

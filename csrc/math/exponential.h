@@ -21,6 +21,7 @@ namespace ampfuse::math {
 inline constexpr int kExponentBias = 40;
 inline constexpr double kUnbias = 1.0 / (1ull << kExponentBias);
 inline constexpr float kFurthestBelow = 114;
+inline constexpr float kSmallestUnbiased = 0x1p-80;  // factors below do not take kUnbias, too
 
 inline constexpr float kExpRounder = 12582912.0f + kExponentBias;  // 1.5·2²³ rounds to integers
 
@@ -120,7 +121,7 @@ struct BiasedFactorOf {
   AMPFUSE_HOST_DEVICE V times(const InTwo<V>& e) const {
     using L = Lane<V>;
     const V inner = L::multiply_add(e.low, V(high), e.high * V(low));
-    return L::multiply_add(e.high, V(high), inner) * V(unbias);
+    return L::product(L::multiply_add(e.high, V(high), inner), V(unbias));
   }
   // For exponentials that are rounded themselves.
   template <typename V>
@@ -132,7 +133,7 @@ using BiasedFactor = BiasedFactorOf<float>;
 
 AMPFUSE_HOST_DEVICE BiasedFactor biased_factor(double factor) {
   // Apart, where the factor is so small that it would not be normal with it.
-  const bool is_apart = std::fabs(factor) < 0x1p-80;
+  const bool is_apart = std::fabs(factor) < kSmallestUnbiased;
   const double with_bias = is_apart ? factor : factor * kUnbias;
   const float high = static_cast<float>(with_bias);
   const double rest = with_bias - static_cast<double>(high);

@@ -91,6 +91,23 @@ TEMPLATE_TEST_CASE("losses of rows that are sure of their target keep their digi
   }
 }
 
+TEMPLATE_TEST_CASE("gradients far below the largest keep the digits that a scale brings back", "",
+                   c10::Half, c10::BFloat16, float) {
+  Options options;
+  options.scale = 0x1p127f;
+  for (int kept = 0; kept < 2; ++kept) {
+    options.kept_pieces = kept;
+    Batch<TestType> batch(1, 97, 0, options);
+    for (int c = 0; c < batch.classes; ++c) {
+      batch.logits.data()[c] = as_element<TestType>(-38 - 0.25 * c);
+    }
+    batch.logits.data()[batch.targets[0]] = as_element<TestType>(50);
+    const std::vector<TestType> logits = batch.dense_logits();
+    forward_on_host<TestType, WarpTeam, RowWork::kPlain>(batch);
+    check(batch, logits);
+  }
+}
+
 TEMPLATE_TEST_CASE("the first of equal logits is the largest", "", c10::BFloat16, float) {
   const auto argmax = [](int first, int second, double value) {
     Options options;

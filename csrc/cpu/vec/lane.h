@@ -15,6 +15,7 @@ struct Lane<at::vec::Vectorized<T>> {
   static AMPFUSE_HOST_DEVICE V multiply_add(const V& a, const V& b, const V& c) {
     return at::vec::fmadd(a, b, c);
   }
+  static AMPFUSE_HOST_DEVICE V product(const V& a, const V& b) { return a * b; }
   static AMPFUSE_HOST_DEVICE V larger(const V& a, const V& b) { return at::vec::maximum(a, b); }
   static AMPFUSE_HOST_DEVICE V at_least(const V& x, const V& floor) {
     return at::vec::clamp_min(x, floor);
