@@ -102,13 +102,13 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const bool is_first = team.index() == 0;
   double losses = 0;
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
-    scalar_t* const grad =
-        results.grad == nullptr ? nullptr : results.grad + row * results.grad_stride;
     const bool is_ignored = table.is_ignored(row);
     if (is_ignored) {
       if (is_first && results.each_loss != nullptr) results.each_loss[row] = 0;
       if (is_first && results.statistics != nullptr) results.statistics[row] = {};
-      if (grad != nullptr && !with_metrics) write_zeros(team, grad, table.classes);
+      if (results.grad != nullptr && !with_metrics) {
+        write_zeros(team, results.grad_of(row), table.classes);
+      }
       if (!with_metrics) continue;
     }
     // Before anything of the row is overwritten.
@@ -134,13 +134,13 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
         results.each_loss[row] = static_cast<RowAcc<scalar_t>>(loss.loss);
       }
     }
-    if (grad == nullptr) continue;
-    team.sync();  // everyone has read the target's logit
+    if (results.grad == nullptr) continue;
+    team.sync();  // everyone has read the target's logit and kept its packs
     if (is_ignored) {
-      write_zeros(team, grad, table.classes);
+      write_zeros(team, results.grad_of(row), table.classes);
     } else {
       write_gradient<kWork>(team, table, row, target_class, loss.statistics, target.share, scale,
-                            kept, grad);
+                            kept, results.grad_of(row));
     }
   }
   if (results.block_losses == nullptr) return;

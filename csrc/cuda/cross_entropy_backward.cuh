@@ -40,20 +40,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     return static_cast<scalar_t>(static_cast<acc_t>(static_cast<acc_t>(g) * factor));
   };
   const WarpTeam team(nullptr);
-  for (int64_t row = team.number(); row < rows; row += WarpTeam::count()) {
-    using Pieces = ampfuse::Pieces<scalar_t>;
-    using P = typename Pieces::P;
-    scalar_t* const out = grad + row * stride;
-    const Pieces pieces(out, classes, /*in_packs=*/true);
-    pieces.each_single(team, [&](int c) { out[c] = scaled(out[c]); });
-    Pieces::template each_pack<4>(team, reinterpret_cast<const P*>(out + pieces.head), 0,
-                                  pieces.packs, [&](int p, P pack) {
-#pragma unroll
-                                    for (int e = 0; e < P::kSize; ++e) {
-                                      pack.value[e] = scaled(pack.value[e]);
-                                    }
-                                    store_pack(out + pieces.first_of(p), pack);
-                                  });
+  const scalar_t* const end = grad + rows * stride;
+  for (grad += team.number() * stride; grad < end; grad += WarpTeam::count() * stride) {
+    visit_elements<Access::kReadWrite>(grad, classes, team.index(),
+                                       [&](scalar_t& g) { g = scaled(g); });
   }
 }
 

@@ -12,21 +12,27 @@ namespace ampfuse {
 // metrics, which cost registers.
 enum class RowWork { kPlain, kAny };
 
-// Packs that a thread has on their way: 64 bytes, and fewer where registers go into arithmetic.
+// Threads that a multiprocessor has registers for: fewer where there is more to do.
 template <RowWork kWork, typename scalar_t>
-inline constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1
-                                  : kWork == RowWork::kAny         ? 2
-                                                                   : 4;
-
-// Blocks of registers on a multiprocessor: fewer where there is more to do.
+inline constexpr int kRowThreads = std::is_same_v<scalar_t, double> ? 512
+                                   : kWork == RowWork::kAny ? 768
+                                                            : kThreads * kBlocksPerMultiprocessor;
 template <RowWork kWork, typename scalar_t, typename Team>
-inline constexpr int kRowBlocks = std::is_same_v<scalar_t, double> ? 2
-                                  : kWork == RowWork::kAny         ? 3
-                                                                   : Team::kBlocks;
+inline constexpr int kRowBlocks = kRowThreads<kWork, scalar_t> / Team::kBlock;
 
-// The first packs of a row are kept in shared memory from one pass to the next: all that fit. The
-// others come from the L2 cache again. Each thread reads what it has put there itself, so nobody
-// waits.
+// Packs that a thread has on their way: 64 bytes, and fewer where registers go into arithmetic.
+template <RowWork kWork, typename scalar_t, typename Team>
+inline constexpr int kReadUnroll = std::is_same_v<scalar_t, double>           ? 1
+                                   : kWork == RowWork::kAny && !Team::kIsWide ? 2
+                                                                              : 4;
+
+// The same in the second pass: half of its bytes are written, so half as many loads on their way
+// do.
+template <typename scalar_t>
+inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
+
+// The first packs of a row are kept in shared memory from one pass to the next: all that it has, or
+// the `count` that fit. The others come from the L2 cache again.
 template <typename scalar_t>
 struct KeptPacks {
   Pack<scalar_t>* packs;
@@ -149,25 +155,28 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
   part.sum += sum_in_pairs(terms);
 }
 
-// The first pass, over all of a row.
+// The first pass, over all of a row. Packs are counted from its first class, wherever it lies, and
+// the classes behind the last one are single: the last bits of sums depend on which thread adds
+// what and in what order, and equal rows shall have equal ones.
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
                                                          const CrossEntropyTable<scalar_t>& table,
                                                          int64_t row, int target, bool with_metrics,
                                                          const KeptPacks<scalar_t>& kept) {
-  using Pieces = ampfuse::Pieces<scalar_t>;
+  using P = Pack<scalar_t>;
   const scalar_t* const in = table.input + row * table.row_stride;
-  const Pieces pieces(in, table.classes, /*in_packs=*/true);
+  const int packs = table.classes / P::kSize;
   ThreadPart<scalar_t> part;
-  pieces.each_single(team, [&](int c) {
-    add_pack<kWork>(table, row, target, with_metrics, c, Pack<scalar_t, 1>{{in[c]}}, part);
-  });
-  using P = typename Pieces::P;
-  Pieces::template each_pack<kRowUnroll<kWork, scalar_t>>(
-      team, reinterpret_cast<const P*>(in + pieces.head), 0, pieces.packs,
-      [&](int p, const P& pack) {
+  static_assert(Team::kSize >= P::kSize);
+  const int single = packs * P::kSize + team.index();
+  if (single < table.classes) {
+    add_pack<kWork>(table, row, target, with_metrics, single, Pack<scalar_t, 1>{{in[single]}},
+                    part);
+  }
+  each_pack<kReadUnroll<kWork, scalar_t, Team>>(
+      team, PacksAnywhere<scalar_t>(in), 0, packs, [&](int p, const P& pack) {
         if (p < kept.count) kept.packs[p] = pack;
-        add_pack<kWork>(table, row, target, with_metrics, pieces.first_of(p), pack, part);
+        add_pack<kWork>(table, row, target, with_metrics, p * P::kSize, pack, part);
       });
   return part;
 }
@@ -221,7 +230,7 @@ __device__ __forceinline__ void store_gradient(scalar_t* to, const Pack<scalar_t
 
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, int classes) {
-  const Pieces<scalar_t> pieces(row, classes, /*in_packs=*/true);
+  const Pieces<scalar_t> pieces(row, classes);
   using P = Pack<scalar_t>;
   pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
 #pragma unroll 4
@@ -230,7 +239,10 @@ __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, int
   }
 }
 
-// The second pass. Each thread reads what it then writes, which may be the same memory.
+// The second pass, in packs between the 16-byte boundaries of the gradient. Where that is written
+// over the logits, which then have the same boundaries, a thread reads of memory the very bytes
+// that it writes next, single elements and packs alike. What is kept may be another thread's: teams
+// synchronize between the passes, and here before anything else is kept.
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ void write_gradient(
     const Team& team, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
@@ -260,7 +272,8 @@ __device__ __forceinline__ void write_gradient(
           kWork == RowWork::kPlain ? static_cast<acc_t>(logit) : table.z(logit), factor);
       if constexpr (kWork == RowWork::kAny) {
         if (table.has_shares()) {
-          g -= static_cast<acc_t>(gradient.scale * table.share(row, first + e));
+          g -= static_cast<acc_t>(
+              math::Lane<Number>::product(gradient.scale, table.share(row, first + e)));
         }
         g *= slope(logit);
       }
@@ -277,20 +290,25 @@ __device__ __forceinline__ void write_gradient(
     store_gradient<Team::kIsWide>(out + first, result);
   };
 
-  // Packs where the row and its gradient lie alike to their boundaries.
-  const bool in_packs =
-      (reinterpret_cast<uintptr_t>(in) - reinterpret_cast<uintptr_t>(out)) % 16 == 0;
-  using Pieces = ampfuse::Pieces<scalar_t>;
-  const Pieces pieces(in, table.classes, in_packs);
-  pieces.each_single(team, [&](int c) { write(c, Pack<scalar_t, 1>{{in[c]}}); });
-  using P = typename Pieces::P;
+  using P = Pack<scalar_t>;
+  const Pieces<scalar_t> pieces(out, table.classes);
+  const int row_packs = table.classes / P::kSize;
+  const int kept_classes = P::kSize * (kept.count < row_packs ? kept.count : row_packs);
+  const auto* const kept_logits = reinterpret_cast<const scalar_t*>(kept.packs);
+  pieces.each_single(team, [&](int c) {
+    write(c, Pack<scalar_t, 1>{{c < kept_classes ? kept_logits[c] : in[c]}});
+  });
   const auto write_pack = [&](int p, const P& pack) { write(pieces.first_of(p), pack); };
-  constexpr int kUnroll = kRowUnroll<kWork, scalar_t>;
-  const int from_kept = kept.count < pieces.packs ? kept.count : pieces.packs;
+  const int from_kept = kept_classes == 0 ? 0 : (kept_classes - pieces.head) / P::kSize;
   // Those of which the L2 cache has seen least since, first.
-  Pieces::template each_pack<kUnroll>(team, reinterpret_cast<const P*>(in + pieces.head), from_kept,
-                                      pieces.packs, write_pack);
-  Pieces::template each_pack<1>(team, kept.packs, 0, from_kept, write_pack);
+  each_pack<kWriteUnroll<scalar_t>>(team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept,
+                                    pieces.packs, write_pack);
+  if (kept.count == 0) return;
+  // Blocks that a pack lies in are kept where it is.
+  const PacksAnywhere<scalar_t> kept_packs(kept_logits + pieces.head);
+  for (int p = team.index(); p < from_kept; p += Team::kSize) write_pack(p, kept_packs.inner(p));
+  // If no elements are before the packs, each thread has read those that it had kept.
+  if (pieces.head != 0) team.sync();
 }
 
 }  // namespace ampfuse

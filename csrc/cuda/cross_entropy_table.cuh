@@ -115,6 +115,8 @@ struct CrossEntropyResults {
   RowAcc<scalar_t>* lse;
   RowAcc<scalar_t>* entropy;
   int64_t* argmax;
+
+  __device__ scalar_t* grad_of(int64_t row) const { return grad + row * grad_stride; }
 };
 
 }  // namespace ampfuse

@@ -1,5 +1,5 @@
 // Walks over consecutive elements with 16-byte accesses, the widest before Blackwell, and single
-// elements before the first and after the last 16-byte boundary.
+// elements before the first and after the last 16-byte boundary; and packs that cross boundaries.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,14 @@ __device__ __forceinline__ void store_pack(T* data, const Pack<T, kCount>& pack)
   *reinterpret_cast<Pack<T, kCount>*>(data) = pack;
 }
 
+// How many elements `data`, aligned to its own type, lies behind a 16-byte boundary.
+template <typename T>
+__device__ __forceinline__ int elements_past_boundary(const T* data) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(data) % 16 / sizeof(T));
+}
+
 // Consecutive elements, of a row say, in pieces: single ones before the first 16-byte boundary and
-// behind the last one, packs between. A thread of a team always has the same pieces, whatever it
-// does with them.
+// behind the last one, fewer than a pack each, packs between.
 template <typename scalar_t>
 struct Pieces {
   using P = Pack<scalar_t>;
@@ -38,13 +43,10 @@ struct Pieces {
   int packs;
   int count;
 
-  // All single elements where there are to be no packs.
-  __device__ Pieces(const scalar_t* data, int count, bool in_packs) : count(count) {
-    // Aligned to their own type, so that this many lie before the next 16-byte boundary.
-    const int past =
-        static_cast<int>(reinterpret_cast<uintptr_t>(data) % sizeof(P) / sizeof(scalar_t));
+  __device__ Pieces(const scalar_t* data, int count) : count(count) {
+    const int past = elements_past_boundary(data);
     const int until_aligned = past == 0 ? 0 : P::kSize - past;
-    head = !in_packs || until_aligned > count ? count : until_aligned;
+    head = until_aligned > count ? count : until_aligned;
     packs = (count - head) / P::kSize;
   }
 
@@ -53,30 +55,130 @@ struct Pieces {
   // Calls visit(place) for the single elements.
   template <typename Team, typename Visit>
   __device__ __forceinline__ void each_single(const Team& team, const Visit& visit) const {
-#pragma unroll 1
-    for (int i = team.index(); i < head; i += Team::kSize) visit(i);
-#pragma unroll 1
-    for (int i = first_of(packs) + team.index(); i < count; i += Team::kSize) visit(i);
-  }
-
-  // Calls visit(number of the pack, pack) for the packs [begin, end), `begin` a multiple of the
-  // team's size, from `body`, where the first of all packs is. Each thread has kUnroll packs on
-  // their way before it uses the first.
-  template <int kUnroll, typename Team, typename Visit>
-  __device__ __forceinline__ static void each_pack(const Team& team, const P* body, int begin,
-                                                   int end, const Visit& visit) {
-    int p = begin + team.index();
-    for (; p + (kUnroll - 1) * Team::kSize < end; p += kUnroll * Team::kSize) {
-      P pack[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) pack[u] = body[p + u * Team::kSize];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) visit(p + u * Team::kSize, pack[u]);
-    }
-#pragma unroll 1
-    for (; p < end; p += Team::kSize) visit(p, body[p]);
+    static_assert(Team::kSize >= P::kSize);
+    const int tail = first_of(packs) + team.index();
+    if (team.index() < head) visit(team.index());
+    if (tail < count) visit(tail);
   }
 };
+
+// A pack on its way: of 16-bit elements each would take a register of its own.
+struct Words {
+  uint32_t word[4];
+};
+
+// The 16 bytes of two packs in a row from so many on, a multiple of kMultiple.
+template <int kMultiple>
+__device__ __forceinline__ Words shifted(const Words& low, const Words& high, int bytes) {
+  uint32_t w[] = {low.word[0],  low.word[1],  low.word[2],  low.word[3],
+                  high.word[0], high.word[1], high.word[2], high.word[3]};
+  // By 8 bytes, 4 and 2: an index that varies would put `w` into local memory.
+#pragma unroll
+  for (int i = 0; i < 6; ++i) w[i] = (bytes & 8) != 0 ? w[i + 2] : w[i];
+  if constexpr (kMultiple <= 4) {
+#pragma unroll
+    for (int i = 0; i < 5; ++i) w[i] = (bytes & 4) != 0 ? w[i + 1] : w[i];
+  }
+  if constexpr (kMultiple <= 2) {
+    const int bits = (bytes & 2) * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      w[i] = static_cast<uint32_t>((static_cast<uint64_t>(w[i + 1]) << 32 | w[i]) >> bits);
+    }
+  }
+  return {{w[0], w[1], w[2], w[3]}};
+}
+
+// Packs of consecutive elements that begin anywhere, by aligned 16-byte loads. Where `data` lies
+// between boundaries, a pack takes the two blocks that it lies in. Its neighbours take them, too,
+// the next lane at the same time: that is the L1 cache's work, memory has each byte read once.
+//
+// The first pack's and the last one's blocks may hold other elements, too: what another thread is
+// just writing, or nothing that may be read. These packs are gathered from single elements.
+template <typename scalar_t>
+class PacksAnywhere {
+ public:
+  using P = Pack<scalar_t>;
+
+  __device__ explicit PacksAnywhere(const scalar_t* data)
+      : blocks_(reinterpret_cast<const P*>(data - elements_past_boundary(data))),
+        past_(elements_past_boundary(data)) {}
+
+  __device__ bool are_aligned() const { return past_ == 0; }
+
+  // One between others.
+  __device__ __forceinline__ P inner(int p) const {
+    return __builtin_bit_cast(P, are_aligned() ? block(p) : across(p));
+  }
+
+  // One of so many.
+  __device__ __forceinline__ P any(int p, int packs) const {
+    return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
+  }
+
+  // Packs first, first + step, …, none of them the last but where they are aligned: all of them on
+  // their way at once.
+  template <int kCount>
+  __device__ __forceinline__ void load(int first, int step, Words (&packs)[kCount]) const {
+    if (are_aligned()) {
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) packs[u] = block(first + u * step);
+      return;
+    }
+    // In place of the first of all another one, for which nothing waits.
+    static_assert(kCount > 1);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      packs[u] = across(u == 0 && first == 0 ? step : first + u * step);
+    }
+    if (first == 0) packs[0] = __builtin_bit_cast(Words, gathered(0));
+  }
+
+ private:
+  __device__ __forceinline__ Words block(int p) const {
+    const P pack = blocks_[p];  // sanitizers do not see what is read by a cast
+    return __builtin_bit_cast(Words, pack);
+  }
+
+  __device__ __forceinline__ Words across(int p) const {
+    constexpr int kSize = sizeof(scalar_t);
+    return shifted<kSize>(block(p), block(p + 1), past_ * kSize);
+  }
+
+  __device__ __forceinline__ P gathered(int p) const {
+    const scalar_t* const data = reinterpret_cast<const scalar_t*>(blocks_) + past_;
+    P pack;
+#pragma unroll
+    for (int e = 0; e < P::kSize; ++e) pack.value[e] = data[p * P::kSize + e];
+    return pack;
+  }
+
+  const P* blocks_;
+  int past_;
+};
+
+// Calls visit(number of the pack, pack) for the packs [begin, end), behind which there are no more.
+// Each thread sees its own in their order, and has kUnroll of them on their way before it uses the
+// first.
+template <int kUnroll, typename Team, typename scalar_t, typename Visit>
+__device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<scalar_t>& packs,
+                                          int begin, int end, const Visit& visit) {
+  constexpr int kStep = Team::kSize;
+  int p = begin + team.index();
+  if constexpr (kUnroll > 1) {
+    const int inner_end = packs.are_aligned() ? end : end - 1;
+    for (; p + (kUnroll - 1) * kStep < inner_end; p += kUnroll * kStep) {
+      Words words[kUnroll];
+      packs.load(p, kStep, words);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        visit(p + u * kStep, __builtin_bit_cast(Pack<scalar_t>, words[u]));
+      }
+    }
+  }
+#pragma unroll 1
+  for (; p < end; p += kStep) visit(p, packs.any(p, end));
+}
 
 enum class Access { kRead, kReadWrite };
 
@@ -90,7 +192,7 @@ __device__ __forceinline__ void visit_elements(scalar_t* data, int count, int la
   using P = Pack<scalar_t>;
   constexpr int kUnroll = 4;
 
-  const Pieces<scalar_t> pieces(data, count, /*in_packs=*/true);
+  const Pieces<scalar_t> pieces(data, count);
   const int head = pieces.head;
   const int packs = pieces.packs;
   const int tail = pieces.first_of(packs);

@@ -97,8 +97,9 @@ def test_hot_loops_load_16_bytes_at_a_time_and_four_times_before_use(
 
 def test_rows_of_logits_are_moved_16_bytes_at_a_time(code: MachineCode) -> None:
     for name, body in code.functions("cross_entropy_forward_kernel").items():
-        # Once for the loss and, of what shared memory has not kept, once for the gradient.
-        assert len(re.findall(r"\bLDG\.E\.128", body)) >= 2, name
+        # Once for the loss and, of what shared memory has not kept, once for the gradient; by one
+        # load where 16-byte boundaries are those of packs, by two where packs lie across them.
+        assert len(re.findall(r"\bLDG\.E\.128", body)) >= 6, name
         assert len(re.findall(r"\bLDS\.128", body)) >= 1, name
         assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
         assert len(re.findall(r"\bSTG\.E\.(EF\.)?128", body)) >= 1, name
