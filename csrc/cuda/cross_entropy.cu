@@ -25,7 +25,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const at::Tensor& input = arguments.input;
   const int64_t rows = input.size(0);
   const LaunchStream stream(input);
-  const DeviceRoom room(stream);
+  const DeviceRoom room = device_room(stream);
   TargetComplaints& complaints = target_complaints(input.device());
   complaints.raise_earlier();
   const bool is_each = arguments.reduction == at::Reduction::None;

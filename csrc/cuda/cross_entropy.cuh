@@ -11,8 +11,8 @@
 // 32 where backward is to form the gradient.
 //
 // That holds as long as what rows on their way have beside their share of shared memory fits into
-// the L2 cache, see cross_entropy_launch.h; beyond it is read once more: 2·itemsize + itemsize·(1 −
-// kept / row).
+// the L2 cache, see cross_entropy_teams.cuh; beyond, it is read once more:
+// itemsize·(1 − kept / row).
 #pragma once
 
 #include "cross_entropy_row.cuh"

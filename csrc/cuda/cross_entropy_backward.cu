@@ -13,7 +13,8 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
     at::Tensor kept;
     const auto table = table_of<scalar_t>(arguments, kept);
-    for_backward_rows(arguments.input, is_plain(arguments), [&]<typename Team, RowWork kWork>() {
+    const int64_t row_bytes = table.classes * int64_t(sizeof(scalar_t));
+    for_backward_rows(row_bytes, is_plain(arguments), [&]<typename Team, RowWork kWork>() {
       stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork>,
                     table.rows * (Team::kSize / kWarp), table,
                     static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),

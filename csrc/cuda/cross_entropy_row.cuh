@@ -26,8 +26,7 @@ inline constexpr int kReadUnroll = std::is_same_v<scalar_t, double>           ? 
                                    : kWork == RowWork::kAny && !Team::kIsWide ? 2
                                                                               : 4;
 
-// The same in the second pass: half of its bytes are written, so half as many loads on their way
-// do.
+// The same in the second pass, half of whose bytes are written: half as many loads will do.
 template <typename scalar_t>
 inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
 
@@ -304,7 +303,7 @@ __device__ __forceinline__ void write_gradient(
   each_pack<kWriteUnroll<scalar_t>>(team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept,
                                     pieces.packs, write_pack);
   if (kept.count == 0) return;
-  // Blocks that a pack lies in are kept where it is.
+  // A pack that is kept lies in blocks that are kept.
   const PacksAnywhere<scalar_t> kept_packs(kept_logits + pieces.head);
   for (int p = team.index(); p < from_kept; p += Team::kSize) write_pack(p, kept_packs.inner(p));
   // If no elements are before the packs, each thread has read those that it had kept.

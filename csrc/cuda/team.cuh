@@ -13,9 +13,8 @@ template <int kLanes>
 class LaneTeam {
  public:
   static constexpr int kSize = kLanes;
-  static constexpr int kBlock = kThreads;                   // threads of a block
-  static constexpr int kBlocks = kBlocksPerMultiprocessor;  // that a multiprocessor has room for
-  static constexpr int kTeams = kBlock / kSize;             // in a block
+  static constexpr int kBlock = kThreads;        // threads of a block
+  static constexpr int kTeams = kBlock / kSize;  // in a block
   static constexpr bool kIsWide = false;
 
   __device__ explicit LaneTeam(double* /*scratch*/) {}
@@ -52,7 +51,6 @@ class BlockTeam {
  public:
   static constexpr int kSize = kBlockSize;
   static constexpr int kBlock = kSize;
-  static constexpr int kBlocks = kThreads * kBlocksPerMultiprocessor / kSize;
   static constexpr int kTeams = 1;
   static constexpr int kWarps = kSize / kWarp;
   static constexpr bool kIsWide = kSize > kThreads;

@@ -72,7 +72,10 @@ def test_no_kernel_spills_or_has_a_stack(code: MachineCode) -> None:
 
 
 # Cross-entropies of doubles, and those with more to do than exponentials, want more registers.
-WIDE = {128: r"cross_entropy_(for|back)ward_kernelId", 80: r"cross_entropy_.*RowWorkE1"}
+WIDE = {
+    128: r"cross_entropy_(for|back)ward_kernelI(d|.*BlockTeamILi512E.*RowWorkE1)",
+    80: r"cross_entropy_.*RowWorkE1",
+}
 
 
 def test_four_blocks_of_registers_fit_a_multiprocessor(code: MachineCode) -> None:
@@ -97,9 +100,10 @@ def test_hot_loops_load_16_bytes_at_a_time_and_four_times_before_use(
 
 def test_rows_of_logits_are_moved_16_bytes_at_a_time(code: MachineCode) -> None:
     for name, body in code.functions("cross_entropy_forward_kernel").items():
-        # Once for the loss and, of what shared memory has not kept, once for the gradient; by one
-        # load where 16-byte boundaries are those of packs, by two where packs lie across them.
-        assert len(re.findall(r"\bLDG\.E\.128", body)) >= 6, name
+        # Once for the loss and, of what shared memory has not kept, once for the gradient; where
+        # packs lie across 16-byte boundaries by two loads, which for doubles are all there are.
+        wanted = 2 if "kernelId" in name else 6
+        assert len(re.findall(r"\bLDG\.E\.128", body)) >= wanted, name
         assert len(re.findall(r"\bLDS\.128", body)) >= 1, name
         assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
         assert len(re.findall(r"\bSTG\.E\.(EF\.)?128", body)) >= 1, name

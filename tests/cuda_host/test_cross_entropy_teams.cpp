@@ -1,0 +1,95 @@
+// Which teams take rows on which device, and what they keep: arithmetic that launches nothing.
+#include "simt/simt.h"
+
+#include "cuda/cross_entropy_teams.cuh"
+
+#include <torch/headeronly/util/BFloat16.h>
+
+#include "catch.h"
+
+using ampfuse::DeviceRoom;
+using ampfuse::RowWork;
+
+namespace {
+
+constexpr int64_t kKiB = 1024;
+const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB};
+const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB};
+const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB};
+
+// The size of the team that takes rows.
+template <typename scalar_t>
+int team_size(const DeviceRoom& room, int64_t classes, bool plain) {
+  int size = 0;
+  ampfuse::for_forward_rows<scalar_t>(room, classes, plain, [&]<typename Team, RowWork kWork>() {
+    CHECK((kWork == RowWork::kPlain) == plain);
+    size = Team::kSize;
+  });
+  return size;
+}
+
+}  // namespace
+
+TEST_CASE("longer rows have larger teams") {
+  using c10::BFloat16;
+  for (const bool plain : {false, true}) {
+    CHECK(team_size<BFloat16>(kH200, 128, plain) == (plain ? 8 : 32));
+    CHECK(team_size<BFloat16>(kH200, 2048, plain) == 32);
+    CHECK(team_size<BFloat16>(kH200, 2049, plain) == 256);
+    CHECK(team_size<BFloat16>(kH200, 50257, plain) == 512);
+  }
+  // 64 KB: a third of shared memory keeps them, a fourth does not.
+  CHECK(team_size<BFloat16>(kH200, 32000, false) == 256);
+  CHECK(team_size<BFloat16>(kH200, 32000, true) == 512);
+  // 264 blocks with 144 KB that they do not keep are 37 MB of the L2 cache, with 400 KB too many.
+  CHECK(team_size<BFloat16>(kH200, 128256, true) == 512);
+  CHECK(team_size<BFloat16>(kH200, 256000, true) == 1024);
+  CHECK(team_size<BFloat16>(kH200, 256000, false) == 512);
+  CHECK(team_size<double>(kH200, 256000, true) == 256);
+}
+
+TEMPLATE_TEST_CASE("teams keep what their blocks have room for", "", c10::BFloat16, float, double) {
+  for (const DeviceRoom& room : {kA100, kH200, kL4}) {
+    for (const int64_t classes : {1, 8, 100, 129, 1000, 2049, 10000, 32000, 50257, 300001}) {
+      for (const bool plain : {false, true}) {
+        CAPTURE(room.multiprocessors, classes, plain, sizeof(TestType));
+        const auto check = [&]<typename Team, RowWork kWork>() {
+          constexpr int kBlocks = ampfuse::kRowBlocks<kWork, TestType, Team>;
+          const auto launch =
+              ampfuse::row_launch<TestType, Team, kWork>(room, 10000, classes, true);
+          CHECK(launch.kept % Team::kSize == 0);
+          CHECK(launch.shared == launch.kept * Team::kTeams * 16);
+          CHECK(launch.shared + 512 <= room.shared_per_block);
+          CHECK(kBlocks * (launch.shared + 512 + kKiB) <= room.shared);
+          CHECK(launch.blocks <= room.multiprocessors * kBlocks);
+          // No more than all of a row.
+          CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) < classes);
+        };
+        ampfuse::for_forward_rows<TestType>(room, classes, plain, check);
+      }
+    }
+  }
+}
+
+TEST_CASE("only the largest teams leave more of their rows than the L2 cache holds") {
+  for (const DeviceRoom& room : {kA100, kH200, kL4}) {
+    for (int64_t classes = 1; classes < 1000000; classes += classes / 7 + 1) {
+      for (const bool plain : {false, true}) {
+        CAPTURE(room.multiprocessors, classes, plain);
+        const auto check = [&]<typename Team, RowWork kWork>() {
+          if (Team::kSize == (plain ? 1024 : 512)) return;
+          CHECK(ampfuse::TeamRoom<float, Team, kWork>{room}.l2_holds_rest(classes * 4));
+        };
+        ampfuse::for_forward_rows<float>(room, classes, plain, check);
+      }
+    }
+  }
+}
+
+TEST_CASE("nothing is kept where there is no second pass") {
+  const auto launch =
+      ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 0, 9, false);
+  CHECK(launch.kept == 0);
+  CHECK(launch.shared == 0);
+  CHECK(launch.blocks == 1);
+}
