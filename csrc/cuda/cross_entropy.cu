@@ -23,7 +23,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
              const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs) {
   const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
   const at::Tensor& input = arguments.input;
-  const int64_t rows = input.size(0);
+  const int64_t rows = arguments.rows().expect_int();
   const LaunchStream stream(input);
   const DeviceRoom room = device_room(stream);
   TargetComplaints& complaints = target_complaints(input.device());
@@ -65,7 +65,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
               ? nullptr
               : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
           with_grad ? grad.mutable_data_ptr<scalar_t>() : nullptr,
-          with_grad ? grad.stride(0) : 0,
+          with_grad ? rows_at(grad) : RowsAt{},
           with_metrics ? lse.mutable_data_ptr<acc_t>() : nullptr,
           with_metrics ? entropy.mutable_data_ptr<acc_t>() : nullptr,
           with_metrics ? argmax.mutable_data_ptr<int64_t>() : nullptr};
@@ -76,7 +76,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
                            losses.const_data_ptr<double>(), grid, divisor.const_data_ptr<double>(),
                            loss.mutable_data_ptr<acc_t>());
     };
-    for_forward_rows<scalar_t>(room, input.size(1), is_plain(arguments) && !with_metrics, launch);
+    const bool plain = is_plain(arguments) && !with_metrics;
+    if (arguments.has_places()) return for_places(plain, launch);
+    for_forward_rows<scalar_t>(room, input.size(1), plain, launch);
   });
 }
 

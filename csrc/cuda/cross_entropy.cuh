@@ -10,12 +10,14 @@
 // it itemsize; cross_entropy_backward_kernel 2·itemsize more. Beside them 8 bytes per row, and
 // 32 where backward is to form the gradient.
 //
-// That holds as long as what rows on their way have beside their share of shared memory fits into
-// the L2 cache, see cross_entropy_teams.cuh; beyond, it is read once more:
+// Rows whose classes are far apart are a thread's each, cross_entropy_place.cuh.
+//
+// The bytes hold as long as what rows on their way have beside their share of shared memory fits
+// into the L2 cache, see cross_entropy_teams.cuh; beyond, it is read once more:
 // itemsize·(1 − kept / row).
 #pragma once
 
-#include "cross_entropy_row.cuh"
+#include "cross_entropy_place.cuh"
 
 namespace ampfuse {
 
@@ -77,13 +79,6 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
   return baked / divisor;
 }
 
-// For each thread: where its team's rows are kept.
-template <typename scalar_t, typename Team>
-__device__ __forceinline__ KeptPacks<scalar_t> kept_packs(const Team& team, int count) {
-  AMPFUSE_DYNAMIC_SHARED(uint4, shared);
-  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.place() * count, count};
-}
-
 // `kept_count`: packs of each row that there is shared memory for, a multiple of a team's size.
 template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
@@ -97,7 +92,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const Block block(scratch);
   const auto scale = static_cast<Number>(reduction_scale(block, table, reduction));
   const Team team(scratch);
-  const KeptPacks<scalar_t> kept = kept_packs<scalar_t>(team, kept_count);
+  const auto kept = kept_packs<scalar_t>(team, kept_count);
   const bool with_metrics = results.argmax != nullptr;
   const bool is_first = team.index() == 0;
   double losses = 0;
@@ -107,12 +102,12 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       if (is_first && results.each_loss != nullptr) results.each_loss[row] = 0;
       if (is_first && results.statistics != nullptr) results.statistics[row] = {};
       if (results.grad != nullptr && !with_metrics) {
-        write_zeros(team, results.grad_of(row), table.classes);
+        write_zeros(team, results.template grad_of<Team>(row), results.grad_at, table.classes);
       }
       if (!with_metrics) continue;
     }
     // Before anything of the row is overwritten.
-    const math::RowTarget<Number> target = table.row_target(row);
+    const math::RowTarget<Number> target = table.template row_target<Team>(row);
     const int target_class = table.target_class(row);
     ThreadPart<scalar_t> part = read_row<kWork>(team, table, row, target_class, with_metrics, kept);
     const math::RowLoss<Number> loss =
@@ -136,11 +131,15 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     if (results.grad == nullptr) continue;
     team.sync();  // everyone has read the target's logit and kept its packs
+    scalar_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {
-      write_zeros(team, results.grad_of(row), table.classes);
+      write_zeros(team, grad, results.grad_at, table.classes);
     } else {
-      write_gradient<kWork>(team, table, row, target_class, loss.statistics, target.share, scale,
-                            kept, results.grad_of(row));
+      const PackGradient<kWork, scalar_t> gradient(
+          table, table.template probabilities_of<Team>(row), target_class, loss.statistics,
+          target.share, scale);
+      write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
+                     table.classes, kept, grad, results.grad_at);
     }
   }
   if (results.block_losses == nullptr) return;

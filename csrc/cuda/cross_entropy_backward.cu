@@ -13,14 +13,16 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
     at::Tensor kept;
     const auto table = table_of<scalar_t>(arguments, kept);
-    const int64_t row_bytes = table.classes * int64_t(sizeof(scalar_t));
-    for_backward_rows(row_bytes, is_plain(arguments), [&]<typename Team, RowWork kWork>() {
-      stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork>,
-                    table.rows * (Team::kSize / kWarp), table,
+    const auto launch = [&]<typename Team, RowWork kWork>() {
+      const int64_t warps = (table.rows * Team::kSize + kWarp - 1) / kWarp;
+      stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork>, warps, table,
                     static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
                     divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
-                    grad_output.dim() == 1, grad.mutable_data_ptr<scalar_t>());
-    });
+                    grad_output.dim() == 1, grad.mutable_data_ptr<scalar_t>(), rows_at(grad));
+    };
+    const bool plain = is_plain(arguments);
+    if (arguments.has_places()) return for_places(plain, launch);
+    for_backward_rows(table.classes * int64_t(sizeof(scalar_t)), plain, launch);
   });
 }
 

@@ -1,7 +1,7 @@
 // The gradient of a cross-entropy in backward: from the logits, or from the one that forward left.
 #pragma once
 
-#include "cross_entropy_row.cuh"
+#include "cross_entropy_place.cuh"
 
 namespace ampfuse {
 
@@ -10,18 +10,22 @@ template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
                                   const math::RowStatistics* statistics, const double* divisor,
-                                  const double* upstream, bool is_each, scalar_t* grad) {
+                                  const double* upstream, bool is_each, scalar_t* grad,
+                                  const __grid_constant__ RowsAt grad_at) {
   using Number = RowNumber<scalar_t>;
   const Team team(nullptr);
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
-    scalar_t* const out = grad + row * table.classes;
+    scalar_t* const out = grad + grad_at.template offset<Team>(row);
     if (table.is_ignored(row)) {
-      write_zeros(team, out, table.classes);
+      write_zeros(team, out, grad_at, table.classes);
       continue;
     }
     const auto scale = static_cast<Number>(upstream[is_each ? row : 0] / *divisor);
-    write_gradient<kWork>(team, table, row, table.target_class(row), statistics[row],
-                          table.row_target(row).share, scale, KeptPacks<scalar_t>{}, out);
+    const PackGradient<kWork, scalar_t> gradient(table, table.template probabilities_of<Team>(row),
+                                                 table.target_class(row), statistics[row],
+                                                 table.template row_target<Team>(row).share, scale);
+    write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
+                   table.classes, decltype(kept_packs<scalar_t>(team, 0)){}, out, grad_at);
   }
 }
 

@@ -24,6 +24,11 @@ inline IndexType index_type(const at::Tensor& target) {
   }
 }
 
+inline RowsAt rows_at(const at::Tensor& rows) {
+  if (rows.dim() == 3) return {rows.stride(0), rows.size(2), rows.stride(1)};
+  return {rows.stride(0), 1, 1};
+}
+
 /// Probabilities as the arithmetic has them; `kept` keeps a copy alive until it is launched with.
 template <typename scalar_t>
 CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at::Tensor& kept) {
@@ -34,13 +39,13 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at:
                     kMostClasses, " classes, got ", input.size(1));
   CrossEntropyTable<scalar_t> table = {};
   table.input = input.const_data_ptr<scalar_t>();
-  table.row_stride = input.stride(0);
-  table.rows = input.size(0);
+  table.input_at = rows_at(input);
+  table.rows = arguments.rows().expect_int();
   table.classes = static_cast<int>(input.size(1));
   if (arguments.has_probabilities()) {
     kept = arguments.target.to(loss_dtype(input));
     table.probabilities = kept.const_data_ptr<acc_t>();
-    table.probability_stride = kept.stride(0);
+    table.probabilities_at = rows_at(kept);
   } else {
     table.target = arguments.target.const_data_ptr();
     table.index_type = index_type(arguments.target);

@@ -91,9 +91,9 @@ __device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCoun
 }
 
 template <typename scalar_t, int kCount>
-__device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& table, int64_t row,
-                                           int target, int first,
-                                           const RowAcc<scalar_t> (&z)[kCount],
+__device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& table,
+                                           const RowAcc<scalar_t>* probabilities, int target,
+                                           int first, const RowAcc<scalar_t> (&z)[kCount],
                                            ThreadPart<scalar_t>& part) {
   using acc_t = RowAcc<scalar_t>;
   acc_t shares[kCount];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& ta
     const bool is_target = first + e == target;
     // -inf − -inf would be no number.
     const acc_t below = z[e] == -HUGE_VALF ? acc_t(HUGE_VALF) : part.largest - z[e];
-    shares[e] = is_target ? 0 : table.share(row, first + e);
+    shares[e] = is_target ? 0 : table.share(probabilities, first + e);
     spreads[e] = is_target ? 0 : shares[e] * below;
   }
   part.shares += sum_in_pairs(shares);
@@ -111,8 +111,9 @@ __device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& ta
 }
 
 template <RowWork kWork, int kCount, typename scalar_t>
-__device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& table, int64_t row,
-                                         int target, bool with_metrics, int first,
+__device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& table,
+                                         const RowAcc<scalar_t>* probabilities, int target,
+                                         bool with_metrics, int first,
                                          const Pack<scalar_t, kCount>& pack,
                                          ThreadPart<scalar_t>& part) {
   using acc_t = RowAcc<scalar_t>;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
   if (!(largest <= part.largest)) part.raise(largest, kWork);
   if constexpr (kWork == RowWork::kAny) {
     if (with_metrics) add_argmax(first, pack, part);
-    if (table.has_shares()) add_shares(table, row, target, first, z, part);
+    if (table.has_shares()) add_shares(table, probabilities, target, first, z, part);
   }
   if (largest == -HUGE_VALF) return;  // and there is no exponential of it
   if (target >= first && target < first + kCount) {
@@ -163,19 +164,20 @@ __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
                                                          int64_t row, int target, bool with_metrics,
                                                          const KeptPacks<scalar_t>& kept) {
   using P = Pack<scalar_t>;
-  const scalar_t* const in = table.input + row * table.row_stride;
+  const scalar_t* const in = table.template logits_of<Team>(row);
+  const auto* const probabilities = table.template probabilities_of<Team>(row);
   const int packs = table.classes / P::kSize;
   ThreadPart<scalar_t> part;
   static_assert(Team::kSize >= P::kSize);
   const int single = packs * P::kSize + team.index();
   if (single < table.classes) {
-    add_pack<kWork>(table, row, target, with_metrics, single, Pack<scalar_t, 1>{{in[single]}},
-                    part);
+    add_pack<kWork>(table, probabilities, target, with_metrics, single,
+                    Pack<scalar_t, 1>{{in[single]}}, part);
   }
   each_pack<kReadUnroll<kWork, scalar_t, Team>>(
       team, PacksAnywhere<scalar_t>(in), 0, packs, [&](int p, const P& pack) {
         if (p < kept.count) kept.packs[p] = pack;
-        add_pack<kWork>(table, row, target, with_metrics, p * P::kSize, pack, part);
+        add_pack<kWork>(table, probabilities, target, with_metrics, p * P::kSize, pack, part);
       });
   return part;
 }
@@ -228,7 +230,8 @@ __device__ __forceinline__ void store_gradient(scalar_t* to, const Pack<scalar_t
 }
 
 template <typename scalar_t, typename Team>
-__device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, int classes) {
+__device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, const RowsAt&,
+                                            int classes) {
   const Pieces<scalar_t> pieces(row, classes);
   using P = Pack<scalar_t>;
   pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
@@ -238,62 +241,86 @@ __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, int
   }
 }
 
-// The second pass, in packs between the 16-byte boundaries of the gradient. Where that is written
-// over the logits, which then have the same boundaries, a thread reads of memory the very bytes
-// that it writes next, single elements and packs alike. What is kept may be another thread's: teams
-// synchronize between the passes, and here before anything else is kept.
-template <RowWork kWork, typename scalar_t, typename Team>
-__device__ __forceinline__ void write_gradient(
-    const Team& team, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
-    const math::RowStatistics& statistics, RowNumber<scalar_t> target_share,
-    RowNumber<scalar_t> scale, const KeptPacks<scalar_t>& kept, scalar_t* out) {
+// The gradient of packs of a row's logits.
+template <RowWork kWork, typename scalar_t>
+class PackGradient {
+ public:
   using acc_t = RowAcc<scalar_t>;
   using Number = RowNumber<scalar_t>;
-  using Exponential = RowExponential<scalar_t>;
-  const scalar_t* const in = table.input + row * table.row_stride;
-  const bool is_finite = math::is_finite(statistics.largest);
-  const Exponential exponential(static_cast<acc_t>(is_finite ? statistics.largest : 0.0));
-  const math::RowGradient<Number> gradient = math::row_gradient(
-      statistics, static_cast<Number>(exponential.reference()), target_share, table.z_loss, scale);
-  const typename Exponential::Factor factor(gradient.of_exponential);
 
-  const auto slope = [&](scalar_t logit) {
-    if (kWork == RowWork::kPlain || table.softcap == 0) return acc_t(1);
-    return math::softcap_slope(static_cast<acc_t>(logit), table.softcap);
-  };
-  const auto write = [&](int first, auto pack) {
-    constexpr int kCount = decltype(pack)::kSize;
+  __device__ PackGradient(const CrossEntropyTable<scalar_t>& table, const acc_t* probabilities,
+                          int target, const math::RowStatistics& statistics, Number target_share,
+                          Number scale)
+      : table_(table),
+        probabilities_(probabilities),
+        target_(target),
+        exponential_(
+            static_cast<acc_t>(math::is_finite(statistics.largest) ? statistics.largest : 0.0)),
+        gradient_(math::row_gradient(statistics, static_cast<Number>(exponential_.reference()),
+                                     target_share, table.z_loss, scale)),
+        factor_(gradient_.of_exponential) {}
+
+  template <int kCount>
+  __device__ __forceinline__ Pack<scalar_t, kCount> of(int first,
+                                                       const Pack<scalar_t, kCount>& pack) const {
     auto result = pack;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       const scalar_t logit = pack.value[e];
-      acc_t g = exponential.times(
-          kWork == RowWork::kPlain ? static_cast<acc_t>(logit) : table.z(logit), factor);
+      acc_t g = exponential_.times(
+          kWork == RowWork::kPlain ? static_cast<acc_t>(logit) : table_.z(logit), factor_);
       if constexpr (kWork == RowWork::kAny) {
-        if (table.has_shares()) {
-          g -= static_cast<acc_t>(
-              math::Lane<Number>::product(gradient.scale, table.share(row, first + e)));
+        if (table_.has_shares()) {
+          g -= static_cast<acc_t>(math::Lane<Number>::product(
+              gradient_.scale, table_.share(probabilities_, first + e)));
         }
         g *= slope(logit);
       }
       result.value[e] = static_cast<scalar_t>(g);
     }
-    if (target >= first && target < first + kCount) {
+    if (target_ >= first && target_ < first + kCount) {
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
-        if (first + e != target) continue;
-        const auto g = static_cast<acc_t>(gradient.of_target * slope(pack.value[e]));
+        if (first + e != target_) continue;
+        const auto g = static_cast<acc_t>(gradient_.of_target * slope(pack.value[e]));
         result.value[e] = static_cast<scalar_t>(g);
       }
     }
-    store_gradient<Team::kIsWide>(out + first, result);
-  };
+    return result;
+  }
 
+ private:
+  __device__ acc_t slope(scalar_t logit) const {
+    if (kWork == RowWork::kPlain || table_.softcap == 0) return 1;
+    return math::softcap_slope(static_cast<acc_t>(logit), table_.softcap);
+  }
+
+  const CrossEntropyTable<scalar_t>& table_;
+  const acc_t* probabilities_;
+  int target_;
+  RowExponential<scalar_t> exponential_;
+  math::RowGradient<Number> gradient_;
+  typename RowExponential<scalar_t>::Factor factor_;
+};
+
+// The second pass, in packs between the 16-byte boundaries of the gradient. Where that is written
+// over the logits, which then have the same boundaries, a thread reads of memory the very bytes
+// that it writes next, single elements and packs alike. What is kept may be another thread's: teams
+// synchronize between the passes, and here before anything else is kept.
+template <RowWork kWork, typename scalar_t, typename Team>
+__device__ __forceinline__ void write_gradient(const Team& team,
+                                               const PackGradient<kWork, scalar_t>& gradient,
+                                               const scalar_t* in, const RowsAt&, int classes,
+                                               const KeptPacks<scalar_t>& kept, scalar_t* out,
+                                               const RowsAt&) {
   using P = Pack<scalar_t>;
-  const Pieces<scalar_t> pieces(out, table.classes);
-  const int row_packs = table.classes / P::kSize;
+  const Pieces<scalar_t> pieces(out, classes);
+  const int row_packs = classes / P::kSize;
   const int kept_classes = P::kSize * (kept.count < row_packs ? kept.count : row_packs);
   const auto* const kept_logits = reinterpret_cast<const scalar_t*>(kept.packs);
+  const auto write = [&](int first, const auto& pack) {
+    store_gradient<Team::kIsWide>(out + first, gradient.of(first, pack));
+  };
   pieces.each_single(team, [&](int c) {
     write(c, Pack<scalar_t, 1>{{c < kept_classes ? kept_logits[c] : in[c]}});
   });
@@ -308,6 +335,13 @@ __device__ __forceinline__ void write_gradient(
   for (int p = team.index(); p < from_kept; p += Team::kSize) write_pack(p, kept_packs.inner(p));
   // If no elements are before the packs, each thread has read those that it had kept.
   if (pieces.head != 0) team.sync();
+}
+
+// For each thread: where its team's row is kept.
+template <typename scalar_t, typename Team>
+__device__ __forceinline__ KeptPacks<scalar_t> kept_packs(const Team& team, int count) {
+  AMPFUSE_DYNAMIC_SHARED(uint4, shared);
+  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.place() * count, count};
 }
 
 }  // namespace ampfuse

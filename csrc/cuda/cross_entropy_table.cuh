@@ -10,6 +10,20 @@ namespace ampfuse {
 
 enum class IndexType { kLong, kInt, kByte };
 
+// Where a tensor's rows are: one after another, each in one piece; or, of a team of one thread,
+// places of a batch's entries, beside each other.
+struct RowsAt {
+  int64_t stride;        // from a row, or an entry, to the next
+  int64_t places;        // of an entry
+  int64_t class_stride;  // of a row
+
+  template <typename Team>
+  __device__ int64_t offset(int64_t row) const {
+    if constexpr (Team::kSize == 1) return row / places * stride + row % places;
+    return row * stride;
+  }
+};
+
 // A call's arguments. Rows are int64_t, classes of a row int: the launcher refuses more.
 template <typename scalar_t>
 struct CrossEntropyTable {
@@ -17,7 +31,7 @@ struct CrossEntropyTable {
   using Number = RowNumber<scalar_t>;
 
   const scalar_t* input;
-  int64_t row_stride;
+  RowsAt input_at;
   int64_t rows;
   int classes;
   const void* target;  // indices, or null where there are probabilities
@@ -25,7 +39,7 @@ struct CrossEntropyTable {
   int64_t ignore_index;
   const acc_t* weight;         // or null
   const acc_t* probabilities;  // or null
-  int64_t probability_stride;
+  RowsAt probabilities_at;
   acc_t of_target;  // 1 − label smoothing
   acc_t uniform;    // label smoothing / classes
   Number z_loss;
@@ -47,12 +61,22 @@ struct CrossEntropyTable {
   }
   __device__ acc_t weight_of(int64_t index) const { return weight == nullptr ? 1 : weight[index]; }
 
+  template <typename Team>
+  __device__ const scalar_t* logits_of(int64_t row) const {
+    return input + input_at.template offset<Team>(row);
+  }
+  template <typename Team>
+  __device__ const acc_t* probabilities_of(int64_t row) const {
+    if (probabilities == nullptr) return nullptr;
+    return probabilities + probabilities_at.template offset<Team>(row);
+  }
+
   __device__ bool has_shares() const { return probabilities != nullptr || uniform != 0; }
-  // B of a class that is not the row's own target.
-  __device__ acc_t share(int64_t row, int c) const {
+  // B of a class that is not the target of the row whose probabilities these are.
+  __device__ acc_t share(const acc_t* row_probabilities, int c) const {
     acc_t share = uniform;
-    if (probabilities != nullptr) {
-      share += of_target * probabilities[row * probability_stride + c];
+    if (row_probabilities != nullptr) {
+      share += of_target * row_probabilities[c * probabilities_at.class_stride];
     }
     return share * weight_of(c);
   }
@@ -62,11 +86,13 @@ struct CrossEntropyTable {
   }
 
   // A target that is no class makes its row no number.
+  template <typename Team>
   __device__ math::RowTarget<Number> row_target(int64_t row) const {
     if (target == nullptr || is_ignored(row)) return {};
     const int64_t at = index(row);
     if (!is_class(at)) return {true, NAN, NAN};
-    const auto x = static_cast<Number>(static_cast<acc_t>(input[row * row_stride + at]));
+    const auto x =
+        static_cast<Number>(static_cast<acc_t>(logits_of<Team>(row)[at * input_at.class_stride]));
     return {true, math::softcapped(x, static_cast<Number>(softcap)),
             (static_cast<Number>(of_target) + uniform) * weight_of(at)};
   }
@@ -111,12 +137,15 @@ struct CrossEntropyResults {
   double* block_losses;         // sums of what each block of the kernel saw
   math::RowStatistics* statistics;
   scalar_t* grad;
-  int64_t grad_stride;
+  RowsAt grad_at;
   RowAcc<scalar_t>* lse;
   RowAcc<scalar_t>* entropy;
   int64_t* argmax;
 
-  __device__ scalar_t* grad_of(int64_t row) const { return grad + row * grad_stride; }
+  template <typename Team>
+  __device__ scalar_t* grad_of(int64_t row) const {
+    return grad + grad_at.template offset<Team>(row);
+  }
 };
 
 }  // namespace ampfuse

@@ -102,6 +102,13 @@ void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const
   return launch.template operator()<Block, kAny>();
 }
 
+/// The same for places.
+template <typename Launch>
+void for_places(bool plain, const Launch& launch) {
+  if (plain) return launch.template operator()<PlaceTeam, RowWork::kPlain>();
+  return launch.template operator()<PlaceTeam, RowWork::kAny>();
+}
+
 /// The same where rows are gone through once.
 template <typename Launch>
 void for_backward_rows(int64_t row_bytes, bool plain, const Launch& launch) {

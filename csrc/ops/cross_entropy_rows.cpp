@@ -26,8 +26,8 @@ c10::SymInt places_of(const at::Tensor& tensor) {
 
 // Whether classes are so far apart in memory that they are better left there.
 bool has_places(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.dim() > 2 && tensor.sym_stride(1) != 1 &&
-         places_of(tensor) >= kFewestPlaces && tensor.sym_size(1) <= kMostClassesInPlaces;
+  return tensor.dim() > 2 && tensor.sym_stride(1) != 1 && places_of(tensor) >= kFewestPlaces &&
+         tensor.sym_size(1) <= kMostClassesInPlaces;
 }
 
 // [batch, classes, d1, ...] as [rows, classes], or as [batch, classes, places]. A view unless

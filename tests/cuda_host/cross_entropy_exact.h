@@ -37,7 +37,7 @@ struct Exact {
     for (int c = 0; c < classes; ++c) {
       entropy -= std::exp(z[c] - lse) * (z[c] - lse);
       const long double q =
-          options.probabilities ? batch.probabilities[row * classes + c] : batch.targets[row] == c;
+          options.probabilities ? batch.probability(row, c) : batch.targets[row] == c;
       share[c] = (1 - options.label_smoothing) * q + options.label_smoothing / classes;
       if (options.weighted) share[c] *= batch.weight[c];
       loss += share[c] * (lse - z[c]);
@@ -88,7 +88,7 @@ void check(Batch<scalar_t>& batch, const std::vector<scalar_t>& logits) {
       misses += batch.argmax[row] != exact.argmax;
     }
     for (int c = 0; c < batch.classes; ++c) {
-      const auto got = static_cast<double>(batch.gradient()[row * batch.gradient_stride() + c]);
+      const auto got = static_cast<double>(batch.gradient_of(row, c));
       const long double allowed =
           // Doubles are computed with doubles alone, where z − m is rounded.
           last_place<scalar_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +

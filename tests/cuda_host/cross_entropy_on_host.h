@@ -34,6 +34,7 @@ struct Options {
   float scale = 64;
   int kept_pieces = 1;  // packs of a row per thread for which there is shared memory
   int64_t padding = 0;  // elements between rows of logits
+  int64_t places = 0;   // of a batch's entry; 0 where rows are in one piece
   std::optional<int64_t> grad_offset = {};  // where that is not the logits'
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
 
@@ -45,6 +46,7 @@ struct Options {
 };
 
 // Rows of logits in memory that ends where they do and starts `offset` elements behind a boundary.
+// With places, their number is a multiple of these.
 template <typename scalar_t>
 struct Batch {
   int64_t rows;
@@ -89,8 +91,7 @@ struct Batch {
     std::normal_distribution<double> normal;
     std::fill_n(logits.data(), logits.size, as_element<scalar_t>(NAN));
     for (int64_t row = 0; row < rows; ++row) {
-      for (int c = 0; c < classes; ++c)
-        row_of(row)[c] = as_element<scalar_t>(3 * normal(generator));
+      for (int c = 0; c < classes; ++c) logit(row, c) = as_element<scalar_t>(3 * normal(generator));
     }
     for (int64_t row = 0; row < rows; ++row) {
       targets[row] = row % 4 == 3 ? options.ignore_index() : int64_t(generator() % classes);
@@ -108,6 +109,25 @@ struct Batch {
 
   scalar_t* row_of(int64_t row) const { return logits.data() + row * stride; }
 
+  // Of rows that are so far from each other, or of places.
+  int64_t index(int64_t row, int c, int64_t row_stride) const {
+    const int64_t places = options.places;
+    if (places == 0) return row * row_stride + c;
+    return (row / places * classes + c) * places + row % places;
+  }
+  scalar_t& logit(int64_t row, int c) const { return logits.data()[index(row, c, stride)]; }
+  scalar_t gradient_of(int64_t row, int c) const {
+    return gradient()[index(row, c, options.in_place ? stride : classes)];
+  }
+  ampfuse::RowAcc<scalar_t> probability(int64_t row, int c) const {
+    return probabilities[index(row, c, classes)];
+  }
+
+  ampfuse::RowsAt rows_at(int64_t row_stride) const {
+    if (options.places > 0) return {classes * options.places, options.places, options.places};
+    return {row_stride, 1, 1};
+  }
+
   // All rows like the first.
   void repeat_first_row() {
     for (int64_t row = 1; row < rows; ++row) {
@@ -123,7 +143,7 @@ struct Batch {
   std::vector<scalar_t> dense_logits() const {
     std::vector<scalar_t> dense;
     for (int64_t row = 0; row < rows; ++row) {
-      dense.insert(dense.end(), row_of(row), row_of(row) + classes);
+      for (int c = 0; c < classes; ++c) dense.push_back(logit(row, c));
     }
     return dense;
   }
@@ -142,7 +162,7 @@ struct Batch {
   ampfuse::CrossEntropyTable<scalar_t> table() {
     using acc_t = ampfuse::RowAcc<scalar_t>;
     return {logits.data(),
-            stride,
+            rows_at(stride),
             rows,
             classes,
             options.probabilities ? nullptr : indices(),
@@ -150,7 +170,7 @@ struct Batch {
             options.ignore_index(),
             options.weighted ? weight.data() : nullptr,
             options.probabilities ? probabilities.data() : nullptr,
-            classes,
+            rows_at(classes),
             acc_t(1 - options.label_smoothing),
             acc_t(options.label_smoothing / classes),
             ampfuse::RowNumber<scalar_t>(options.z_loss),
@@ -158,7 +178,6 @@ struct Batch {
   }
 
   scalar_t* gradient() const { return options.in_place ? logits.data() : grad.data(); }
-  int64_t gradient_stride() const { return options.in_place ? stride : classes; }
 
   ampfuse::CrossEntropyReduction reduction() {
     const bool has_indices = !options.probabilities;
@@ -178,7 +197,7 @@ struct Batch {
             block_losses.data(),
             statistics.data(),
             gradient(),
-            gradient_stride(),
+            rows_at(options.in_place ? stride : classes),
             options.metrics ? lse.data() : nullptr,
             options.metrics ? entropy.data() : nullptr,
             options.metrics ? argmax.data() : nullptr};

@@ -38,7 +38,7 @@ void check_backward(int64_t rows, int classes, Options options) {
   const double upstream = batch.baked;
   simt::launch(ampfuse::cross_entropy_backward_kernel<scalar_t, Team, kWork>, kGrid, Team::kBlock,
                0, batch.table(), batch.statistics.data(), &batch.divisor, &upstream, false,
-               grad.data());
+               grad.data(), batch.rows_at(classes));
   CHECK(same_bits(grad, batch.grad));
 }
 
@@ -48,11 +48,14 @@ TEMPLATE_TEST_CASE("backward from what forward knows of rows is forward's gradie
                    c10::BFloat16, float) {
   Options smoothed;
   smoothed.label_smoothing = 0.1;
+  Options in_places;
+  in_places.places = 40;
   simt::for_each_schedule([&] {
     INFO(simt::schedule().name());
     check_backward<TestType, WarpTeam, RowWork::kPlain>(9, 701, {});
     check_backward<TestType, BlockTeam, RowWork::kPlain>(9, 2500, {});
     check_backward<TestType, BlockTeam, RowWork::kAny>(5, 2049, smoothed);
+    check_backward<TestType, ampfuse::PlaceTeam, RowWork::kPlain>(120, 21, in_places);
   });
 }
 

@@ -98,8 +98,13 @@ def test_hot_loops_load_16_bytes_at_a_time_and_four_times_before_use(
         assert any(loads[i + 3] - loads[i] <= 12 for i in range(len(loads) - 3)), name
 
 
+PLACES = "LaneTeamILi1E"  # a thread for a row whose classes are apart
+
+
 def test_rows_of_logits_are_moved_16_bytes_at_a_time(code: MachineCode) -> None:
     for name, body in code.functions("cross_entropy_forward_kernel").items():
+        if PLACES in name:
+            continue
         # Once for the loss and, of what shared memory has not kept, once for the gradient; where
         # packs lie across 16-byte boundaries by two loads, which for doubles are all there are.
         wanted = 2 if "kernelId" in name else 6
@@ -107,6 +112,13 @@ def test_rows_of_logits_are_moved_16_bytes_at_a_time(code: MachineCode) -> None:
         assert len(re.findall(r"\bLDS\.128", body)) >= 1, name
         assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
         assert len(re.findall(r"\bSTG\.E\.(EF\.)?128", body)) >= 1, name
+
+
+def test_places_are_kept_16_bytes_at_a_time(code: MachineCode) -> None:
+    for name, body in code.functions("cross_entropy_forward_kernel").items():
+        if PLACES in name:
+            assert len(re.findall(r"\bLDS\.128", body)) >= 1, name
+            assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
 
 
 def test_16_bit_logits_are_not_computed_with_in_doubles(code: MachineCode) -> None:

@@ -1,0 +1,89 @@
+// One row whose classes are far apart in memory, a pixel's say, of a thread whose neighbours have
+// the places beside it: a warp moves 32 consecutive elements of a class at a time. The passes are
+// those of cross_entropy_row.cuh.
+#pragma once
+
+#include "cross_entropy_row.cuh"
+
+namespace ampfuse {
+
+using PlaceTeam = LaneTeam<1>;
+
+// What is kept of a row in shared memory, where neighbours' packs are next to each other.
+template <typename scalar_t>
+struct KeptOfPlace {
+  Pack<scalar_t>* packs;
+  int count;
+
+  __device__ Pack<scalar_t>& at(int p) const { return packs[p * PlaceTeam::kBlock]; }
+};
+
+template <typename scalar_t>
+__device__ __forceinline__ KeptOfPlace<scalar_t> kept_packs(const PlaceTeam& team, int count) {
+  AMPFUSE_DYNAMIC_SHARED(uint4, shared);
+  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.place(), count};
+}
+
+template <int kCount, typename scalar_t>
+__device__ __forceinline__ Pack<scalar_t, kCount> gathered(const scalar_t* in, int64_t stride,
+                                                           int first) {
+  Pack<scalar_t, kCount> pack;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) pack.value[e] = in[(first + e) * stride];
+  return pack;
+}
+
+template <RowWork kWork, typename scalar_t>
+__device__ __forceinline__ ThreadPart<scalar_t> read_row(const PlaceTeam&,
+                                                         const CrossEntropyTable<scalar_t>& table,
+                                                         int64_t row, int target, bool with_metrics,
+                                                         const KeptOfPlace<scalar_t>& kept) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+  const scalar_t* const in = table.template logits_of<PlaceTeam>(row);
+  const auto* const probabilities = table.template probabilities_of<PlaceTeam>(row);
+  const int64_t stride = table.input_at.class_stride;
+  ThreadPart<scalar_t> part;
+  int first = 0;
+  for (; first + kSize <= table.classes; first += kSize) {
+    const Pack<scalar_t> pack = gathered<kSize>(in, stride, first);
+    if (first / kSize < kept.count) kept.at(first / kSize) = pack;
+    add_pack<kWork>(table, probabilities, target, with_metrics, first, pack, part);
+  }
+#pragma unroll 1
+  for (; first < table.classes; ++first) {
+    add_pack<kWork>(table, probabilities, target, with_metrics, first,
+                    gathered<1>(in, stride, first), part);
+  }
+  return part;
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void write_zeros(const PlaceTeam&, scalar_t* row, const RowsAt& at,
+                                            int classes) {
+#pragma unroll 4
+  for (int c = 0; c < classes; ++c) row[c * at.class_stride] = static_cast<scalar_t>(0.0f);
+}
+
+// Each thread reads what it has kept itself, and what it then writes.
+template <RowWork kWork, typename scalar_t>
+__device__ __forceinline__ void write_gradient(const PlaceTeam&,
+                                               const PackGradient<kWork, scalar_t>& gradient,
+                                               const scalar_t* in, const RowsAt& in_at, int classes,
+                                               const KeptOfPlace<scalar_t>& kept, scalar_t* out,
+                                               const RowsAt& out_at) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+  const auto write = [&]<int kCount>(int first, const Pack<scalar_t, kCount>& pack) {
+    const Pack<scalar_t, kCount> result = gradient.of(first, pack);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) out[(first + e) * out_at.class_stride] = result.value[e];
+  };
+  int first = 0;
+  for (; first + kSize <= classes; first += kSize) {
+    const int p = first / kSize;
+    write(first, p < kept.count ? kept.at(p) : gathered<kSize>(in, in_at.class_stride, first));
+  }
+#pragma unroll 1
+  for (; first < classes; ++first) write(first, gathered<1>(in, in_at.class_stride, first));
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,54 @@
+// Rows whose classes are far apart in memory, a thread for each.
+#include "simt/simt.h"
+
+#include "cross_entropy_exact.h"
+
+#include "catch.h"
+
+using ampfuse::PlaceTeam;
+
+namespace {
+
+Options of_places(int64_t places) {
+  Options options;
+  options.places = places;
+  return options;
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("places have the exact loss and gradient, rounded", "", c10::Half, c10::BFloat16,
+                   float, double) {
+  simt::for_each_schedule([] {
+    INFO(simt::schedule().name());
+    // On both sides of a pack, and more than are kept.
+    for (const int classes : {1, 2, 7, 8, 9, 21, 70}) {
+      run_and_check<TestType, PlaceTeam>(3 * 37, classes, classes % 4, of_places(37));
+    }
+  });
+}
+
+TEMPLATE_TEST_CASE("it does not matter how much of places is kept", "", c10::BFloat16, float) {
+  Options options = of_places(300);
+  for (const int pieces : {0, 1, 2, 9}) {
+    CAPTURE(pieces);
+    options.kept_pieces = pieces;
+    run_and_check<TestType, PlaceTeam>(600, 21, 1, options);
+  }
+}
+
+TEMPLATE_TEST_CASE("everything that the loss of places may be made of", "", c10::BFloat16, float,
+                   double) {
+  std::vector<Options> all(7, of_places(20));
+  all[0].weighted = true;
+  all[1].label_smoothing = 0.1;
+  all[2].probabilities = true;
+  all[2].weighted = true;
+  all[3].z_loss = 1e-3;
+  all[3].softcap = 20;
+  all[4].metrics = true;
+  all[5].in_place = true;
+  all[6] = {0.2, 1e-2, 10, true, true, true};
+  all[6].places = 20;
+  for (const Options& options : all) run_and_check<TestType, PlaceTeam>(60, 21, 1, options);
+}
