@@ -89,11 +89,20 @@ void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& 
   const double expected = *baked.const_data_ptr<float>();
   const double got = grad_output.item<double>();
   if (got == expected) return;
-  const RowWriter out(grad);
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
-  at::parallel_for(0, grad.size(0), 1, [&](int64_t begin, int64_t end) {
+  const auto scale = [&](void* data, int64_t count) {
+    scale_chunk(grad.scalar_type(), data, count, got / expected);
+  };
+  auto* const data = static_cast<char*>(grad.mutable_data_ptr());
+  const int64_t item = grad.itemsize();
+  if (grad.is_contiguous()) {
+    at::parallel_for(0, grad.numel(), 16384,
+                     [&](int64_t begin, int64_t end) { scale(data + begin * item, end - begin); });
+    return;
+  }
+  at::parallel_for(0, grad.size(0), worth_a_thread(grad.size(1)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      scale_chunk(grad.scalar_type(), out.at(row, 0), grad.size(1), got / expected);
+      scale(data + row * grad.stride(0) * item, grad.size(1));
     }
   });
 }

@@ -11,11 +11,11 @@ namespace {
 // Calls visit(tile, memory for it) for each.
 template <typename Visit>
 void each_tile(const CpuRows& rows, const Visit& visit) {
-  at::parallel_for(0, rows.tiles(), worth_a_thread(rows.classes() * kTileRows),
-                   [&](int64_t begin, int64_t end) {
-                     const auto memory = c10::GetCPUAllocator()->allocate(rows.tile_bytes());
-                     for (int64_t tile = begin; tile < end; ++tile) visit(tile, memory.get());
-                   });
+  at::parallel_for(
+      0, rows.tiles(), worth_a_thread(rows.classes() * kTileRows), [&](int64_t begin, int64_t end) {
+        const auto memory = c10::GetCPUAllocator()->allocate(tile_bytes(rows.tile(begin)));
+        for (int64_t tile = begin; tile < end; ++tile) visit(tile, memory.get());
+      });
 }
 
 // Whether row i of a tile counts.

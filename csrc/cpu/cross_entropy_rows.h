@@ -2,42 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
 #include "../ops/cross_entropy.h"
-#include "vec/cross_entropy_tile.h"
+#include "row_memory.h"
 
 namespace ampfuse {
-
-/// Where the rows of a tensor are. They may be short and many, so that tensors are asked once.
-class RowPlaces {
- public:
-  RowPlaces() = default;
-  explicit RowPlaces(const at::Tensor& rows)
-      : places_(rows.dim() == 3 ? rows.size(2) : 1),
-        entry_bytes_(rows.stride(0) * rows.itemsize()),
-        class_stride_(rows.dim() == 3 ? rows.stride(1) : 1),
-        row_stride_(rows.stride(0)),
-        item_bytes_(rows.itemsize()),
-        by_row_(rows.dim() == 2) {}
-
-  int64_t offset(int64_t row) const {
-    if (by_row_) return row * entry_bytes_;
-    return row / places_ * entry_bytes_ + row % places_ * item_bytes_;
-  }
-  int64_t offset(int64_t row, int64_t index) const {
-    return offset(row) + index * class_stride_ * item_bytes_;
-  }
-  TileLayout layout() const { return {by_row_, by_row_ ? row_stride_ : class_stride_}; }
-
- private:
-  int64_t places_ = 1;
-  int64_t entry_bytes_ = 0;  // from an entry of the batch to the next
-  int64_t class_stride_ = 1;
-  int64_t row_stride_ = 0;
-  int64_t item_bytes_ = 0;
-  bool by_row_ = true;
-};
 
 class CpuRows {
  public:
@@ -74,9 +43,8 @@ class CpuRows {
   bool are_tiled() const { return places_ > 0 || classes_ <= kFewClasses; }
   // All rows of a tile are of one entry of the batch.
   int64_t tiles() const {
-    return places_ == 0 ? tiles_of(count_) : tiles_of(places_) * (count_ / std::max(1L, places_));
+    return places_ == 0 ? tiles_of(count_) : tiles_of(places_) * (count_ / places_);
   }
-  int64_t tile_bytes() const { return ampfuse::tile_bytes(input_dtype_, classes_); }
   int64_t first_row(int64_t tile) const {
     if (places_ == 0) return tile * kTileRows;
     const int64_t each = tiles_of(places_);
@@ -218,6 +186,7 @@ class CpuRows {
   }
 
  private:
+  // Beyond, to put a row's classes into lanes and back takes longer than a row by itself.
   static constexpr int64_t kFewClasses = 64;
   // Calls visit(indices from `row` on), if there are indices.
   template <typename Visit>
@@ -252,48 +221,6 @@ class CpuRows {
   double softcap_;
   double of_target_;
   ClassShares shares_;
-};
-
-/// Rows to write to. The pointer is asked for once, on one thread: memory that is shared until it
-/// is written is made its own by that.
-class RowWriter {
- public:
-  RowWriter() = default;
-  explicit RowWriter(const at::Tensor& rows)
-      : data_(static_cast<char*>(rows.mutable_data_ptr())),
-        places_(rows),
-        bytes_(rows.size(1) * rows.itemsize()) {}
-
-  bool is_wanted() const { return data_ != nullptr; }
-  void* at(int64_t row, int64_t first) const { return data_ + places_.offset(row, first); }
-  TileLayout layout() const { return places_.layout(); }
-  // Where they are in one piece.
-  void zero(int64_t row) const { std::memset(at(row, 0), 0, bytes_); }
-
- private:
-  char* data_ = nullptr;
-  RowPlaces places_;
-  int64_t bytes_ = 0;
-};
-
-/// Numbers to write to that are float or double.
-class NumberWriter {
- public:
-  NumberWriter() = default;
-  explicit NumberWriter(const at::Tensor& numbers)
-      : data_(numbers.mutable_data_ptr()), is_double_(numbers.scalar_type() == at::kDouble) {}
-
-  void put(int64_t index, double value) const {
-    if (is_double_) {
-      static_cast<double*>(data_)[index] = value;
-    } else {
-      static_cast<float*>(data_)[index] = static_cast<float>(value);
-    }
-  }
-
- private:
-  void* data_ = nullptr;
-  bool is_double_ = false;
 };
 
 }  // namespace ampfuse

@@ -29,11 +29,17 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
 void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked,
                                 const at::Tensor& grad_output) {
   const LaunchStream stream(grad);
+  // Of what is in one piece a warp takes so many, whatever the length of rows.
+  constexpr int64_t kPart = 4096;
+  const bool in_parts = grad.is_contiguous();
+  const int64_t stride = in_parts ? kPart : grad.stride(0);
+  const int64_t count = in_parts ? kPart : grad.size(1);
+  const int64_t extent = in_parts ? grad.numel() : grad.size(0) * stride;
   dispatch_real(grad.scalar_type(), [&]<typename scalar_t>() {
-    stream.launch(cross_entropy_rescale_kernel<scalar_t>, grad.size(0),
-                  grad.mutable_data_ptr<scalar_t>(), grad.stride(0), grad.size(0),
-                  static_cast<int>(grad.size(1)), baked.const_data_ptr<float>(),
-                  grad_output.const_data_ptr<RowAcc<scalar_t>>());
+    stream.launch(cross_entropy_rescale_kernel<scalar_t>,
+                  stride == 0 ? 0 : (extent + stride - 1) / stride,
+                  grad.mutable_data_ptr<scalar_t>(), stride, extent, static_cast<int>(count),
+                  baked.const_data_ptr<float>(), grad_output.const_data_ptr<RowAcc<scalar_t>>());
   });
 }
 

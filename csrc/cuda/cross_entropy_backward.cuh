@@ -30,10 +30,11 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
 }
 
 // A gradient for what backward got, from one for what it was expected to get: nothing where that is
-// the same, else 2·itemsize bytes per logit.
+// the same, else 2·itemsize bytes per logit. A warp takes `count` elements every `stride`, of as
+// many as `extent` says: rows, or parts of what is in one piece.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t rows, int classes,
+    cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t extent, int count,
                                  const float* baked, const RowAcc<scalar_t>* grad_output) {
   const double expected = *baked;
   const double got = *grad_output;
@@ -44,9 +45,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     return static_cast<scalar_t>(static_cast<acc_t>(static_cast<acc_t>(g) * factor));
   };
   const WarpTeam team(nullptr);
-  const scalar_t* const end = grad + rows * stride;
+  const scalar_t* const end = grad + extent;
   for (grad += team.number() * stride; grad < end; grad += WarpTeam::count() * stride) {
-    visit_elements<Access::kReadWrite>(grad, classes, team.index(),
+    const int here = end - grad < count ? static_cast<int>(end - grad) : count;
+    visit_elements<Access::kReadWrite>(grad, here, team.index(),
                                        [&](scalar_t& g) { g = scaled(g); });
   }
 }

@@ -114,11 +114,7 @@ void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& 
   check_cross_entropy_scalar("cross_entropy_rescale_", "baked", baked, at::kFloat, grad);
   check_cross_entropy_scalar("cross_entropy_rescale_", "grad_output", grad_output, loss_dtype(grad),
                              grad);
-  // To be multiplied, places are as good as classes.
-  const at::Tensor matrix =
-      grad.dim() == 3 ? grad.view_symint({grad.sym_size(0) * grad.sym_size(1), grad.sym_size(2)})
-                      : grad;
-  kKernels.rescale(matrix, baked, grad_output);
+  kKernels.rescale(grad, baked, grad_output);
 }
 
 }  // namespace cross_entropy_kernels

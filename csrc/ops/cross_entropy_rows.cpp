@@ -14,8 +14,8 @@ constexpr const char* kOp = "cross_entropy";
 
 // Fewer places would fill too few of a vector's lanes, or of a warp's: they are copied to rows.
 constexpr int64_t kFewestPlaces = 16;
-// A tile of more would take more memory than a copy of a small batch.
-constexpr int64_t kMostClassesInPlaces = 65536;
+// So are those of many classes: a thread goes through all classes of a place, or of a few.
+constexpr int64_t kMostClassesOfPlace = 16;
 
 // How many entries of [batch, classes, d1, ...] share a batch's entry and a class.
 c10::SymInt places_of(const at::Tensor& tensor) {
@@ -24,10 +24,12 @@ c10::SymInt places_of(const at::Tensor& tensor) {
   return places;
 }
 
-// Whether classes are so far apart in memory that they are better left there.
+// Whether classes are so far apart in memory that they are better left there. That does not depend
+// on the size of the batch, on which no result shall.
 bool has_places(const at::Tensor& tensor) {
-  return tensor.dim() > 2 && tensor.sym_stride(1) != 1 && places_of(tensor) >= kFewestPlaces &&
-         tensor.sym_size(1) <= kMostClassesInPlaces;
+  if (tensor.dim() < 3 || tensor.sym_stride(1) == 1) return false;
+  const c10::SymInt places = places_of(tensor);
+  return places >= kFewestPlaces && tensor.sym_size(1) <= kMostClassesOfPlace * places;
 }
 
 // [batch, classes, d1, ...] as [rows, classes], or as [batch, classes, places]. A view unless
@@ -38,6 +40,8 @@ at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
         tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), places_of(tensor)});
     return has_neighbours(places) ? places : places.contiguous();
   }
+  // Most are rows already: no view, and no node of a graph, is made of them.
+  if (tensor.dim() == 2) return has_neighbours(tensor) ? tensor : tensor.contiguous();
   const at::Tensor last = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.movedim(1, -1);
   const c10::SymInt classes = last.sym_size(-1);
   c10::SymInt rows = 1;
@@ -50,8 +54,10 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
                   const std::vector<c10::SymInt>& shape) {
   if (target.is_floating_point()) {
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), kOp,
-                      ": target: expected probabilities of the shape of input, ", input.sym_sizes(),
-                      ", got ", target.sym_sizes());
+                      ": target: expected indices (int64, int32 or uint8), or probabilities of the "
+                      "shape of input, ",
+                      input.sym_sizes(), ", got ", target.scalar_type(), " of shape ",
+                      target.sym_sizes());
     return;
   }
   check_class_dtype(kOp, target);
@@ -135,7 +141,8 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
     if (!is_read_as_it_is) arguments.target = arguments.target.to(loss_dtype(input));
     arguments.target = rows_of(arguments.target, in_places);
   } else {
-    arguments.target = arguments.target.reshape({-1}).contiguous();
+    if (arguments.target.dim() != 1) arguments.target = arguments.target.reshape({-1});
+    arguments.target = arguments.target.contiguous();
   }
   arguments.input = rows_of(input, in_places);
   check_cross_entropy(kOp, arguments);

@@ -1,5 +1,6 @@
 """Cross-entropy that reads logits once and leaves their gradient behind, scaled before rounding."""
 
+from numbers import Number
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -9,16 +10,17 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """What the same pass tells of each row, in the shape of index targets; without derivatives."""
+    """What the same pass tells of each row, in the shape of index targets; without derivatives.
+
+    `lse` is the log-sum-exp of the logits, after softcap, and `entropy` that of the predicted
+    distribution, in nats, both of the loss's dtype. `argmax` is the class of the largest logit, and
+    `correct` whether that is the target, or the most probable one; never for ignored rows.
+    """
 
     lse: Tensor
-    """Log-sum-exp of the logits, after softcap, of the loss's dtype."""
     entropy: Tensor
-    """Of the predicted distribution, in nats."""
     argmax: Tensor
-    """int64: the class of the largest logit."""
     correct: Tensor
-    """bool: whether that is the target, or the most probable one; False for ignored rows."""
 
 
 @overload
@@ -72,8 +74,9 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy`, in float32 for 16-bit logits, also under autocast.
 
     Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, with the classes next to each other in
-    memory or what belongs to a class (others are copied, and so is what has fewer than 16 entries
-    of a class); targets are classes (int64, int32, uint8) or probabilities.
+    memory or what belongs to a class (others are copied, and so is what has few entries of a
+    class, below 16 or a sixteenth of the classes); targets are classes (int64, int32, uint8) or
+    probabilities.
 
     - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number. The
       gradient is multiplied by it before it is rounded to the logits' dtype, so that it may come
@@ -86,7 +89,8 @@ def cross_entropy(
     - `z_loss`: times the square of each row's log-sum-exp, which is added to its loss, whatever its
       class weighs.
     - `softcap`: logits become `softcap * tanh(logits / softcap)` first.
-    - `return_metrics`: also what the pass tells of each row, of ignored ones too.
+    - `return_metrics`: also what the pass tells of each row, of ignored ones too, as
+      `CrossEntropyMetrics`.
 
     Where logits require grad and the loss is a mean or a sum, their gradient comes from the same
     read of them. They are kept for backward instead with `reduction="none"`, for float16 logits
@@ -158,8 +162,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` by `ampfuse.cross_entropy`.
 
     With `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()`
-    brings. The parts of an accumulated batch are called with its `denominator`, and their losses
-    not divided, so that this stays so.
+    brings. Losses are not to be divided or weighted then: in float16 what is above the range before
+    stays above it. The parts of an accumulated batch are called with its `denominator` instead.
 
     >>> import torch, ampfuse
     >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
@@ -204,7 +208,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def forward(
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
     ) -> Tensor:
-        """The loss."""
+        """The loss; `denominator` is a number, or a tensor of one, as in `cross_entropy`."""
         return cross_entropy(
             input,
             target,
@@ -261,8 +265,9 @@ def _number(
 ) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value
-    if not torch.compiler.is_compiling() and hasattr(value, "scale_tensor"):
-        raise TypeError(f"{name}: expected a number, got a scaler: its scale_tensor() is one")
+    if not torch.compiler.is_compiling() and not isinstance(value, Number):
+        hint = ": CrossEntropyLoss takes scalers" if hasattr(value, "get_scale") else ""
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
     # A product, since a constant would be compiled anew for each value.
     return torch.ones((), dtype=dtype, device=input.device) * value
 

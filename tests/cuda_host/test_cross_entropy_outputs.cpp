@@ -122,20 +122,23 @@ TEST_CASE("a target that is no class makes its row no number, and is told") {
 }
 
 TEST_CASE("a gradient is rescaled for another upstream one, and else left alone") {
-  simt::for_each_schedule([] {
-    auto grad = random_tensor<c10::BFloat16>(7 * 261, 3, 5);
-    const std::vector<c10::BFloat16> before(grad.data(), grad.data() + grad.size);
-    const float baked = 8;
-    for (const float upstream : {8.0f, 3.0f}) {
-      simt::launch(ampfuse::cross_entropy_rescale_kernel<c10::BFloat16>, 2, ampfuse::kThreads, 0,
-                   grad.data(), int64_t(261), int64_t(7), 261, &baked, &upstream);
-      for (int64_t i = 0; i < grad.size; ++i) {
-        const auto expected =
-            static_cast<c10::BFloat16>(static_cast<float>(before[i]) * (upstream / baked));
-        REQUIRE(static_cast<float>(grad.data()[i]) == static_cast<float>(expected));
+  // In rows, and in parts of which the last one is shorter.
+  for (const int count : {261, 100}) {
+    simt::for_each_schedule([&] {
+      auto grad = random_tensor<c10::BFloat16>(7 * 261, 3, 5);
+      const std::vector<c10::BFloat16> before(grad.data(), grad.data() + grad.size);
+      const float baked = 8;
+      for (const float upstream : {8.0f, 3.0f}) {
+        simt::launch(ampfuse::cross_entropy_rescale_kernel<c10::BFloat16>, 2, ampfuse::kThreads, 0,
+                     grad.data(), int64_t(count), grad.size, count, &baked, &upstream);
+        for (int64_t i = 0; i < grad.size; ++i) {
+          const auto expected =
+              static_cast<c10::BFloat16>(static_cast<float>(before[i]) * (upstream / baked));
+          REQUIRE(static_cast<float>(grad.data()[i]) == static_cast<float>(expected));
+        }
       }
-    }
-  });
+    });
+  }
 }
 
 TEST_CASE("what a scale has to be to be multiplied by") {

@@ -11,6 +11,7 @@ def rows(dtype, device, count=4, classes=6):
 
 
 # What forward leaves for backward.
+NOTHING = 0
 STATISTICS = 1
 GRADIENT = 2
 

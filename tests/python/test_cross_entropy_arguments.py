@@ -214,10 +214,26 @@ def test_a_part_that_is_all_ignored_adds_nothing(device):
 def test_what_is_taken_for_a_number_is_told(device):
     logits, target = batch(device, 2, 3)
     one = torch.ones((), device=device)
-    with pytest.raises(TypeError, match=r"grad_scale: .*scale_tensor\(\)"):
-        ampfuse.cross_entropy(logits, target, grad_scale=ampfuse.GradScaler(device.type))
+    for scaler in (ampfuse.GradScaler(device.type), torch.amp.GradScaler(device.type)):
+        with pytest.raises(TypeError, match=r"grad_scale: .*GradScaler: CrossEntropyLoss takes"):
+            ampfuse.cross_entropy(logits, target, grad_scale=scaler)
+    with pytest.raises(TypeError, match="denominator: expected a number, got list"):
+        ampfuse.cross_entropy(logits, target, denominator=[1])
+    with pytest.raises(ValueError, match=r"expected indices .*, or probabilities .*, got Float"):
+        ampfuse.cross_entropy(logits, target.float())
     for name in ("z_loss", "softcap"):
         with pytest.raises(TypeError, match=f"{name}: expected a number, got a tensor"):
             ampfuse.cross_entropy(logits, target, **{name: one})
     with pytest.raises(RuntimeError, match="'target' but instead found type 'list'"):
         ampfuse.cross_entropy(logits, [0, 1])
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (2, 0, 16), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_rows_without_classes(device, shape, probabilities):
+    logits = torch.empty(shape, device=device)
+    target = torch.full((shape[0], *shape[2:]), -100, device=device)
+    target = torch.empty(shape, device=device) if probabilities else target
+    loss, *metrics = torch.ops.ampfuse.cross_entropy.metrics(logits, target, reduction=0)
+    for result in (loss, *metrics):
+        assert result.shape == (shape[0], *shape[2:])

@@ -81,3 +81,12 @@ def test_only_rows_with_memory_of_their_own_are_rescaled(device):
         with pytest.raises(ValueError, match="grad: expected rows with memory of their own"):
             rescale(wrong, one, 3 * one)
     assert (whole == 1).all()
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_forward_leaves_one_of_three_things(device, wrong):
+    logits, target = rows(torch.float32, device)
+    with pytest.raises(ValueError, match=f"for_backward: expected 0 .*, got {wrong}"):
+        torch.ops.ampfuse.cross_entropy_forward(
+            logits, target, None, 1, -100, 0.0, None, None, 0.0, None, wrong, False
+        )

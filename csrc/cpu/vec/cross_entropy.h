@@ -29,7 +29,7 @@ struct ClassShares {
   double of_probability = 0;
   double uniform = 0;
 
-  bool any() const { return probabilities != nullptr || uniform != 0; }
+  AMPFUSE_HOST_DEVICE bool any() const { return probabilities != nullptr || uniform != 0; }
 };
 
 /// How many numbers of the arithmetic's type the exponentials of a block take: those of fp32 logits

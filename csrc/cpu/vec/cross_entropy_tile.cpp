@@ -2,73 +2,24 @@
 // time; lanes know nothing of each other, so that no row's result depends on those beside it.
 #include "cross_entropy_tile.h"
 
-#include "../../math/exponential.h"
 #include "lane.h"
+#include "lane_sums.h"
+#include "tile_exponentials.h"
 #include "tile_memory.h"
 #include "tile_shares.h"
-#include "to_double.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
-
-template <typename A>
-using VecOf = at::vec::Vectorized<A>;
-
-// Calls visit(first row) for pairs of vectors of rows.
-template <typename A, typename Visit>
-void each_row_pair(const Visit& visit) {
-  static_assert(kTileRows % (kPair * VecOf<A>::size()) == 0);
-  for (int64_t row = 0; row < kTileRows; row += kPair * VecOf<A>::size()) visit(row);
-}
-
-// A sum in each lane, in double.
-template <typename A>
-class LaneSums {
- public:
-  void add(const VecOf<A>& x) {
-    if constexpr (std::is_same_v<A, double>) {
-      sums_[0] = sums_[0] + x;
-    } else {
-      const auto [low, high] = to_double(x);
-      sums_[0] = sums_[0] + low;
-      sums_[1] = sums_[1] + high;
-    }
-  }
-
-  void put(double* to, double factor) const {
-    constexpr int64_t kSize = VecOf<double>::size();
-    for (int64_t i = 0; i < VecOf<A>::size() / kSize; ++i) {
-      (sums_[i] * VecOf<double>(factor)).store(to + i * kSize);
-    }
-  }
-
- private:
-  VecOf<double> sums_[2] = {};
-};
-
-template <typename A>
-void put_each(const VecOf<A>& x, double* to) {
-  LaneSums<A> sums;
-  sums.add(x);
-  sums.put(to, 1);
-}
-
-template <typename A, typename Number>
-VecOf<A> load_as(const Number* from) {
-  A numbers[VecOf<A>::size()];
-  for (int64_t i = 0; i < VecOf<A>::size(); ++i) numbers[i] = static_cast<A>(from[i]);
-  return VecOf<A>::loadu(numbers);
-}
 
 // The classes of the first largest logits; a NaN is larger than all numbers, as in torch.
 template <typename A>
 void find_first_largest(const A* x, int64_t classes, int64_t* argmax) {
   using Vec = VecOf<A>;
   for (int64_t row = 0; row < kTileRows; row += Vec::size()) {
-    Vec best = Vec::loadu(x + row);
+    Vec best(-kInfinity<A>);
     Vec at(A(0));
-    for (int64_t c = 1; c < classes; ++c) {
+    for (int64_t c = 0; c < classes; ++c) {
       const Vec here = Vec::loadu(x + c * kTileRows + row);
       const Vec is_above = (here > best) | ((here != here) & (best == best));
       best = Vec::blendv(best, here, is_above);
@@ -108,67 +59,6 @@ void apply_softcap(A softcap, int64_t numbers, A* logits, A* slopes) {
     const Vec x = Vec::loadu(logits + i);
     math::softcap_slope(x, softcap).store(slopes + i);
     math::softcapped(x, softcap).store(logits + i);
-  }
-}
-
-// What exponentials of rows are relative to, where they have a largest z.
-template <typename A>
-struct References {
-  A shift[kTileRows];
-  A rounder[kTileRows];
-  A floor[kTileRows];
-
-  References(const TileNumbers& largest, TileNumbers& value) {
-    for (int64_t row = 0; row < kTileRows; ++row) {
-      const A at = math::is_finite(largest[row]) ? static_cast<A>(largest[row]) : A(0);
-      if constexpr (std::is_same_v<A, double>) {
-        shift[row] = value[row] = at;
-      } else {
-        const math::ExpReference reference = math::exp_reference(at);
-        shift[row] = reference.shift;
-        rounder[row] = reference.rounder;
-        floor[row] = reference.floor;
-        value[row] = reference.value();
-      }
-    }
-  }
-};
-
-// Exponentials in place of z; visit(vector of the pair, z, exponential, what that lacks) sees them.
-template <typename scalar_t, typename Visit>
-void exponentials_of_pair(const TileMemory<acc_t<scalar_t>>& memory, int64_t classes,
-                          const References<acc_t<scalar_t>>& references, int64_t row,
-                          const Visit& visit) {
-  using A = acc_t<scalar_t>;
-  using Vec = VecOf<A>;
-  math::ExpReferenceOf<Vec> reference[kPair];
-  for (int k = 0; k < kPair; ++k) {
-    const int64_t i = row + k * Vec::size();
-    reference[k].shift = Vec::loadu(references.shift + i);
-    if constexpr (std::is_same_v<A, double>) continue;
-    reference[k].rounder = Vec::loadu(references.rounder + i);
-    reference[k].floor = Vec::loadu(references.floor + i);
-  }
-  for (int64_t c = 0; c < classes; ++c) {
-#pragma GCC unroll 2
-    for (int k = 0; k < kPair; ++k) {
-      const int64_t i = c * kTileRows + row + k * Vec::size();
-      const Vec z = Vec::loadu(memory.exponentials + i);
-      if constexpr (std::is_same_v<scalar_t, double>) {
-        const Vec e = (z - reference[k].shift).exp();
-        e.store(memory.exponentials + i);
-        visit(k, z, e, Vec(0));
-      } else if constexpr (std::is_same_v<scalar_t, float>) {
-        const auto [high, low] = math::biased_exp_in_two(z, reference[k]);
-        high.store(memory.exponentials + i);
-        low.store(memory.lows + i);
-        visit(k, z, high, low);
-      } else {
-        const Vec e = math::biased_exp(z, reference[k]);
-        e.store(memory.exponentials + i);
-        visit(k, z, e, Vec(0));
-      }
-    }
   }
 }
 
@@ -235,7 +125,7 @@ void tile_part_of(const Tile& tile, void* bytes, TilePart& part, int64_t* argmax
   using A = acc_t<scalar_t>;
   using Vec = VecOf<A>;
   constexpr double kUnbias = std::is_same_v<A, double> ? 1 : math::kUnbias;
-  const TileMemory<A> memory(bytes, tile.classes);
+  const TileMemory<A> memory(tile, bytes);
   load<scalar_t>(tile, memory);
   A* const z = memory.exponentials;
   find_largest(z, tile.classes, tile.softcap, part.largest);
@@ -246,7 +136,11 @@ void tile_part_of(const Tile& tile, void* bytes, TilePart& part, int64_t* argmax
   const References<A> references(part.largest, part.reference);
   for (int64_t row = 0; row < kTileRows; ++row) {
     const bool exists = row < tile.rows && tile.targets[row] >= 0;
-    part.target_z[row] = exists ? z[tile.targets[row] * kTileRows + row] : -kInfinity<double>;
+    part.target_z[row] = -kInfinity<double>;
+    if (exists) {
+      const double x = raw_logit<scalar_t>(tile, row, tile.targets[row]);
+      part.target_z[row] = math::softcapped(x, tile.softcap);
+    }
     part.shares[row] = part.spread[row] = part.entropy[row] = 0;
   }
   if (tile.shares.any()) add_shares(tile, memory, part);
@@ -299,7 +193,7 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
                        TileNumbers& reference) {
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
     using A = acc_t<scalar_t>;
-    const TileMemory<A> memory(bytes, tile.classes);
+    const TileMemory<A> memory(tile, bytes);
     load<scalar_t>(tile, memory);
     A* const z = memory.exponentials;
     if (tile.softcap != 0) {

@@ -26,7 +26,7 @@ struct Tile {
   TileLayout probabilities;
   int64_t targets[kTileRows];  // classes; -1 of rows that have none
 
-  bool has_targets() const { return shares.probabilities == nullptr; }
+  AMPFUSE_HOST_DEVICE bool has_targets() const { return shares.probabilities == nullptr; }
 };
 
 /// A number for each row.
@@ -46,12 +46,13 @@ struct TileLoss {
   TileStatistics statistics;
 };
 
-/// Of memory for a tile, which calls for it share: [classes][kTileRows] exponentials, what these
-/// lack in fp32, slopes of z, probabilities, and numbers on their way to other places.
-inline constexpr int kTileArrays = 5;
-inline int64_t tile_bytes(c10::ScalarType dtype, int64_t classes) {
-  const int64_t number = dtype == c10::ScalarType::Double ? 8 : 4;
-  return kTileArrays * classes * kTileRows * number;
+/// Of memory for a tile, which calls for it share: arrays [classes][kTileRows].
+inline int64_t tile_bytes(const Tile& tile) {
+  const bool is_fp32 = tile.dtype == c10::ScalarType::Float;
+  const int64_t arrays =
+      1 + is_fp32 + (tile.softcap != 0) + !tile.has_targets() + tile.layout.by_row;
+  const int64_t number = tile.dtype == c10::ScalarType::Double ? 8 : 4;
+  return arrays * tile.classes * kTileRows * number;
 }
 
 /// Reads logits, tells what they are, and leaves exponentials as row_part does. Entropies and

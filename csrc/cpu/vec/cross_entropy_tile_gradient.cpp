@@ -2,15 +2,13 @@
 #include "../../math/exponential.h"
 #include "cross_entropy_tile.h"
 #include "lane.h"
+#include "lane_sums.h"
 #include "tile_memory.h"
 #include "tile_shares.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
-
-template <typename A>
-using VecOf = at::vec::Vectorized<A>;
 
 // math::RowGradient of each row.
 struct TileGradient {
@@ -67,11 +65,7 @@ void write_products(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
       factor.low = Vec::loadu(factors.low + row);
       factor.unbias = Vec::loadu(factors.unbias + row);
     }
-    A numbers[Vec::size()];
-    for (int64_t i = 0; i < Vec::size(); ++i) {
-      numbers[i] = static_cast<A>(-gradient.scale[row + i]);
-    }
-    const Vec minus_scale = Vec::loadu(numbers);
+    const Vec minus_scale = load_as<A>(gradient.scale + row).neg();
     for (int64_t c = 0; c < tile.classes; ++c) {
       const int64_t i = c * kTileRows + row;
       const Vec e = Vec::loadu(memory.exponentials + i);
@@ -100,7 +94,8 @@ void write_targets(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
       continue;
     }
     const int64_t at = tile.targets[row] * kTileRows + row;
-    const double slope = tile.softcap == 0 ? 1 : memory.slopes[at];
+    const double x = raw_logit<scalar_t>(tile, row, tile.targets[row]);
+    const double slope = tile.softcap == 0 ? 1 : math::softcap_slope(x, tile.softcap);
     memory.exponentials[at] = static_cast<A>(gradient.of_target[row] * slope);
   }
 }
@@ -112,7 +107,7 @@ void tile_gradient(const Tile& tile, void* bytes, const TileStatistics& statisti
                    const TileNumbers& scale, void* out, TileLayout layout) {
   const TileGradient gradient(statistics, reference, target_share, z_loss, scale);
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
-    const TileMemory<acc_t<scalar_t>> memory(bytes, tile.classes);
+    const TileMemory<acc_t<scalar_t>> memory(tile, bytes);
     write_products<scalar_t>(tile, memory, gradient);
     if (tile.has_targets()) write_targets<scalar_t>(tile, memory, gradient);
     store_tile<scalar_t>(memory.exponentials, tile.rows, tile.classes, memory.moving, out, layout);

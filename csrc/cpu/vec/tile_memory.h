@@ -9,22 +9,37 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
+/// The arrays that tile_bytes() counts, of those that are needed.
 template <typename A>
 struct TileMemory {
   A* exponentials;
-  A* lows;
-  A* slopes;
+  A* lows;    // what these lack in fp32
+  A* slopes;  // of z
   A* probabilities;
-  A* moving;
+  A* moving;  // on the way from or to rows
 
-  TileMemory(void* memory, int64_t classes) {
+  TileMemory(const Tile& tile, void* memory) {
     auto* next = static_cast<A*>(memory);
-    for (A** array : {&exponentials, &lows, &slopes, &probabilities, &moving}) {
-      *array = next;
-      next += classes * kTileRows;
-    }
+    const auto take = [&](bool is_needed) {
+      A* const array = next;
+      if (is_needed) next += tile.classes * kTileRows;
+      return array;
+    };
+    exponentials = take(true);
+    lows = take(tile.dtype == c10::ScalarType::Float);
+    slopes = take(tile.softcap != 0);
+    probabilities = take(!tile.has_targets());
+    moving = take(tile.layout.by_row);
   }
 };
+
+/// A logit as it is, in memory.
+template <typename scalar_t>
+double raw_logit(const Tile& tile, int64_t row, int64_t c) {
+  const int64_t stride = tile.layout.stride;
+  const int64_t at = tile.layout.by_row ? row * stride + c : c * stride + row;
+  return static_cast<acc_t<scalar_t>>(static_cast<const scalar_t*>(tile.logits)[at]);
+}
 
 // A count that is known when compiled, so that its loops are.
 inline constexpr std::integral_constant<int64_t, kTileRows> kWholeTile;

@@ -47,7 +47,8 @@ struct CrossEntropyWithMetrics {
 /// torch::nn::functional::cross_entropy of half, bfloat16, float or double logits of shape
 /// [classes], [batch, classes] or [batch, classes, d1, ...], with class indices (int64, int32,
 /// uint8) or probabilities. In memory the classes lie next to each other, or what belongs to a
-/// class: others are copied, and so is what has fewer than 16 entries of a class.
+/// class: others are copied, and so is what has few entries of a class, below 16 or a sixteenth of
+/// the classes.
 ///
 /// The loss is float, double for double logits, also under autocast, which casts nothing here.
 /// Logits are read once: where they require grad and the loss is a mean or a sum, their gradient

@@ -1,0 +1,80 @@
+// Where rows of logits, their gradient and their numbers are in memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstring>
+
+#include "vec/cross_entropy_tile.h"
+
+namespace ampfuse {
+
+/// The rows of [rows, classes] or [batch, classes, places]. They may be short and many, so that
+/// tensors are asked once.
+class RowPlaces {
+ public:
+  RowPlaces() = default;
+  explicit RowPlaces(const at::Tensor& rows)
+      : by_row_(rows.dim() == 2),
+        places_(by_row_ ? 1 : rows.size(2)),
+        stride_(rows.stride(0)),
+        class_stride_(by_row_ ? 1 : rows.stride(1)),
+        item_bytes_(rows.itemsize()) {}
+
+  int64_t offset(int64_t row, int64_t index = 0) const {
+    const int64_t first = by_row_ ? row * stride_ : row / places_ * stride_ + row % places_;
+    return (first + index * class_stride_) * item_bytes_;
+  }
+  TileLayout layout() const { return {by_row_, by_row_ ? stride_ : class_stride_}; }
+
+ private:
+  bool by_row_ = true;
+  int64_t places_ = 1;
+  int64_t stride_ = 0;  // from a row, or an entry of the batch, to the next
+  int64_t class_stride_ = 1;
+  int64_t item_bytes_ = 0;
+};
+
+/// Rows to write to. The pointer is asked for once, on one thread: memory that is shared until it
+/// is written is made its own by that.
+class RowWriter {
+ public:
+  RowWriter() = default;
+  explicit RowWriter(const at::Tensor& rows)
+      : data_(static_cast<char*>(rows.mutable_data_ptr())),
+        places_(rows),
+        bytes_(rows.size(1) * rows.itemsize()) {}
+
+  bool is_wanted() const { return data_ != nullptr; }
+  void* at(int64_t row, int64_t first) const { return data_ + places_.offset(row, first); }
+  TileLayout layout() const { return places_.layout(); }
+  // Where they are in one piece.
+  void zero(int64_t row) const { std::memset(at(row, 0), 0, bytes_); }
+
+ private:
+  char* data_ = nullptr;
+  RowPlaces places_;
+  int64_t bytes_ = 0;
+};
+
+/// Numbers to write to that are float or double.
+class NumberWriter {
+ public:
+  NumberWriter() = default;
+  explicit NumberWriter(const at::Tensor& numbers)
+      : data_(numbers.mutable_data_ptr()), is_double_(numbers.scalar_type() == at::kDouble) {}
+
+  void put(int64_t index, double value) const {
+    if (is_double_) {
+      static_cast<double*>(data_)[index] = value;
+    } else {
+      static_cast<float*>(data_)[index] = static_cast<float>(value);
+    }
+  }
+
+ private:
+  void* data_ = nullptr;
+  bool is_double_ = false;
+};
+
+}  // namespace ampfuse
