@@ -61,11 +61,15 @@ def _verdict(device: str) -> str:
         scaler.scale(flag)
         scaler.unscale_(torch.optim.SGD([stepped], lr=1.0))
         scaler.update()
+        logits = torch.zeros(1, 2, device=device, requires_grad=True)
+        loss = ampfuse.cross_entropy(logits, torch.tensor([0], device=device))
+        (grad,) = torch.autograd.grad(loss, logits)
     except RuntimeError as error:
         return f"no: {str(error).splitlines()[0]}"
     right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
     right = right and stepped.tolist() == [0.75, 0.75] and scaler.get_scale() == 8.0
-    names = "norm, unscale, unscale_norm, clip, fused_adam, update_scale"
+    right = right and grad.tolist() == [[-0.5, 0.5]]
+    names = "norm, unscale, unscale_norm, clip, fused_adam, update_scale, cross_entropy"
     return names if right else "no: the results are wrong"
 
 
