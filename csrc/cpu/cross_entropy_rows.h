@@ -188,6 +188,7 @@ class CpuRows {
  private:
   // Beyond, to put a row's classes into lanes and back takes longer than a row by itself.
   static constexpr int64_t kFewClasses = 64;
+
   // Calls visit(indices from `row` on), if there are indices.
   template <typename Visit>
   void with_targets(int64_t row, const Visit& visit) const {

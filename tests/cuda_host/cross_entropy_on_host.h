@@ -45,6 +45,19 @@ struct Options {
   }
 };
 
+// Everything that a loss may be made of, each by itself, beside what is given.
+inline std::vector<Options> each_by_itself(const Options& given) {
+  std::vector<Options> all(5, given);
+  all[0].weighted = true;
+  all[1].label_smoothing = 0.1;
+  all[2].probabilities = true;
+  all[2].weighted = true;
+  all[3].z_loss = 1e-3;
+  all[3].softcap = 20;
+  all[4].metrics = true;
+  return all;
+}
+
 // Rows of logits in memory that ends where they do and starts `offset` elements behind a boundary.
 // With places, their number is a multiple of these.
 template <typename scalar_t>

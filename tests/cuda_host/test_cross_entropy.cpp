@@ -151,15 +151,8 @@ TEMPLATE_TEST_CASE("logits may be overwritten with their gradient", "", c10::BFl
 }
 
 TEMPLATE_TEST_CASE("everything else that a loss may be made of", "", c10::BFloat16, float, double) {
-  std::vector<Options> all(6);
-  all[0].weighted = true;
-  all[1].label_smoothing = 0.1;
-  all[2].probabilities = true;
-  all[2].weighted = true;
-  all[3].z_loss = 1e-3;
-  all[3].softcap = 20;
-  all[4].metrics = true;
-  all[5] = {0.2, 1e-2, 10, true, true, true, true, 3};
+  std::vector<Options> all = each_by_itself({});
+  all.push_back({0.2, 1e-2, 10, true, true, true, true, 3});
   for (const Options& options : all) {
     run_and_check<TestType, WarpTeam>(6, 301, 1, options);
     run_and_check<TestType, BlockTeam>(3, 2303, 2, options);

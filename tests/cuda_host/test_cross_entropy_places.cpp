@@ -39,16 +39,10 @@ TEMPLATE_TEST_CASE("it does not matter how much of places is kept", "", c10::BFl
 
 TEMPLATE_TEST_CASE("everything that the loss of places may be made of", "", c10::BFloat16, float,
                    double) {
-  std::vector<Options> all(7, of_places(20));
-  all[0].weighted = true;
-  all[1].label_smoothing = 0.1;
-  all[2].probabilities = true;
-  all[2].weighted = true;
-  all[3].z_loss = 1e-3;
-  all[3].softcap = 20;
-  all[4].metrics = true;
-  all[5].in_place = true;
-  all[6] = {0.2, 1e-2, 10, true, true, true};
-  all[6].places = 20;
+  std::vector<Options> all = each_by_itself(of_places(20));
+  all.push_back(of_places(20));
+  all.back().in_place = true;
+  all.push_back({0.2, 1e-2, 10, true, true, true});
+  all.back().places = 20;
   for (const Options& options : all) run_and_check<TestType, PlaceTeam>(60, 21, 1, options);
 }

@@ -5,6 +5,7 @@ to have a GPU can't pass without it.
 """
 
 import os
+from collections.abc import Callable, Iterator
 
 import ampfuse
 import pytest
@@ -39,3 +40,11 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """torch.set_num_threads, undone behind the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

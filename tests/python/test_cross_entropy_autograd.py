@@ -182,18 +182,14 @@ def test_a_row_does_not_depend_on_the_batch_around_it(device):
         assert torch.equal(alone.grad, grad[row : row + 1])
 
 
-def test_nor_on_the_number_of_threads():
+def test_nor_on_the_number_of_threads(set_threads):
     logits, target = batch(torch.device("cpu"), torch.float32, rows=3, classes=9000)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 4):  # fewer than rows, as many, and more: these share a row
-            torch.set_num_threads(threads)
-            for _ in range(2):
-                loss = ampfuse.cross_entropy(logits, target)
-                results.append((loss, *torch.autograd.grad(loss, logits)))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 4):  # fewer than rows, as many, and more: these share a row
+        set_threads(threads)
+        for _ in range(2):
+            loss = ampfuse.cross_entropy(logits, target)
+            results.append((loss, *torch.autograd.grad(loss, logits)))
     for loss, grad in results[1:]:
         assert torch.equal(loss, results[0][0])
         assert torch.equal(grad, results[0][1])

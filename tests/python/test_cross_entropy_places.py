@@ -210,17 +210,13 @@ def test_a_place_does_not_depend_on_those_around_it(device, dtype, reduction):
             assert torch.equal(loss, whole[part])
 
 
-def test_nor_on_the_number_of_threads():
+def test_nor_on_the_number_of_threads(set_threads):
     logits, target = batch(torch.device("cpu"), (2, 21, 90, 90))
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            loss = ampfuse.cross_entropy(logits, target)
-            results.append((loss, *torch.autograd.grad(loss, logits)))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        loss = ampfuse.cross_entropy(logits, target)
+        results.append((loss, *torch.autograd.grad(loss, logits)))
     for loss, grad in results[1:]:
         assert torch.equal(loss, results[0][0])
         assert torch.equal(grad, results[0][1])

@@ -171,13 +171,6 @@ def test_views_of_one_storage_are_stepped_each_for_itself(device):
 SHAPES = [65537, 1, 8193, 33, 257, 40_000, 8192, 0, 100_000]
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @SOME_COMBINATIONS
 @pytest.mark.parametrize("threads", [2, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(set_threads, dtypes, threads):

@@ -36,11 +36,8 @@ def assert_same_lists(a, b):
 
 
 @pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+def threads(request, set_threads):
+    set_threads(request.param)
 
 
 def test_each_is_stepped_by_its_own_count(device, threads):

@@ -19,13 +19,6 @@ def tensor_list(dtype, device):
     return [heavy_tailed(shape, dtype, device, seed=i) for i, shape in enumerate(SHAPES)]
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [2, 3])

@@ -51,14 +51,16 @@ void find_largest(const A* x, int64_t classes, double softcap, TileNumbers& larg
   });
 }
 
-// z in place of logits, and how it moves with them.
+// z in place of logits, and how it moves with them, where these are not the same.
 template <typename A>
-void apply_softcap(A softcap, int64_t numbers, A* logits, A* slopes) {
+void apply_softcap(const Tile& tile, const TileMemory<A>& memory) {
   using Vec = VecOf<A>;
-  for (int64_t i = 0; i < numbers; i += Vec::size()) {
-    const Vec x = Vec::loadu(logits + i);
-    math::softcap_slope(x, softcap).store(slopes + i);
-    math::softcapped(x, softcap).store(logits + i);
+  if (tile.softcap == 0) return;
+  const A softcap = static_cast<A>(tile.softcap);
+  for (int64_t i = 0; i < tile.classes * kTileRows; i += Vec::size()) {
+    const Vec x = Vec::loadu(memory.exponentials + i);
+    math::softcap_slope(x, softcap).store(memory.slopes + i);
+    math::softcapped(x, softcap).store(memory.exponentials + i);
   }
 }
 
@@ -130,9 +132,7 @@ void tile_part_of(const Tile& tile, void* bytes, TilePart& part, int64_t* argmax
   A* const z = memory.exponentials;
   find_largest(z, tile.classes, tile.softcap, part.largest);
   if (argmax != nullptr) find_first_largest(z, tile.classes, argmax);
-  if (tile.softcap != 0) {
-    apply_softcap(static_cast<A>(tile.softcap), tile.classes * kTileRows, z, memory.slopes);
-  }
+  apply_softcap(tile, memory);
   const References<A> references(part.largest, part.reference);
   for (int64_t row = 0; row < kTileRows; ++row) {
     const bool exists = row < tile.rows && tile.targets[row] >= 0;
@@ -195,11 +195,8 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
     using A = acc_t<scalar_t>;
     const TileMemory<A> memory(tile, bytes);
     load<scalar_t>(tile, memory);
-    A* const z = memory.exponentials;
-    if (tile.softcap != 0) {
-      apply_softcap(static_cast<A>(tile.softcap), tile.classes * kTileRows, z, memory.slopes);
-    }
-    take_targets_out(tile, z);
+    apply_softcap(tile, memory);
+    take_targets_out(tile, memory.exponentials);
     const References<A> references(largest, reference);
     each_row_pair<A>([&](int64_t row) {
       exponentials_of_pair<scalar_t>(memory, tile.classes, references, row,

@@ -44,19 +44,13 @@ double raw_logit(const Tile& tile, int64_t row, int64_t c) {
 // A count that is known when compiled, so that its loops are.
 inline constexpr std::integral_constant<int64_t, kTileRows> kWholeTile;
 
-template <typename From, typename A>
-void widen_or_copy(const From* from, A* to, int64_t count) {
-  if constexpr (std::is_same_v<From, A>) {
-    std::memcpy(to, from, count * sizeof(A));
-  } else {
+// Numbers to or from what is computed with, as they are where that is the same.
+template <typename From, typename To>
+void convert(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::memcpy(to, from, count * sizeof(To));
+  } else if constexpr (kIsNarrow<From>) {
     widen(from, to, count);
-  }
-}
-
-template <typename A, typename To>
-void narrow_or_copy(const A* from, To* to, int64_t count) {
-  if constexpr (std::is_same_v<To, A>) {
-    std::memcpy(to, from, count * sizeof(A));
   } else {
     narrow(from, to, count);
   }
@@ -80,14 +74,14 @@ void load_tile(const void* data, TileLayout layout, int64_t rows, int64_t classe
   if (!layout.by_row) {
     const auto load = [&](auto count) {
       for (int64_t c = 0; c < classes; ++c) {
-        widen_or_copy(from + c * layout.stride, to + c * kTileRows, count);
+        convert(from + c * layout.stride, to + c * kTileRows, count);
       }
     };
     rows == kTileRows ? load(kWholeTile) : load(rows);
     return;
   }
   for (int64_t row = 0; row < rows; ++row) {
-    widen_or_copy(from + row * layout.stride, moving + row * classes, classes);
+    convert(from + row * layout.stride, moving + row * classes, classes);
   }
   if (rows == kTileRows) {
     transpose_rows<kTileRows>(moving, classes, to, kTileRows, classes);
@@ -105,7 +99,7 @@ void store_tile(const A* from, int64_t rows, int64_t classes, A* moving, void* d
   if (!layout.by_row) {
     const auto store = [&](auto count) {
       for (int64_t c = 0; c < classes; ++c) {
-        narrow_or_copy(from + c * kTileRows, to + c * layout.stride, count);
+        convert(from + c * kTileRows, to + c * layout.stride, count);
       }
     };
     rows == kTileRows ? store(kWholeTile) : store(rows);
@@ -115,7 +109,7 @@ void store_tile(const A* from, int64_t rows, int64_t classes, A* moving, void* d
     for (int64_t row = 0; row < rows; ++row) moving[row * classes + c] = from[c * kTileRows + row];
   }
   for (int64_t row = 0; row < rows; ++row) {
-    narrow_or_copy(moving + row * classes, to + row * layout.stride, classes);
+    convert(moving + row * classes, to + row * layout.stride, classes);
   }
 }
 
