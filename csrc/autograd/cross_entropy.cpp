@@ -9,20 +9,16 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/tanh.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
-#include <memory>
-#include <utility>
 #include <vector>
 
 #include "mutating.h"
+#include "once_differentiable.h"
 
 namespace ampfuse {
 
@@ -33,26 +29,9 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Refuses to differentiate once more what it returns, whose history leads to all that it depends
-// on: of what leads nowhere that is asked for, the engine would not notice that it cannot be had.
-at::Tensor once_differentiable(at::Tensor grad, const at::Tensor& grad_output) {
-  if (!c10::GradMode::is_enabled()) return grad;
-  torch::autograd::edge_list edges;
-  if (const auto node = torch::autograd::get_current_node()) edges = node->next_edges();
-  if (grad_output.requires_grad()) {
-    edges.push_back(torch::autograd::impl::gradient_edge(grad_output));
-  }
-  torch::autograd::create_gradient_edge(
-      grad,
-      std::make_shared<torch::autograd::Error>("ampfuse::cross_entropy has no second derivative: "
-                                               "torch.nn.functional.cross_entropy has",
-                                               std::move(edges)));
-  return grad;
-}
-
-bool is_batched(const at::Tensor& tensor) {
-  return tensor.key_set().has(c10::DispatchKey::Batched) ||
-         tensor.key_set().has(c10::DispatchKey::FuncTorchBatched);
+at::Tensor once_differentiable(const at::Tensor& grad, const at::Tensor& grad_output) {
+  return ampfuse::once_differentiable("cross_entropy", "torch.nn.functional.cross_entropy", grad,
+                                      grad_output);
 }
 
 // The gradient that forward has saved, for what backward is called with. A graph that is kept may
@@ -180,17 +159,6 @@ struct GradientInBackward : Function<GradientInBackward> {
     return grads;
   }
 };
-
-// Tensors that stand for others, above all while a program is traced. A compiled backward may not
-// be given memory of forward's to write to: it would copy it. Modes that only look on, and may be
-// there in forward and gone when a checkpoint repeats it, change nothing.
-bool stands_for_others(const at::Tensor& input) {
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  using Key = c10::impl::TorchDispatchModeKey;
-  return Modes::get_mode(Key::FAKE) || Modes::get_mode(Key::PROXY) ||
-         Modes::get_mode(Key::FUNCTIONAL) || input.key_set().has(c10::DispatchKey::Python) ||
-         input.key_set().has(c10::DispatchKey::Functionalize);
-}
 
 bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;

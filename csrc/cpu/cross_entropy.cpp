@@ -34,12 +34,17 @@ double check_targets(const CpuRows& rows) {
   return total;
 }
 
+void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
+  check_target_memory(arguments);
+  *total.mutable_data_ptr<double>() = check_targets(CpuRows(arguments));
+}
+
 void forward(const CrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
              const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs) {
   const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
-  const double weight = check_targets(rows);
+  const double weight = arguments.is_weighed ? 0 : check_targets(rows);
   const bool is_mean = arguments.reduction == at::Reduction::Mean;
   const double divide_by = !is_mean      ? 1
                            : denominator ? *denominator->const_data_ptr<double>()
@@ -75,7 +80,7 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
               const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
-  check_targets(rows);
+  if (!arguments.is_weighed) check_targets(rows);
   prepare_fresh_memory(grad);
   const BackwardInputs inputs = {
       static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
@@ -107,12 +112,12 @@ void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& 
   });
 }
 
-constexpr CrossEntropyKernels kKernels = {forward, backward, rescale};
-
 }  // namespace
 
+constexpr CrossEntropyKernels kCrossEntropyCpu = {weigh, forward, backward, rescale};
+
 TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
-  register_cross_entropy<kKernels>(m);
+  register_cross_entropy<kCrossEntropyCpu>(m);
 }
 
 }  // namespace ampfuse

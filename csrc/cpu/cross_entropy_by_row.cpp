@@ -67,9 +67,12 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   if (is_ignored) {
     put_loss(results, row, 0);
     if (results.statistics != nullptr) results.statistics[row] = {};
-    if (results.grad.is_wanted()) results.grad.zero(row);
-    if (!results.with_metrics) return;
   }
+  // Metrics are of the logits, which zeros may replace.
+  const auto put_zeros = [&] {
+    if (results.grad.is_wanted()) results.grad.zero(row);
+  };
+  if (is_ignored && !results.with_metrics) return put_zeros();
   auto* const parts = static_cast<RowPart*>(scratch);
   auto* const exponentials = static_cast<char*>(scratch) + rows.parts_bytes();
   const auto part = AMPFUSE_CHOOSE(row_part);
@@ -86,7 +89,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
     results.entropy.put(row, loss.entropy);
     results.argmax[row] = argmax_of(rows, row);
   }
-  if (is_ignored) return;
+  if (is_ignored) return put_zeros();
   put_loss(results, row, loss.loss);
   if (results.statistics != nullptr) results.statistics[row] = loss.statistics;
   if (!results.grad.is_wanted()) return;
@@ -101,7 +104,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
     if (below != 0) of_block.of_exponential *= std::exp(-below);
     gradient(rows.logits(row, block), rows.shares(row, block),
              exponentials + rows.exponentials_bytes(block), of_block,
-             results.grad.at(row, block * kClassBlock));
+             results.grad.at(row, block * kClassBlock), results.grad.dtype());
   });
 }
 
@@ -133,7 +136,7 @@ void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const Ro
                    static_cast<char*>(scratch) + rows.exponentials_bytes(in_parallel ? block : 0);
                exponentials(logits, known.largest, e);
                gradient(logits, rows.shares(row, block), e, of_row,
-                        grad.at(row, block * kClassBlock));
+                        grad.at(row, block * kClassBlock), grad.dtype());
              });
            });
 }

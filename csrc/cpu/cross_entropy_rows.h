@@ -5,6 +5,7 @@
 
 #include "../ops/cross_entropy.h"
 #include "row_memory.h"
+#include "vec/class_indices.h"
 
 namespace ampfuse {
 
@@ -45,30 +46,33 @@ class CpuRows {
   int64_t tiles() const {
     return places_ == 0 ? tiles_of(count_) : tiles_of(places_) * (count_ / places_);
   }
-  int64_t first_row(int64_t tile) const {
-    if (places_ == 0) return tile * kTileRows;
+  RowPlace tile_place(int64_t tile) const {
+    if (places_ == 0) return {tile * kTileRows, tile * kTileRows, 0};
     const int64_t each = tiles_of(places_);
-    return tile / each * places_ + tile % each * kTileRows;
+    const int64_t entry = tile / each;
+    const int64_t place = (tile - entry * each) * kTileRows;
+    return {entry * places_ + place, entry, place};
   }
-  Tile tile(int64_t number) const {
-    const int64_t first = first_row(number);
-    const int64_t behind = places_ == 0 ? count_ : first / places_ * places_ + places_;
+  // The one whose first row is there.
+  Tile tile(const RowPlace& first) const {
+    const int64_t rest = places_ == 0 ? count_ - first.row : places_ - first.place;
     Tile tile = {input_ + input_places_.offset(first),
                  input_dtype_,
                  input_places_.layout(),
-                 std::min(kTileRows, behind - first),
+                 std::min(kTileRows, rest),
                  classes_,
                  softcap_,
                  shares_,
                  probability_places_.layout(),
-                 {}};
-    if (has_probabilities_) tile.shares.probabilities = target_ + probability_places_.offset(first);
-    std::fill_n(tile.targets, kTileRows, -1);
-    with_targets(first, [&](const auto* targets) {
-      for (int64_t i = 0; i < tile.rows; ++i) {
-        tile.targets[i] = targets[i] == ignore_index_ ? -1 : targets[i];
-      }
-    });
+                 nullptr,
+                 target_dtype_,
+                 ignore_index_,
+                 of_target_ + shares_.uniform};
+    if (has_probabilities_) {
+      tile.shares.probabilities = target_ + probability_places_.offset(first);
+    } else {
+      with_targets(first.row, [&](const auto* targets) { tile.targets = targets; });
+    }
     return tile;
   }
 
@@ -80,15 +84,10 @@ class CpuRows {
   Weighed weigh_targets(int64_t begin, int64_t end) const {
     Weighed all;
     with_targets(begin, [&](const auto* targets) {
-      int64_t counting = 0;
-      bool any_bad = false;
-      for (int64_t i = 0; i < end - begin; ++i) {
-        const int64_t target = targets[i];
-        counting += target != ignore_index_;
-        any_bad |= target != ignore_index_ && (target < 0 || target >= classes_);
-      }
-      all.weight = static_cast<double>(counting);
-      if (!any_bad && shares_.weight == nullptr) return;
+      const ClassIndices indices = AMPFUSE_CHOOSE(look_at_indices)(
+          targets, target_dtype_, end - begin, ignore_index_, classes_);
+      all.weight = static_cast<double>(indices.counting);
+      if (indices.are_classes && shares_.weight == nullptr) return;
       all.weight = 0;
       for (int64_t i = 0; i < end - begin; ++i) {
         const int64_t target = targets[i];
@@ -142,13 +141,6 @@ class CpuRows {
     return target < 0 ? 0 : weight(target) * (of_target_ + shares_.uniform);
   }
 
-  void target_shares(const Tile& tile, TileNumbers& shares) const {
-    const double share = of_target_ + shares_.uniform;
-    for (int64_t i = 0; i < kTileRows; ++i) shares[i] = tile.targets[i] < 0 ? 0 : share;
-    if (shares_.weight == nullptr) return;
-    for (int64_t i = 0; i < kTileRows; ++i) shares[i] = target_share(tile.targets[i]);
-  }
-
   // Of an ignored row no class is its target, though `ignore_index` may be one.
   Logits logits(int64_t row, int64_t block) const {
     const int64_t first = block * kClassBlock;
@@ -186,8 +178,8 @@ class CpuRows {
   }
 
  private:
-  // Beyond, to put a row's classes into lanes and back takes longer than a row by itself.
-  static constexpr int64_t kFewClasses = 64;
+  // Far beyond, to put a row's classes into lanes and back takes longer than a row by itself.
+  static constexpr int64_t kFewClasses = 128;
 
   // Calls visit(indices from `row` on), if there are indices.
   template <typename Visit>

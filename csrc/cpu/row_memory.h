@@ -9,6 +9,14 @@
 
 namespace ampfuse {
 
+/// A row, and where it is: an entry of the batch and a place in it, or where rows are in one piece
+/// the row and 0.
+struct RowPlace {
+  int64_t row;
+  int64_t entry;
+  int64_t place;
+};
+
 /// The rows of [rows, classes] or [batch, classes, places]. They may be short and many, so that
 /// tensors are asked once.
 class RowPlaces {
@@ -21,7 +29,8 @@ class RowPlaces {
         class_stride_(by_row_ ? 1 : rows.stride(1)),
         item_bytes_(rows.itemsize()) {}
 
-  int64_t offset(int64_t row, int64_t index = 0) const {
+  int64_t offset(const RowPlace& at) const { return (at.entry * stride_ + at.place) * item_bytes_; }
+  int64_t offset(int64_t row, int64_t index) const {
     const int64_t first = by_row_ ? row * stride_ : row / places_ * stride_ + row % places_;
     return (first + index * class_stride_) * item_bytes_;
   }
@@ -42,17 +51,21 @@ class RowWriter {
   RowWriter() = default;
   explicit RowWriter(const at::Tensor& rows)
       : data_(static_cast<char*>(rows.mutable_data_ptr())),
+        dtype_(rows.scalar_type()),
         places_(rows),
         bytes_(rows.size(1) * rows.itemsize()) {}
 
   bool is_wanted() const { return data_ != nullptr; }
+  c10::ScalarType dtype() const { return dtype_; }
   void* at(int64_t row, int64_t first) const { return data_ + places_.offset(row, first); }
+  void* at(const RowPlace& row) const { return data_ + places_.offset(row); }
   TileLayout layout() const { return places_.layout(); }
   // Where they are in one piece.
   void zero(int64_t row) const { std::memset(at(row, 0), 0, bytes_); }
 
  private:
   char* data_ = nullptr;
+  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
   RowPlaces places_;
   int64_t bytes_ = 0;
 };

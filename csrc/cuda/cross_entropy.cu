@@ -19,58 +19,91 @@ int weight_blocks(int64_t rows) {
       std::clamp<int64_t>((rows + 4 * kThreads - 1) / (4 * kThreads), 1, kThreads));
 }
 
+// Looks at the targets of rows that have some; what they weigh, block by block.
+template <typename scalar_t>
+at::Tensor launch_weigh(const LaunchStream& stream, const CrossEntropyTable<scalar_t>& table,
+                        const at::TensorOptions& doubles) {
+  if (table.target == nullptr) return at::empty({0}, doubles);
+  constexpr int64_t kWeight = sizeof(TargetWeight) / sizeof(double);
+  const int blocks = weight_blocks(table.rows);
+  const at::Tensor weights = at::empty({blocks, kWeight}, doubles);
+  stream.launch_blocks(cross_entropy_weigh_kernel<scalar_t>, blocks, kThreads, 0, table,
+                       static_cast<TargetWeight*>(weights.mutable_data_ptr()));
+  return weights;
+}
+
+CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
+                                   const TargetComplaints& complaints, const at::Tensor& divisor) {
+  const bool is_weighed = weights.numel() > 0;
+  return {nullptr,
+          nullptr,
+          is_weighed ? static_cast<const TargetWeight*>(weights.const_data_ptr()) : nullptr,
+          is_weighed ? static_cast<int>(weights.size(0)) : 0,
+          is_mean,
+          nullptr,
+          divisor.mutable_data_ptr<double>(),
+          complaints.on_device(),
+          complaints.are_fatal()};
+}
+
+void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
+  check_target_memory(arguments);
+  const LaunchStream stream(total);
+  TargetComplaints& complaints = target_complaints(total.device());
+  complaints.raise_earlier();
+  dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
+    at::Tensor kept;
+    const auto table = table_of<scalar_t>(arguments, kept);
+    const at::Tensor weights = launch_weigh(stream, table, total.options());
+    stream.launch_blocks(cross_entropy_total_kernel<scalar_t>, 1, kThreads, 0, table,
+                         reduction_of(/*is_mean=*/true, weights, complaints, total));
+  });
+}
+
 void forward(const CrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
              const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs) {
+  check_cross_entropy_memory(arguments);
   const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
   const at::Tensor& input = arguments.input;
   const int64_t rows = arguments.rows().expect_int();
   const LaunchStream stream(input);
   const DeviceRoom room = device_room(stream);
   TargetComplaints& complaints = target_complaints(input.device());
-  complaints.raise_earlier();
+  if (!arguments.is_weighed) complaints.raise_earlier();
   const bool is_each = arguments.reduction == at::Reduction::None;
   const bool with_metrics = lse.numel() > 0;
   const bool with_grad = grad.numel() > 0;
-  const int blocks = arguments.has_probabilities() ? 0 : weight_blocks(rows);
-  constexpr int64_t kWeight = sizeof(TargetWeight) / sizeof(double);
-  const at::Tensor weights = at::empty({blocks * kWeight}, divisor.options());
-  auto* const weighed =
-      blocks == 0 ? nullptr : static_cast<TargetWeight*>(weights.mutable_data_ptr());
-  const CrossEntropyReduction reduction = {
-      grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
-      denominator ? denominator->const_data_ptr<double>() : nullptr,
-      weighed,
-      blocks,
-      arguments.reduction == at::Reduction::Mean,
-      baked.mutable_data_ptr<float>(),
-      divisor.mutable_data_ptr<double>(),
-      complaints.on_device(),
-      complaints.are_fatal()};
   dispatch_real(input.scalar_type(), [&]<typename scalar_t>() {
     using acc_t = RowAcc<scalar_t>;
     at::Tensor kept;
     const auto table = table_of<scalar_t>(arguments, kept);
-    if (blocks > 0) {
-      stream.launch_blocks(cross_entropy_weigh_kernel<scalar_t>, blocks, kThreads, 0, table,
-                           weighed);
-    }
+    const auto doubles = divisor.options();
+    const at::Tensor weights =
+        arguments.is_weighed ? at::empty({0}, doubles) : launch_weigh(stream, table, doubles);
+    CrossEntropyReduction reduction =
+        reduction_of(arguments.reduction == at::Reduction::Mean, weights, complaints, divisor);
+    if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
+    if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
+    reduction.baked = baked.mutable_data_ptr<float>();
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const auto [grid, packs, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
-      const at::Tensor losses = at::empty({is_each ? 0 : grid}, divisor.options());
-      const CrossEntropyResults<scalar_t> results = {
-          is_each ? loss.mutable_data_ptr<acc_t>() : nullptr,
-          is_each ? nullptr : losses.mutable_data_ptr<double>(),
-          statistics.numel() == 0
-              ? nullptr
-              : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
-          with_grad ? grad.mutable_data_ptr<scalar_t>() : nullptr,
-          with_grad ? rows_at(grad) : RowsAt{},
-          with_metrics ? lse.mutable_data_ptr<acc_t>() : nullptr,
-          with_metrics ? entropy.mutable_data_ptr<acc_t>() : nullptr,
-          with_metrics ? argmax.mutable_data_ptr<int64_t>() : nullptr};
-      stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork>, grid, Team::kBlock,
-                           shared, table, reduction, results, packs);
+      const at::Tensor losses = at::empty({is_each ? 0 : grid}, doubles);
+      dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
+        const CrossEntropyResults<scalar_t, grad_t> results = {
+            is_each ? loss.mutable_data_ptr<acc_t>() : nullptr,
+            is_each ? nullptr : losses.mutable_data_ptr<double>(),
+            statistics.numel() == 0
+                ? nullptr
+                : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
+            with_grad ? grad.mutable_data_ptr<grad_t>() : nullptr,
+            with_grad ? rows_at(grad) : RowsAt{},
+            with_metrics ? lse.mutable_data_ptr<acc_t>() : nullptr,
+            with_metrics ? entropy.mutable_data_ptr<acc_t>() : nullptr,
+            with_metrics ? argmax.mutable_data_ptr<int64_t>() : nullptr};
+        stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, grid,
+                             Team::kBlock, shared, table, reduction, results, packs);
+      });
       if (is_each) return;
       stream.launch_blocks(cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0,
                            losses.const_data_ptr<double>(), grid, divisor.const_data_ptr<double>(),
@@ -82,13 +115,13 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   });
 }
 
-constexpr CrossEntropyKernels kKernels = {forward, cross_entropy_backward_cuda,
-                                          cross_entropy_rescale_cuda};
-
 }  // namespace
 
+constexpr CrossEntropyKernels kCrossEntropyCuda = {weigh, forward, cross_entropy_backward_cuda,
+                                                   cross_entropy_rescale_cuda};
+
 TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
-  register_cross_entropy<kKernels>(m);
+  register_cross_entropy<kCrossEntropyCuda>(m);
 }
 
 }  // namespace ampfuse

@@ -6,9 +6,9 @@
 // one over what the first has kept in shared memory, or what the L2 cache has.
 // cross_entropy_finish_kernel, one block: adds up the losses of blocks, in their order.
 //
-// Bytes of device memory per logit: forward with gradient 2·itemsize, 4 for 16-bit logits; without
-// it itemsize; cross_entropy_backward_kernel 2·itemsize more. Beside them 8 bytes per row, and
-// 32 where backward is to form the gradient.
+// Bytes of device memory per logit: forward with gradient 2·itemsize, 4 for 16-bit logits, or 6 for
+// a 16-bit gradient of float ones; without it itemsize; cross_entropy_backward_kernel 2·itemsize
+// more. Beside them 8 bytes per row, and 32 where backward is to form the gradient.
 //
 // Rows whose classes are far apart are a thread's each, cross_entropy_place.cuh.
 //
@@ -65,7 +65,7 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
     const auto bad_row =
         static_cast<int64_t>(team_smallest(block, static_cast<double>(mine.bad_row)));
     if (block.index() == 0) {
-      *reduction.baked = baked;
+      if (reduction.baked != nullptr) *reduction.baked = baked;
       *reduction.divisor = divisor;
       if (bad_row < table.rows) {
         if (reduction.trap) __trap();
@@ -79,13 +79,22 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
   return baked / divisor;
 }
 
+// What the targets of all rows weigh together, for rows that come a few at a time.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    cross_entropy_total_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
+                               const __grid_constant__ CrossEntropyReduction reduction) {
+  AMPFUSE_SHARED(double, scratch, BlockTeam<kThreads>::kWarps);
+  reduction_scale(BlockTeam<kThreads>(scratch), table, reduction);
+}
+
 // `kept_count`: packs of each row that there is shared memory for, a multiple of a team's size.
-template <typename scalar_t, typename Team, RowWork kWork>
+template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
-    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
-                                 const __grid_constant__ CrossEntropyReduction reduction,
-                                 const __grid_constant__ CrossEntropyResults<scalar_t> results,
-                                 int kept_count) {
+    cross_entropy_forward_kernel(
+        const __grid_constant__ CrossEntropyTable<scalar_t> table,
+        const __grid_constant__ CrossEntropyReduction reduction,
+        const __grid_constant__ CrossEntropyResults<scalar_t, grad_t> results, int kept_count) {
   using Number = RowNumber<scalar_t>;
   using Block = BlockTeam<Team::kBlock>;
   AMPFUSE_SHARED(double, scratch, Block::kWarps);
@@ -131,7 +140,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     if (results.grad == nullptr) continue;
     team.sync();  // everyone has read the target's logit and kept its packs
-    scalar_t* const grad = results.template grad_of<Team>(row);
+    grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {
       write_zeros(team, grad, results.grad_at, table.classes);
     } else {

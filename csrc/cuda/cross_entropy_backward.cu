@@ -9,16 +9,19 @@ namespace ampfuse {
 void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
                                  const at::Tensor& grad_output, const at::Tensor& statistics,
                                  const at::Tensor& divisor, const at::Tensor& grad) {
+  check_cross_entropy_memory(arguments);
   const LaunchStream stream(arguments.input);
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
     at::Tensor kept;
     const auto table = table_of<scalar_t>(arguments, kept);
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const int64_t warps = (table.rows * Team::kSize + kWarp - 1) / kWarp;
-      stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork>, warps, table,
-                    static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
-                    divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
-                    grad_output.dim() == 1, grad.mutable_data_ptr<scalar_t>(), rows_at(grad));
+      dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
+        stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork, grad_t>, warps, table,
+                      static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
+                      divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
+                      grad_output.dim() == 1, grad.mutable_data_ptr<grad_t>(), rows_at(grad));
+      });
     };
     const bool plain = is_plain(arguments);
     if (arguments.has_places()) return for_places(plain, launch);

@@ -6,16 +6,16 @@
 namespace ampfuse {
 
 // For one number from upstream or one for each row: 2·itemsize bytes per logit.
-template <typename scalar_t, typename Team, RowWork kWork>
+template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
                                   const math::RowStatistics* statistics, const double* divisor,
-                                  const double* upstream, bool is_each, scalar_t* grad,
+                                  const double* upstream, bool is_each, grad_t* grad,
                                   const __grid_constant__ RowsAt grad_at) {
   using Number = RowNumber<scalar_t>;
   const Team team(nullptr);
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
-    scalar_t* const out = grad + grad_at.template offset<Team>(row);
+    grad_t* const out = grad + grad_at.template offset<Team>(row);
     if (table.is_ignored(row)) {
       write_zeros(team, out, grad_at, table.classes);
       continue;

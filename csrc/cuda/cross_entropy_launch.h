@@ -24,6 +24,17 @@ inline IndexType index_type(const at::Tensor& target) {
   }
 }
 
+/// Calls run.operator()<grad_t>() with the type of the gradient, or what it would have: the
+/// logits', or 16 bits of float ones. Places, which nobody asks that of, have the logits' only.
+template <typename scalar_t, typename Team, typename Run>
+void dispatch_gradient(at::ScalarType dtype, const Run& run) {
+  if constexpr (std::is_same_v<scalar_t, float> && Team::kSize > 1) {
+    if (dtype == at::kHalf) return run.template operator()<c10::Half>();
+    if (dtype == at::kBFloat16) return run.template operator()<c10::BFloat16>();
+  }
+  return run.template operator()<scalar_t>();
+}
+
 inline RowsAt rows_at(const at::Tensor& rows) {
   if (rows.dim() == 3) return {rows.stride(0), rows.size(2), rows.stride(1)};
   return {rows.stride(0), 1, 1};
@@ -33,12 +44,11 @@ inline RowsAt rows_at(const at::Tensor& rows) {
 template <typename scalar_t>
 CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at::Tensor& kept) {
   using acc_t = RowAcc<scalar_t>;
-  check_cross_entropy_memory(arguments);
   const at::Tensor& input = arguments.input;
   TORCH_CHECK_VALUE(input.size(1) <= kMostClasses, "cross_entropy: input: expected at most ",
                     kMostClasses, " classes, got ", input.size(1));
   CrossEntropyTable<scalar_t> table = {};
-  table.input = input.const_data_ptr<scalar_t>();
+  table.input = static_cast<const scalar_t*>(input.const_data_ptr());
   table.input_at = rows_at(input);
   table.rows = arguments.rows().expect_int();
   table.classes = static_cast<int>(input.size(1));

@@ -1,9 +1,9 @@
 // One row whose classes are far apart in memory, a pixel's say, of a thread whose neighbours have
 // the places beside it: a warp moves 32 consecutive elements of a class at a time. The passes are
-// those of cross_entropy_row.cuh.
+// those of cross_entropy_row.cuh and cross_entropy_gradient.cuh.
 #pragma once
 
-#include "cross_entropy_row.cuh"
+#include "cross_entropy_gradient.cuh"
 
 namespace ampfuse {
 

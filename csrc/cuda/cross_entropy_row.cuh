@@ -1,5 +1,4 @@
-// One row of a cross-entropy: a pass over its logits that tells what there is to know of it, and
-// one that writes its gradient.
+// One row of a cross-entropy: the pass over its logits that tells what there is to know of it.
 #pragma once
 
 #include "cross_entropy_table.cuh"
@@ -25,10 +24,6 @@ template <RowWork kWork, typename scalar_t, typename Team>
 inline constexpr int kReadUnroll = std::is_same_v<scalar_t, double>           ? 1
                                    : kWork == RowWork::kAny && !Team::kIsWide ? 2
                                                                               : 4;
-
-// The same in the second pass, half of whose bytes are written: half as many loads will do.
-template <typename scalar_t>
-inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
 
 // The first packs of a row are kept in shared memory from one pass to the next: all that it has, or
 // the `count` that fit. The others come from the L2 cache again.
@@ -216,125 +211,6 @@ __device__ __forceinline__ int64_t team_argmax(const Team& team, const ThreadPar
   const bool has_it = part.best == best || (best != best && part.best != part.best);
   // The first of them: classes are doubles here, exactly.
   return static_cast<int64_t>(team_smallest(team, has_it ? part.best_class : 2147483648.0));
-}
-
-// Wide teams rely on the L2 cache for what of their rows is not kept: what is written shall leave
-// it first.
-template <bool kPassing, typename scalar_t, int kCount>
-__device__ __forceinline__ void store_gradient(scalar_t* to, const Pack<scalar_t, kCount>& pack) {
-  if constexpr (kPassing && sizeof(pack) == 16) {
-    __stcs(reinterpret_cast<uint4*>(to), __builtin_bit_cast(uint4, pack));
-  } else {
-    store_pack(to, pack);
-  }
-}
-
-template <typename scalar_t, typename Team>
-__device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, const RowsAt&,
-                                            int classes) {
-  const Pieces<scalar_t> pieces(row, classes);
-  using P = Pack<scalar_t>;
-  pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
-#pragma unroll 4
-  for (int p = team.index(); p < pieces.packs; p += Team::kSize) {
-    store_gradient<Team::kIsWide>(row + pieces.first_of(p), P{});
-  }
-}
-
-// The gradient of packs of a row's logits.
-template <RowWork kWork, typename scalar_t>
-class PackGradient {
- public:
-  using acc_t = RowAcc<scalar_t>;
-  using Number = RowNumber<scalar_t>;
-
-  __device__ PackGradient(const CrossEntropyTable<scalar_t>& table, const acc_t* probabilities,
-                          int target, const math::RowStatistics& statistics, Number target_share,
-                          Number scale)
-      : table_(table),
-        probabilities_(probabilities),
-        target_(target),
-        exponential_(
-            static_cast<acc_t>(math::is_finite(statistics.largest) ? statistics.largest : 0.0)),
-        gradient_(math::row_gradient(statistics, static_cast<Number>(exponential_.reference()),
-                                     target_share, table.z_loss, scale)),
-        factor_(gradient_.of_exponential) {}
-
-  template <int kCount>
-  __device__ __forceinline__ Pack<scalar_t, kCount> of(int first,
-                                                       const Pack<scalar_t, kCount>& pack) const {
-    auto result = pack;
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const scalar_t logit = pack.value[e];
-      acc_t g = exponential_.times(
-          kWork == RowWork::kPlain ? static_cast<acc_t>(logit) : table_.z(logit), factor_);
-      if constexpr (kWork == RowWork::kAny) {
-        if (table_.has_shares()) {
-          g -= static_cast<acc_t>(math::Lane<Number>::product(
-              gradient_.scale, table_.share(probabilities_, first + e)));
-        }
-        g *= slope(logit);
-      }
-      result.value[e] = static_cast<scalar_t>(g);
-    }
-    if (target_ >= first && target_ < first + kCount) {
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        if (first + e != target_) continue;
-        const auto g = static_cast<acc_t>(gradient_.of_target * slope(pack.value[e]));
-        result.value[e] = static_cast<scalar_t>(g);
-      }
-    }
-    return result;
-  }
-
- private:
-  __device__ acc_t slope(scalar_t logit) const {
-    if (kWork == RowWork::kPlain || table_.softcap == 0) return 1;
-    return math::softcap_slope(static_cast<acc_t>(logit), table_.softcap);
-  }
-
-  const CrossEntropyTable<scalar_t>& table_;
-  const acc_t* probabilities_;
-  int target_;
-  RowExponential<scalar_t> exponential_;
-  math::RowGradient<Number> gradient_;
-  typename RowExponential<scalar_t>::Factor factor_;
-};
-
-// The second pass, in packs between the 16-byte boundaries of the gradient. Where that is written
-// over the logits, which then have the same boundaries, a thread reads of memory the very bytes
-// that it writes next, single elements and packs alike. What is kept may be another thread's: teams
-// synchronize between the passes, and here before anything else is kept.
-template <RowWork kWork, typename scalar_t, typename Team>
-__device__ __forceinline__ void write_gradient(const Team& team,
-                                               const PackGradient<kWork, scalar_t>& gradient,
-                                               const scalar_t* in, const RowsAt&, int classes,
-                                               const KeptPacks<scalar_t>& kept, scalar_t* out,
-                                               const RowsAt&) {
-  using P = Pack<scalar_t>;
-  const Pieces<scalar_t> pieces(out, classes);
-  const int row_packs = classes / P::kSize;
-  const int kept_classes = P::kSize * (kept.count < row_packs ? kept.count : row_packs);
-  const auto* const kept_logits = reinterpret_cast<const scalar_t*>(kept.packs);
-  const auto write = [&](int first, const auto& pack) {
-    store_gradient<Team::kIsWide>(out + first, gradient.of(first, pack));
-  };
-  pieces.each_single(team, [&](int c) {
-    write(c, Pack<scalar_t, 1>{{c < kept_classes ? kept_logits[c] : in[c]}});
-  });
-  const auto write_pack = [&](int p, const P& pack) { write(pieces.first_of(p), pack); };
-  const int from_kept = kept_classes == 0 ? 0 : (kept_classes - pieces.head) / P::kSize;
-  // Those of which the L2 cache has seen least since, first.
-  each_pack<kWriteUnroll<scalar_t>>(team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept,
-                                    pieces.packs, write_pack);
-  if (kept.count == 0) return;
-  // A pack that is kept lies in blocks that are kept.
-  const PacksAnywhere<scalar_t> kept_packs(kept_logits + pieces.head);
-  for (int p = team.index(); p < from_kept; p += Team::kSize) write_pack(p, kept_packs.inner(p));
-  // If no elements are before the packs, each thread has read those that it had kept.
-  if (pieces.head != 0) team.sync();
 }
 
 // For each thread: where its team's row is kept.

@@ -130,20 +130,21 @@ struct CrossEntropyReduction {
   bool trap;  // stop the device instead
 };
 
-// What a call leaves; null where it is not asked for.
-template <typename scalar_t>
+// What a call leaves; null where it is not asked for. The gradient may be narrower than what it is
+// computed in.
+template <typename scalar_t, typename grad_t = scalar_t>
 struct CrossEntropyResults {
   RowAcc<scalar_t>* each_loss;  // of rows: not reduced
   double* block_losses;         // sums of what each block of the kernel saw
   math::RowStatistics* statistics;
-  scalar_t* grad;
+  grad_t* grad;
   RowsAt grad_at;
   RowAcc<scalar_t>* lse;
   RowAcc<scalar_t>* entropy;
   int64_t* argmax;
 
   template <typename Team>
-  __device__ scalar_t* grad_of(int64_t row) const {
+  __device__ grad_t* grad_of(int64_t row) const {
     return grad + grad_at.template offset<Team>(row);
   }
 };

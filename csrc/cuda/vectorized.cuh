@@ -27,24 +27,25 @@ __device__ __forceinline__ void store_pack(T* data, const Pack<T, kCount>& pack)
   *reinterpret_cast<Pack<T, kCount>*>(data) = pack;
 }
 
-// How many elements `data`, aligned to its own type, lies behind a 16-byte boundary.
-template <typename T>
+// How many elements `data`, aligned to its own type, lies behind a boundary of packs.
+template <int kCount, typename T>
 __device__ __forceinline__ int elements_past_boundary(const T* data) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(data) % 16 / sizeof(T));
+  constexpr int kBytes = kCount * sizeof(T);
+  return static_cast<int>(reinterpret_cast<uintptr_t>(data) % kBytes / sizeof(T));
 }
 
-// Consecutive elements, of a row say, in pieces: single ones before the first 16-byte boundary and
-// behind the last one, fewer than a pack each, packs between.
-template <typename scalar_t>
+// Consecutive elements, of a row say, in pieces: single ones before the first boundary of packs,
+// 16 bytes, and behind the last one, fewer than a pack each, packs between.
+template <typename scalar_t, int kCount = Pack<scalar_t>::kSize>
 struct Pieces {
-  using P = Pack<scalar_t>;
+  using P = Pack<scalar_t, kCount>;
 
   int head;
   int packs;
   int count;
 
   __device__ Pieces(const scalar_t* data, int count) : count(count) {
-    const int past = elements_past_boundary(data);
+    const int past = elements_past_boundary<kCount>(data);
     const int until_aligned = past == 0 ? 0 : P::kSize - past;
     head = until_aligned > count ? count : until_aligned;
     packs = (count - head) / P::kSize;
@@ -101,8 +102,8 @@ class PacksAnywhere {
   using P = Pack<scalar_t>;
 
   __device__ explicit PacksAnywhere(const scalar_t* data)
-      : blocks_(reinterpret_cast<const P*>(data - elements_past_boundary(data))),
-        past_(elements_past_boundary(data)) {}
+      : blocks_(reinterpret_cast<const P*>(data - elements_past_boundary<P::kSize>(data))),
+        past_(elements_past_boundary<P::kSize>(data)) {}
 
   __device__ bool are_aligned() const { return past_ == 0; }
 

@@ -23,6 +23,7 @@ inline constexpr double kUnbias = 1.0 / (1ull << kExponentBias);
 inline constexpr float kFurthestBelow = 114;
 inline constexpr float kSmallestUnbiased = 0x1p-80;  // factors below do not take kUnbias, too
 
+inline constexpr double kLog2 = 0.693147180559945309417;
 inline constexpr float kExpRounder = 12582912.0f + kExponentBias;  // 1.5·2²³ rounds to integers
 
 // Of one row, R being float, or of a vector of rows.
@@ -34,16 +35,18 @@ struct ExpReferenceOf {
 
   AMPFUSE_HOST_DEVICE double value() const {
     const double powers = static_cast<double>(kExpRounder) - rounder;
-    return shift + powers * 0.693147180559945309417;
+    return shift + powers * kLog2;
   }
 };
 using ExpReference = ExpReferenceOf<float>;
 
 // For a finite `largest`.
-AMPFUSE_HOST_DEVICE ExpReference exp_reference(float largest) {
-  const bool is_far = std::fabs(largest) >= 256;
-  const float powers = is_far ? 0.0f : std::ceil(largest * 1.44269504f);
-  return {is_far ? largest : 0.0f, kExpRounder - powers, largest - kFurthestBelow};
+template <typename V>
+AMPFUSE_HOST_DEVICE ExpReferenceOf<V> exp_reference(V largest) {
+  using L = Lane<V>;
+  const auto is_far = L::abs(largest) >= V(256);
+  const V powers = L::choose(is_far, V(0), L::ceil(largest * V(1.44269504f)));
+  return {L::choose(is_far, largest, V(0)), V(kExpRounder) - powers, largest - V(kFurthestBelow)};
 }
 
 template <typename V>

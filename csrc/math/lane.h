@@ -14,6 +14,7 @@ template <typename V>
 struct Lane {
   static AMPFUSE_HOST_DEVICE V abs(V x) { return std::fabs(x); }
   static AMPFUSE_HOST_DEVICE V sqrt(V x) { return std::sqrt(x); }
+  static AMPFUSE_HOST_DEVICE V ceil(V x) { return std::ceil(x); }
 
   // a·b + c, rounded once (where a CPU has no such instruction, twice).
   static AMPFUSE_HOST_DEVICE V multiply_add(V a, V b, V c) { return std::fma(a, b, c); }

@@ -5,6 +5,7 @@ namespace ampfuse {
 namespace {
 
 constexpr CrossEntropyKernels kShapesAlone = {
+    [](const CrossEntropyArguments&, const at::Tensor&) {},
     [](const CrossEntropyArguments&, const std::optional<at::Tensor>&,
        const std::optional<at::Tensor>&, const CrossEntropyOutputs&) {},
     [](const CrossEntropyArguments&, const at::Tensor&, const at::Tensor&, const at::Tensor&,

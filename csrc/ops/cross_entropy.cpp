@@ -108,14 +108,19 @@ void check_cross_entropy_in_place(const at::Tensor& input) {
       input.sym_sizes(), " and strides ", input.sym_strides());
 }
 
+void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, op, ": ", name,
+                    ": its storage was freed");
+}
+
+void check_target_memory(const CrossEntropyArguments& arguments) {
+  check_memory("cross_entropy", "target", arguments.target);
+  if (arguments.weight) check_memory("cross_entropy", "weight", *arguments.weight);
+}
+
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments) {
-  const auto check = [](const char* name, const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr,
-                      "cross_entropy: ", name, ": its storage was freed");
-  };
-  check("input", arguments.input);
-  check("target", arguments.target);
-  if (arguments.weight) check("weight", *arguments.weight);
+  check_memory("cross_entropy", "input", arguments.input);
+  check_target_memory(arguments);
 }
 
 void check_cross_entropy_scalar(const char* op, const char* name,
@@ -127,6 +132,23 @@ void check_cross_entropy_scalar(const char* op, const char* name,
                     op, ": ", name, ": expected one ", dtype, " on ", input.device(), ", got ",
                     scalar->scalar_type(), " of shape ", scalar->sym_sizes(), " on ",
                     scalar->device());
+}
+
+void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& arguments,
+                                  const at::Tensor& grad_output, const at::Tensor& statistics,
+                                  const at::Tensor& divisor) {
+  const c10::SymInt rows = arguments.rows();
+  const bool is_each = arguments.reduction == at::Reduction::None;
+  TORCH_CHECK_VALUE(
+      grad_output.dim() == (is_each ? 1 : 0) && (!is_each || grad_output.sym_size(0) == rows), op,
+      ": grad_output: expected one number", is_each ? " for each row" : "", ", got shape ",
+      grad_output.sym_sizes());
+  TORCH_CHECK_VALUE(statistics.scalar_type() == at::kDouble && statistics.dim() == 2 &&
+                        statistics.sym_size(0) == rows &&
+                        statistics.sym_size(1) == math::kRowStatistics &&
+                        statistics.is_contiguous(),
+                    op, ": statistics: expected what cross_entropy_forward returned");
+  check_cross_entropy_scalar(op, "divisor", divisor, at::kDouble, arguments.input);
 }
 
 CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,

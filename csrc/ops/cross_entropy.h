@@ -23,6 +23,8 @@ struct CrossEntropyArguments {
   double label_smoothing;
   double z_loss;
   std::optional<double> softcap;
+  // Whether targets were looked at before, with others, and what they weigh is the denominator.
+  bool is_weighed = false;
 
   bool has_probabilities() const { return target.is_floating_point(); }
   bool has_places() const { return input.dim() == 3; }
@@ -51,11 +53,18 @@ void check_cross_entropy_in_place(const at::Tensor& input);
 
 /// Refuses tensors whose storage was freed under them: they would be read all the same.
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments);
+void check_target_memory(const CrossEntropyArguments& arguments);
+void check_memory(const char* op, const char* name, const at::Tensor& tensor);
 
 /// Refuses anything but one number of this dtype on the logits' device.
 void check_cross_entropy_scalar(const char* op, const char* name,
                                 const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                 const at::Tensor& input);
+
+/// Refuses what forward did not leave for backward.
+void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& arguments,
+                                  const at::Tensor& grad_output, const at::Tensor& statistics,
+                                  const at::Tensor& divisor);
 
 /// What forward leaves for backward.
 enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };

@@ -10,8 +10,11 @@
 namespace ampfuse {
 
 /// What a backend brings. The gradient, statistics and metrics are wanted where `outputs` has room
-/// for them; the gradient's room may be the logits' own.
+/// for them; the gradient's room may be the logits' own, and of float logits it may be of 16 bits.
 struct CrossEntropyKernels {
+  /// Refuses targets that are no classes, now or later; what they weigh together, one double. Reads
+  /// no logits.
+  void (*weigh)(const CrossEntropyArguments& arguments, const at::Tensor& total);
   void (*forward)(const CrossEntropyArguments& arguments,
                   const std::optional<at::Tensor>& grad_scale,
                   const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs);
@@ -19,6 +22,10 @@ struct CrossEntropyKernels {
                    const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
   void (*rescale)(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output);
 };
+
+/// Those there are.
+extern const CrossEntropyKernels kCrossEntropyCpu;
+extern const CrossEntropyKernels kCrossEntropyCuda;
 
 namespace cross_entropy_kernels {
 
@@ -88,18 +95,7 @@ at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& input,
                                            ignore_index, label_smoothing, z_loss, softcap};
   constexpr const char* kOp = "cross_entropy_backward";
   check_cross_entropy(kOp, arguments);
-  const c10::SymInt rows = arguments.rows();
-  const bool is_each = reduction == at::Reduction::None;
-  TORCH_CHECK_VALUE(
-      grad_output.dim() == (is_each ? 1 : 0) && (!is_each || grad_output.sym_size(0) == rows), kOp,
-      ": grad_output: expected one number", is_each ? " for each row" : "", ", got shape ",
-      grad_output.sym_sizes());
-  TORCH_CHECK_VALUE(statistics.scalar_type() == at::kDouble && statistics.dim() == 2 &&
-                        statistics.sym_size(0) == rows &&
-                        statistics.sym_size(1) == math::kRowStatistics &&
-                        statistics.is_contiguous(),
-                    kOp, ": statistics: expected what cross_entropy_forward returned");
-  check_cross_entropy_scalar(kOp, "divisor", divisor, at::kDouble, input);
+  check_cross_entropy_backward(kOp, arguments, grad_output, statistics, divisor);
   const at::Tensor grad = at::empty_symint(input.sym_sizes(), input.options());
   kKernels.backward(arguments, grad_output.to(at::kDouble).contiguous(), statistics, divisor, grad);
   return grad;

@@ -1,10 +1,9 @@
 // From what people pass to rows of logits, and the public functions.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/cross_entropy.h>
-#include <c10/core/GradMode.h>
 
 #include "cross_entropy.h"
-#include "device_scalars.h"
+#include "loss_inputs.h"
 
 namespace ampfuse {
 
@@ -71,43 +70,6 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
                     target.sym_sizes());
 }
 
-void check_no_derivative(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && tensor.requires_grad()), kOp, ": ", name,
-                    ": has no derivative");
-}
-
-std::optional<at::Tensor> number(const std::optional<at::Tensor>& scalar, const char* name,
-                                 at::ScalarType dtype, at::Device device) {
-  if (!scalar || !scalar->defined()) return std::nullopt;
-  TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), kOp, ": ", name,
-                    ": expected one number, got ", scalar->scalar_type(), " of shape ",
-                    scalar->sym_sizes());
-  check_no_derivative(*scalar, name);
-  return on_device(*scalar, device).to(dtype).reshape({});
-}
-
-std::optional<at::Tensor> class_weight(const std::optional<at::Tensor>& weight,
-                                       const at::Tensor& input) {
-  if (!weight || !weight->defined()) return std::nullopt;
-  const c10::SymInt classes = input.sym_size(input.dim() == 1 ? 0 : 1);
-  TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == classes, kOp,
-                    ": weight tensor should be defined either for all ", classes,
-                    " classes or no classes but got weight tensor of shape: ", weight->sym_sizes());
-  TORCH_CHECK_TYPE(weight->is_floating_point(), kOp, ": weight: expected a floating dtype, got ",
-                   weight->scalar_type());
-  TORCH_CHECK_VALUE(weight->device() == input.device(), kOp, ": weight: expected device ",
-                    input.device(), " as input, got ", weight->device());
-  check_no_derivative(*weight, "weight");
-  return weight->to(loss_dtype(input)).contiguous();
-}
-
-int64_t reduction_named(const std::string& name) {
-  if (name == "none") return at::Reduction::None;
-  if (name == "mean") return at::Reduction::Mean;
-  if (name == "sum") return at::Reduction::Sum;
-  TORCH_CHECK_VALUE(false, kOp, ": reduction: expected none, mean or sum, got ", name);
-}
-
 }  // namespace
 
 CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
@@ -130,9 +92,11 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
   shape_ = input.sym_sizes().vec();
   shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
   check_shapes(input, arguments.target, shape_);
-  call_.grad_scale = number(grad_scale, "grad_scale", at::kFloat, input.device());
-  call_.denominator = number(denominator, "denominator", at::kDouble, input.device());
-  arguments.weight = class_weight(arguments.weight, input);
+  call_.grad_scale = loss_number(kOp, "grad_scale", grad_scale, at::kFloat, input.device());
+  call_.denominator = loss_number(kOp, "denominator", denominator, at::kDouble, input.device());
+  arguments.weight =
+      loss_class_weight(kOp, "weight", arguments.weight, input.sym_size(input.dim() == 1 ? 0 : 1),
+                        loss_dtype(input), input.device());
   const bool in_places = has_places(input);
   if (arguments.has_probabilities()) {
     const at::ScalarType dtype = arguments.target.scalar_type();
@@ -177,7 +141,7 @@ auto find(const char* name, const char* overload) {
 template <typename Op>
 auto call_with(const Op& op, const at::Tensor& input, const at::Tensor& target,
                const CrossEntropyOptions& options) {
-  return op.call(input, target, options.weight(), reduction_named(options.reduction()),
+  return op.call(input, target, options.weight(), loss_reduction(kOp, options.reduction()),
                  options.ignore_index(), options.label_smoothing(), options.grad_scale(),
                  options.denominator(), options.z_loss(), options.softcap());
 }
@@ -190,23 +154,13 @@ at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target,
   return call_with(op, input, target, options);
 }
 
-namespace {
-
-at::Tensor correct_of(const at::Tensor& argmax, const at::Tensor& input, const at::Tensor& target,
-                      int64_t ignore_index) {
-  if (target.is_floating_point()) return argmax.eq(target.argmax(input.dim() == 1 ? 0 : 1));
-  const at::Tensor classes = target.reshape(argmax.sizes());
-  return argmax.eq(classes).logical_and(classes.ne(ignore_index));
-}
-
-}  // namespace
-
 CrossEntropyWithMetrics cross_entropy_with_metrics(const at::Tensor& input,
                                                    const at::Tensor& target,
                                                    const CrossEntropyOptions& options) {
   static const auto op = find<Metrics>("ampfuse::cross_entropy", "metrics");
   auto [loss, lse, entropy, argmax] = call_with(op, input, target, options);
-  const at::Tensor correct = correct_of(argmax, input, target, options.ignore_index());
+  const at::Tensor correct =
+      correct_predictions(argmax, target, options.ignore_index(), input.dim() == 1 ? 0 : 1);
   return {loss, {lse, entropy, argmax, correct}};
 }
 

@@ -116,7 +116,7 @@ def cross_entropy(
         return loss
     results = torch.ops.ampfuse.cross_entropy.metrics(input, target, weight, **options)
     loss, lse, entropy, argmax = results
-    correct = _correct(argmax, input, target, ignore_index)
+    correct = _correct(argmax, target, ignore_index, class_dim=min(1, input.dim() - 1))
     return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
 
 
@@ -272,8 +272,8 @@ def _number(
     return torch.ones((), dtype=dtype, device=input.device) * value
 
 
-def _correct(argmax: Tensor, input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+def _correct(argmax: Tensor, target: Tensor, ignore_index: int, class_dim: int) -> Tensor:
     if target.is_floating_point():
-        return argmax == target.argmax(min(1, input.dim() - 1))
+        return argmax == target.argmax(class_dim)
     target = target.reshape(argmax.shape)
     return (argmax == target) & (target != ignore_index)

@@ -15,7 +15,8 @@ struct Exact {
   std::vector<long double> gradient;
   std::vector<long double> largest_term;
 
-  Exact(const Batch<scalar_t>& batch, const std::vector<scalar_t>& logits, int64_t row)
+  template <typename grad_t>
+  Exact(const Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits, int64_t row)
       : gradient(batch.classes), largest_term(batch.classes) {
     const Options& options = batch.options;
     const int classes = batch.classes;
@@ -68,8 +69,8 @@ long double last_place(long double x) {
   return std::ldexp(1.0L, exponent - kDigits + 1);
 }
 
-template <typename scalar_t>
-void check(Batch<scalar_t>& batch, const std::vector<scalar_t>& logits) {
+template <typename scalar_t, typename grad_t>
+void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) {
   using acc_t = ampfuse::RowAcc<scalar_t>;
   const long double unit = std::is_same_v<acc_t, double> ? 1e-14L : 1e-6L;
   constexpr long double kReference = 1e-17L;  // by how much long double itself is off
@@ -91,7 +92,7 @@ void check(Batch<scalar_t>& batch, const std::vector<scalar_t>& logits) {
       const auto got = static_cast<double>(batch.gradient_of(row, c));
       const long double allowed =
           // Doubles are computed with doubles alone, where z − m is rounded.
-          last_place<scalar_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
+          last_place<grad_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
           (batch.options.is_plain() ? kReference : unit * 2) * exact.largest_term[c];
       misses += !(std::fabs(got - exact.gradient[c]) <= allowed);
     }
@@ -100,10 +101,10 @@ void check(Batch<scalar_t>& batch, const std::vector<scalar_t>& logits) {
   CHECK(std::fabs(batch.loss - total / batch.divisor) <= unit * 4 * std::fabs(total) + kReference);
 }
 
-template <typename scalar_t, typename Team>
+template <typename scalar_t, typename Team, typename grad_t = scalar_t>
 void run_and_check(int64_t rows, int classes, int64_t offset, const Options& options) {
   CAPTURE(rows, classes, offset, sizeof(scalar_t));
-  Batch<scalar_t> batch(rows, classes, offset, options);
+  Batch<scalar_t, grad_t> batch(rows, classes, offset, options);
   const std::vector<scalar_t> logits = batch.dense_logits();
   using ampfuse::RowWork;
   options.is_plain() ? forward_on_host<scalar_t, Team, RowWork::kPlain>(batch)

@@ -60,7 +60,7 @@ inline std::vector<Options> each_by_itself(const Options& given) {
 
 // Rows of logits in memory that ends where they do and starts `offset` elements behind a boundary.
 // With places, their number is a multiple of these.
-template <typename scalar_t>
+template <typename scalar_t, typename grad_t = scalar_t>
 struct Batch {
   int64_t rows;
   int classes;
@@ -72,7 +72,7 @@ struct Batch {
   std::vector<ampfuse::RowAcc<scalar_t>> probabilities;
 
   // What a launch leaves.
-  FakeTensor<scalar_t> grad;
+  FakeTensor<grad_t> grad;
   std::vector<ampfuse::RowAcc<scalar_t>> losses;
   std::vector<double> block_losses;
   std::vector<ampfuse::TargetWeight> weights;
@@ -129,7 +129,7 @@ struct Batch {
     return (row / places * classes + c) * places + row % places;
   }
   scalar_t& logit(int64_t row, int c) const { return logits.data()[index(row, c, stride)]; }
-  scalar_t gradient_of(int64_t row, int c) const {
+  grad_t gradient_of(int64_t row, int c) const {
     return gradient()[index(row, c, options.in_place ? stride : classes)];
   }
   ampfuse::RowAcc<scalar_t> probability(int64_t row, int c) const {
@@ -190,7 +190,12 @@ struct Batch {
             acc_t(options.softcap)};
   }
 
-  scalar_t* gradient() const { return options.in_place ? logits.data() : grad.data(); }
+  grad_t* gradient() const {
+    if constexpr (std::is_same_v<grad_t, scalar_t>) {
+      if (options.in_place) return logits.data();
+    }
+    return grad.data();
+  }
 
   ampfuse::CrossEntropyReduction reduction() {
     const bool has_indices = !options.probabilities;
@@ -205,7 +210,7 @@ struct Batch {
             /*trap=*/false};
   }
 
-  ampfuse::CrossEntropyResults<scalar_t> results() {
+  ampfuse::CrossEntropyResults<scalar_t, grad_t> results() {
     return {losses.data(),
             block_losses.data(),
             statistics.data(),
@@ -221,9 +226,9 @@ struct Batch {
   std::vector<uint8_t> bytes_;
 };
 
-template <typename scalar_t, typename Team, ampfuse::RowWork kWork>
-void forward_on_host(Batch<scalar_t>& batch,
-                     const ampfuse::CrossEntropyResults<scalar_t>& results) {
+template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename grad_t>
+void forward_on_host(Batch<scalar_t, grad_t>& batch,
+                     const ampfuse::CrossEntropyResults<scalar_t, grad_t>& results) {
   using ampfuse::kThreads;
   if (!batch.options.probabilities) {
     simt::launch(ampfuse::cross_entropy_weigh_kernel<scalar_t>, batch.weights.size(), kThreads, 0,
@@ -231,14 +236,14 @@ void forward_on_host(Batch<scalar_t>& batch,
   }
   const int kept = batch.options.kept_pieces * Team::kSize;
   const size_t shared = kept * Team::kTeams * sizeof(ampfuse::Pack<scalar_t>);
-  simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork>, kGrid, Team::kBlock,
-               shared, batch.table(), batch.reduction(), results, kept);
+  simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, kGrid,
+               Team::kBlock, shared, batch.table(), batch.reduction(), results, kept);
   if (results.block_losses == nullptr) return;
   simt::launch(ampfuse::cross_entropy_finish_kernel<ampfuse::RowAcc<scalar_t>>, 1, kThreads, 0,
                results.block_losses, kGrid, &batch.divisor, &batch.loss);
 }
 
-template <typename scalar_t, typename Team, ampfuse::RowWork kWork>
-void forward_on_host(Batch<scalar_t>& batch) {
+template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename grad_t>
+void forward_on_host(Batch<scalar_t, grad_t>& batch) {
   forward_on_host<scalar_t, Team, kWork>(batch, batch.results());
 }

@@ -36,9 +36,9 @@ void check_backward(int64_t rows, int classes, Options options) {
   forward_on_host<scalar_t, Team, kWork>(batch);
   FakeTensor<scalar_t> grad(batch.grad.size, batch.grad.offset);
   const double upstream = batch.baked;
-  simt::launch(ampfuse::cross_entropy_backward_kernel<scalar_t, Team, kWork>, kGrid, Team::kBlock,
-               0, batch.table(), batch.statistics.data(), &batch.divisor, &upstream, false,
-               grad.data(), batch.rows_at(classes));
+  simt::launch(ampfuse::cross_entropy_backward_kernel<scalar_t, Team, kWork, scalar_t>, kGrid,
+               Team::kBlock, 0, batch.table(), batch.statistics.data(), &batch.divisor, &upstream,
+               false, grad.data(), batch.rows_at(classes));
   CHECK(same_bits(grad, batch.grad));
 }
 

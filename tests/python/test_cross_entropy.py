@@ -9,7 +9,7 @@ from torch.nn import functional
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # One class; fewer than a vector; warps' and vectors' multiples and neighbours; odd and prime ones
 # on both sides of a block of 2048; GPT-2's; the largest in use, with a neighbour.
-CLASSES = [1, 2, 7, 31, 64, 1000, 2047, 2048, 2049, 4099, 50257, 262144, 262147]
+CLASSES = [1, 2, 7, 31, 64, 128, 129, 1000, 2047, 2048, 2049, 4099, 50257, 262144, 262147]
 
 
 def logits_of(rows, classes, dtype, device, scale=4.0, seed=0):

@@ -52,10 +52,12 @@ AMPFUSE_PER_CAPABILITY(void row_exponentials(const Logits& logits, double larges
 /// What exponentials of logits of this dtype are relative to.
 AMPFUSE_PER_CAPABILITY(double row_reference(c10::ScalarType dtype, double largest))
 
-/// Writes the gradient, of the logits' dtype, which may be where the logits are; of the target's,
-/// `of_target`. `of_exponential` is for the exponentials as they are.
+/// Writes the gradient, of the logits' dtype or for float logits also of 16 bits, which may be
+/// where the logits are if it is of their dtype; of the target's, `of_target`. `of_exponential` is
+/// for the exponentials as they are.
 AMPFUSE_PER_CAPABILITY(void row_gradient(const Logits& logits, const ClassShares& shares,
                                          const void* exponentials,
-                                         const math::RowGradient<double>& gradient, void* out))
+                                         const math::RowGradient<double>& gradient, void* out,
+                                         c10::ScalarType out_dtype))
 
 }  // namespace ampfuse

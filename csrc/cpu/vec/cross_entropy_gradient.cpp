@@ -10,16 +10,16 @@ namespace ampfuse::CPU_CAPABILITY {
 namespace {
 
 // Writes value(i), of which the lanes behind the end are not looked at, for [0, count).
-template <typename scalar_t, typename Value>
-void write_each(scalar_t* out, int64_t count, const Value& value) {
-  using Vec = AccVec<scalar_t>;
-  using Out = at::vec::Vectorized<scalar_t>;
+template <typename out_t, typename Value>
+void write_each(out_t* out, int64_t count, const Value& value) {
+  using Vec = AccVec<out_t>;
+  using Out = at::vec::Vectorized<out_t>;
   int64_t i = 0;
   const auto write = [&](int64_t size) {
-    if constexpr (kIsNarrow<scalar_t>) {
+    if constexpr (kIsNarrow<out_t>) {
       const Vec low = value(i);
       const Vec high = size > Vec::size() ? value(i + Vec::size()) : Vec(0);
-      at::vec::convert_from_float<scalar_t>(low, high).store(out + i, size);
+      at::vec::convert_from_float<out_t>(low, high).store(out + i, size);
     } else {
       value(i).store(out + i, size);
     }
@@ -68,9 +68,9 @@ class OfExponentials {
   std::conditional_t<std::is_same_v<scalar_t, double>, double, math::BiasedFactor> factor_;
 };
 
-template <typename scalar_t>
+template <typename scalar_t, typename out_t>
 void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
-                  const math::RowGradient<double>& gradient, scalar_t* out) {
+                  const math::RowGradient<double>& gradient, out_t* out) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
   double of_target = gradient.of_target;
@@ -93,15 +93,17 @@ void row_gradient(const Logits& logits, const ClassShares& shares, const void* e
   } else {
     write_each(out, logits.count, [&](int64_t i) { return of_exponentials.at(i); });
   }
-  if (logits.target >= 0) out[logits.target] = static_cast<scalar_t>(of_target);
+  if (logits.target >= 0) out[logits.target] = static_cast<out_t>(of_target);
 }
 
 }  // namespace
 
 void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
-                  const math::RowGradient<double>& gradient, void* out) {
+                  const math::RowGradient<double>& gradient, void* out, c10::ScalarType out_dtype) {
   with_logit_type(logits.dtype, [&]<typename scalar_t>() {
-    row_gradient(logits, shares, exponentials, gradient, static_cast<scalar_t*>(out));
+    with_gradient_type<scalar_t>(out_dtype, [&]<typename out_t>() {
+      row_gradient<scalar_t>(logits, shares, exponentials, gradient, static_cast<out_t*>(out));
+    });
   });
 }
 

@@ -1,5 +1,6 @@
-// Tiles of rows: what their logits tell. All loops go over classes, for two vectors of rows at a
-// time; lanes know nothing of each other, so that no row's result depends on those beside it.
+// Tiles of rows: what their logits tell. All loops go over classes, for one vector of rows at a
+// time, so that sums stay in registers; lanes know nothing of each other, so that no row's result
+// depends on those beside it.
 #include "cross_entropy_tile.h"
 
 #include "lane.h"
@@ -14,12 +15,12 @@ namespace {
 
 // The classes of the first largest logits; a NaN is larger than all numbers, as in torch.
 template <typename A>
-void find_first_largest(const A* x, int64_t classes, int64_t* argmax) {
+void find_first_largest(const Tile& tile, const A* x, int64_t* argmax) {
   using Vec = VecOf<A>;
-  for (int64_t row = 0; row < kTileRows; row += Vec::size()) {
+  for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     Vec best(-kInfinity<A>);
     Vec at(A(0));
-    for (int64_t c = 0; c < classes; ++c) {
+    for (int64_t c = 0; c < tile.classes; ++c) {
       const Vec here = Vec::loadu(x + c * kTileRows + row);
       const Vec is_above = (here > best) | ((here != here) & (best == best));
       best = Vec::blendv(best, here, is_above);
@@ -31,24 +32,23 @@ void find_first_largest(const A* x, int64_t classes, int64_t* argmax) {
   }
 }
 
-// A NaN may hide here; it shows in the sums.
+// The largest logit of each row and its target's. A NaN may hide in the former; it shows in the
+// sums.
 template <typename A>
-void find_largest(const A* x, int64_t classes, double softcap, TileNumbers& largest) {
+void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumbers& largest) {
   using Vec = VecOf<A>;
-  each_row_pair<A>([&](int64_t row) {
-    Vec found[kPair] = {Vec(-kInfinity<A>), Vec(-kInfinity<A>)};
-    for (int64_t c = 0; c < classes; ++c) {
-#pragma GCC unroll 2
-      for (int k = 0; k < kPair; ++k) {
-        found[k] =
-            at::vec::clamp_min(Vec::loadu(x + c * kTileRows + row + k * Vec::size()), found[k]);
-      }
+  for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
+    const Vec target = load_as<A>(targets.index + row);
+    Vec found(-kInfinity<A>);
+    Vec own(-kInfinity<A>);
+    for (int64_t c = 0; c < tile.classes; ++c) {
+      const Vec here = Vec::loadu(x + c * kTileRows + row);
+      found = at::vec::clamp_min(here, found);
+      own = math::Lane<Vec>::choose_equal(target, Vec(static_cast<A>(c)), here, own);
     }
-    for (int k = 0; k < kPair; ++k) {
-      put_each<A>(math::softcapped(found[k], static_cast<A>(softcap)),
-                  largest + row + k * Vec::size());
-    }
-  });
+    put_each<A>(own, targets.logit + row);
+    put_each<A>(math::softcapped(found, static_cast<A>(tile.softcap)), largest + row);
+  }
 }
 
 // z in place of logits, and how it moves with them, where these are not the same.
@@ -82,12 +82,13 @@ void load_probabilities(const Tile& tile, const TileMemory<A>& memory) {
 
 // Shares and spread, but for the targets'.
 template <typename A>
-void add_shares(const Tile& tile, const TileMemory<A>& memory, TilePart& part) {
+void add_shares(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
+                TilePart& part) {
   using Vec = VecOf<A>;
   const TileShareVectors<A> shares(tile, memory.probabilities);
-  for (int64_t row = 0; row < kTileRows; row += Vec::size()) {
+  for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const Vec largest = load_as<A>(part.largest + row);
-    const Vec target = load_as<A>(tile.targets + row);
+    const Vec target = load_as<A>(targets.index + row);
     LaneSums<A> sum;
     LaneSums<A> spread;
     for (int64_t c = 0; c < tile.classes; ++c) {
@@ -101,7 +102,7 @@ void add_shares(const Tile& tile, const TileMemory<A>& memory, TilePart& part) {
     sum.put(part.shares + row, 1);
     spread.put(part.spread + row, 1);
   }
-  for (int64_t row = 0; row < kTileRows; ++row) {
+  for (int64_t row = 0; row < tile.rows; ++row) {
     part.spread[row] +=
         math::times_or_zero(part.shares[row], part.reference[row] - part.largest[row]);
   }
@@ -114,115 +115,162 @@ void load(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory) {
   if (tile.shares.probabilities != nullptr) load_probabilities(tile, memory);
 }
 
-// Their exponentials are to be 0.
+template <typename Index>
+void read_indices(const void* from, int64_t ignore_index, int64_t rows, TileNumbers& index) {
+  const auto* const targets = static_cast<const Index*>(from);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t target = targets[row];
+    index[row] = target == ignore_index ? kIgnored : static_cast<double>(target);
+  }
+}
+
+// All but their logits.
 template <typename A>
-void take_targets_out(const Tile& tile, A* z) {
+void read_targets(const Tile& tile, TileTargets& targets) {
+  const auto read = [&]<typename Index>() {
+    read_indices<Index>(tile.targets, tile.ignore_index, tile.rows, targets.index);
+  };
+  if (tile.rows < kTileRows) std::fill_n(targets.index, kTileRows, kIgnored);
+  if (!tile.has_targets()) {
+    // A distribution over no classes at all loses nothing.
+    std::fill_n(targets.index, tile.rows, tile.classes > 0 ? kNoClass : kIgnored);
+  } else if (tile.target_dtype == c10::ScalarType::Long) {
+    read.template operator()<int64_t>();
+  } else if (tile.target_dtype == c10::ScalarType::Int) {
+    read.template operator()<int32_t>();
+  } else {
+    read.template operator()<uint8_t>();
+  }
+  const double share = tile.target_share;
+  for (int64_t row = 0; row < kTileRows; ++row) {
+    targets.share[row] = targets.index[row] >= 0 ? share : 0;
+  }
+  const auto* const weight = static_cast<const A*>(tile.shares.weight);
+  if (weight == nullptr) return;
   for (int64_t row = 0; row < tile.rows; ++row) {
-    if (tile.targets[row] >= 0) z[tile.targets[row] * kTileRows + row] = -kInfinity<A>;
+    const auto index = static_cast<int64_t>(targets.index[row]);
+    if (index >= 0) targets.share[row] *= static_cast<double>(weight[index]);
   }
 }
 
 template <typename scalar_t>
-void tile_part_of(const Tile& tile, void* bytes, TilePart& part, int64_t* argmax) {
+void tile_part_of(const Tile& tile, void* bytes, TilePart& part, TileTargets& targets,
+                  int64_t* argmax) {
   using A = acc_t<scalar_t>;
   using Vec = VecOf<A>;
   constexpr double kUnbias = std::is_same_v<A, double> ? 1 : math::kUnbias;
   const TileMemory<A> memory(tile, bytes);
   load<scalar_t>(tile, memory);
-  A* const z = memory.exponentials;
-  find_largest(z, tile.classes, tile.softcap, part.largest);
-  if (argmax != nullptr) find_first_largest(z, tile.classes, argmax);
+  read_targets<A>(tile, targets);
+  find_largest(tile, memory.exponentials, targets, part.largest);
+  if (argmax != nullptr) find_first_largest(tile, memory.exponentials, argmax);
   apply_softcap(tile, memory);
-  const References<A> references(part.largest, part.reference);
-  for (int64_t row = 0; row < kTileRows; ++row) {
-    const bool exists = row < tile.rows && tile.targets[row] >= 0;
-    part.target_z[row] = -kInfinity<double>;
-    if (exists) {
-      const double x = raw_logit<scalar_t>(tile, row, tile.targets[row]);
-      part.target_z[row] = math::softcapped(x, tile.softcap);
-    }
-    part.shares[row] = part.spread[row] = part.entropy[row] = 0;
+  math::ExpReferenceOf<Vec> references[kTileRows / Vec::size()];
+  for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
+    references[row / Vec::size()] = reference_of_rows<A>(part.largest, row, part.reference);
   }
-  if (tile.shares.any()) add_shares(tile, memory, part);
-  take_targets_out(tile, z);
-  each_row_pair<A>([&](int64_t row) {
-    LaneSums<A> sums[kPair];
-    // So much smaller than what is added beside them that they need no double.
-    Vec lows[kPair] = {};
-    const auto add = [&](int k, const Vec& e, const Vec& low) {
-      sums[k].add(e);
-      if constexpr (std::is_same_v<scalar_t, float>) lows[k] = lows[k] + low;
+  std::fill_n(part.shares, kTileRows, 0);
+  std::fill_n(part.spread, kTileRows, 0);
+  std::fill_n(part.entropy, kTileRows, 0);
+  if (tile.shares.any()) add_shares(tile, memory, targets, part);
+  for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
+    const auto& reference = references[row / Vec::size()];
+    LaneSums<A> sum;
+    Vec lows = 0;  // so much smaller than what is added beside them that they need no double
+    const auto add = [&](const Vec& e, const Vec& low) {
+      sum.add(e);
+      if constexpr (std::is_same_v<scalar_t, float>) lows = lows + low;
     };
     if (argmax == nullptr) {
-      exponentials_of_pair<scalar_t>(
-          memory, tile.classes, references, row,
-          [&](int k, const Vec&, const Vec& e, const Vec& low) { add(k, e, low); });
+      write_exponentials<scalar_t>(memory, tile.classes, reference, targets, row,
+                                   [&](const Vec&, const Vec& e, const Vec& low) { add(e, low); });
     } else {
-      LaneSums<A> entropies[kPair];
+      LaneSums<A> entropy;
       const Vec furthest(A(1000));  // where exponentials are 0, and 0 times infinity no number
-      const Vec top[kPair] = {load_as<A>(part.largest + row),
-                              load_as<A>(part.largest + row + Vec::size())};
-      exponentials_of_pair<scalar_t>(memory, tile.classes, references, row,
-                                     [&](int k, const Vec& z, const Vec& e, const Vec& low) {
-                                       add(k, e, low);
-                                       entropies[k].add(e * at::vec::minimum(top[k] - z, furthest));
-                                     });
-      for (int k = 0; k < kPair; ++k) {
-        entropies[k].put(part.entropy + row + k * Vec::size(), kUnbias);
-      }
+      const Vec top = load_as<A>(part.largest + row);
+      write_exponentials<scalar_t>(memory, tile.classes, reference, targets, row,
+                                   [&](const Vec& z, const Vec& e, const Vec& low) {
+                                     add(e, low);
+                                     entropy.add(e * at::vec::minimum(top - z, furthest));
+                                   });
+      entropy.put(part.entropy + row, kUnbias);
     }
-    for (int k = 0; k < kPair; ++k) {
-      sums[k].add(lows[k]);
-      sums[k].put(part.sum + row + k * Vec::size(), kUnbias);
-    }
-  });
+    sum.add(lows);
+    sum.put(part.sum + row, kUnbias);
+  }
   if (argmax == nullptr) return;
-  for (int64_t row = 0; row < kTileRows; ++row) {
+  for (int64_t row = 0; row < tile.rows; ++row) {
     part.entropy[row] += part.sum[row] * (part.reference[row] - part.largest[row]);
   }
 }
 
+// Added up as the rows lie in vectors of 8, whatever vectors there are.
+double sum_of(const TileNumbers& numbers) {
+  constexpr int64_t kSums = 8;
+  double sums[kSums] = {};
+  for (int64_t i = 0; i < kTileRows; i += kSums) {
+    for (int64_t k = 0; k < kSums; ++k) sums[k] += numbers[i + k];
+  }
+  for (int64_t step = 1; step < kSums; step *= 2) {
+    for (int64_t i = 0; i < kSums; i += 2 * step) sums[i] += sums[i + step];
+  }
+  return sums[0];
+}
+
 }  // namespace
 
-void tile_part(const Tile& tile, void* memory, TilePart& part, int64_t* argmax) {
-  with_logit_type(tile.dtype,
-                  [&]<typename scalar_t>() { tile_part_of<scalar_t>(tile, memory, part, argmax); });
+void tile_part(const Tile& tile, void* memory, TilePart& part, TileTargets& targets,
+               int64_t* argmax) {
+  with_logit_type(tile.dtype, [&]<typename scalar_t>() {
+    tile_part_of<scalar_t>(tile, memory, part, targets, argmax);
+  });
 }
 
 void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest,
-                       TileNumbers& reference) {
+                       TileNumbers& reference, TileTargets& targets) {
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
     using A = acc_t<scalar_t>;
     const TileMemory<A> memory(tile, bytes);
     load<scalar_t>(tile, memory);
+    read_targets<A>(tile, targets);
+    TileNumbers found;  // what is known
+    find_largest(tile, memory.exponentials, targets, found);
     apply_softcap(tile, memory);
-    take_targets_out(tile, memory.exponentials);
-    const References<A> references(largest, reference);
-    each_row_pair<A>([&](int64_t row) {
-      exponentials_of_pair<scalar_t>(memory, tile.classes, references, row,
-                                     [](int, const auto&, const auto&, const auto&) {});
-    });
+    for (int64_t row = 0; row < tile.lanes(); row += VecOf<A>::size()) {
+      write_exponentials<scalar_t>(memory, tile.classes,
+                                   reference_of_rows<A>(largest, row, reference), targets, row,
+                                   [](const auto&, const auto&, const auto&) {});
+    }
   });
 }
 
-void tile_loss(const Tile& tile, const TilePart& part, const TileNumbers& target_share,
-               double z_loss, bool with_metrics, TileLoss& loss) {
+void tile_loss(const Tile& tile, const TilePart& part, const TileTargets& targets, double z_loss,
+               bool with_metrics, TileLoss& loss) {
   using Vec = VecOf<double>;
-  for (int64_t row = 0; row < kTileRows; row += Vec::size()) {
+  using L = math::Lane<Vec>;
+  if (tile.rows < kTileRows) std::fill_n(loss.loss, kTileRows, 0);
+  for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const auto at = [&](const TileNumbers& numbers) { return Vec::loadu(numbers + row); };
     const math::RowPart<Vec> others = {at(part.largest), at(part.reference), at(part.sum),
                                        at(part.shares),  at(part.spread),    at(part.entropy)};
-    const math::RowTarget<Vec> target = {tile.has_targets(), at(part.target_z), at(target_share)};
+    const Vec index = at(targets.index);
+    const Vec z = L::choose(index >= Vec(0), math::softcapped(at(targets.logit), tile.softcap),
+                            Vec(-kInfinity<double>));
+    const math::RowTarget<Vec> target = {tile.has_targets(), z, at(targets.share)};
     const math::RowLoss<Vec> of_rows = math::row_loss(others, target, z_loss);
-    of_rows.loss.store(loss.loss + row);
-    of_rows.statistics.largest.store(loss.statistics.largest + row);
-    of_rows.statistics.sum.store(loss.statistics.sum + row);
-    of_rows.statistics.others.store(loss.statistics.others + row);
-    of_rows.statistics.shares.store(loss.statistics.shares + row);
+    const auto put = [&](const Vec& x, TileNumbers& to) {
+      L::choose_equal(index, Vec(kIgnored), Vec(0), x).store(to + row);
+    };
+    put(of_rows.loss, loss.loss);
+    put(of_rows.statistics.largest, loss.statistics.largest);
+    put(of_rows.statistics.sum, loss.statistics.sum);
+    put(of_rows.statistics.others, loss.statistics.others);
+    put(of_rows.statistics.shares, loss.statistics.shares);
     if (!with_metrics) continue;
     of_rows.lse.store(loss.lse + row);
     of_rows.entropy.store(loss.entropy + row);
   }
+  loss.total = sum_of(loss.loss);
 }
 
 }  // namespace ampfuse::CPU_CAPABILITY

@@ -24,17 +24,34 @@ struct Tile {
   double softcap;      // 0: none
   ClassShares shares;  // probabilities are the first row's
   TileLayout probabilities;
-  int64_t targets[kTileRows];  // classes; -1 of rows that have none
+  const void* targets;  // the first row's; null where there are probabilities
+  c10::ScalarType target_dtype;
+  int64_t ignore_index;
+  double target_share;  // of each row that has a target, but for its class's weight
 
-  AMPFUSE_HOST_DEVICE bool has_targets() const { return shares.probabilities == nullptr; }
+  AMPFUSE_HOST_DEVICE bool has_targets() const { return targets != nullptr; }
+  // How many rows are computed: those there are, in vectors of as many floats as any has.
+  AMPFUSE_HOST_DEVICE int64_t lanes() const { return (rows + 15) / 16 * 16; }
 };
 
-/// A number for each row.
+/// A number for each row, up to lanes().
 using TileNumbers = double[kTileRows];
 
-/// math::RowPart of each row, and z of its target.
+/// Rows' own targets: classes, their logits, and what they weigh (B). Vectors of floats hold
+/// classes exactly up to 2²⁴; images of more, which have at least a sixteenth as many places, fit
+/// no memory.
+struct TileTargets {
+  TileNumbers index, logit, share;
+};
+
+/// In place of a class: of rows that are ignored or not there, and of rows whose target is a
+/// distribution.
+inline constexpr double kIgnored = -1;
+inline constexpr double kNoClass = -2;
+
+/// math::RowPart of each row.
 struct TilePart {
-  TileNumbers largest, reference, sum, shares, spread, entropy, target_z;
+  TileNumbers largest, reference, sum, shares, spread, entropy;
 };
 
 struct TileStatistics {
@@ -43,6 +60,7 @@ struct TileStatistics {
 
 struct TileLoss {
   TileNumbers loss, lse, entropy;
+  double total;  // of the losses
   TileStatistics statistics;
 };
 
@@ -55,26 +73,28 @@ inline int64_t tile_bytes(const Tile& tile) {
   return arrays * tile.classes * kTileRows * number;
 }
 
-/// Reads logits, tells what they are, and leaves exponentials as row_part does. Entropies and
-/// the classes of the first largest logits only where `argmax` is not null.
+/// Reads logits and targets, tells what they are, and leaves exponentials as row_part does.
+/// Entropies and the classes of the first largest logits only where `argmax` is not null.
 AMPFUSE_PER_CAPABILITY(void tile_part(const Tile& tile, void* memory, TilePart& part,
-                                      int64_t* argmax))
+                                      TileTargets& targets, int64_t* argmax))
 
 /// The same exponentials for rows whose largest z are known.
 AMPFUSE_PER_CAPABILITY(void tile_exponentials(const Tile& tile, void* memory,
-                                              const TileNumbers& largest, TileNumbers& reference))
+                                              const TileNumbers& largest, TileNumbers& reference,
+                                              TileTargets& targets))
 
-/// math::row_loss of each row, whose target has this share; lse and entropy only with_metrics.
+/// math::row_loss of each row, zeros for rows that are ignored; lse and entropy, which these have
+/// too, only with_metrics.
 AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePart& part,
-                                      const TileNumbers& target_share, double z_loss,
-                                      bool with_metrics, TileLoss& loss))
+                                      const TileTargets& targets, double z_loss, bool with_metrics,
+                                      TileLoss& loss))
 
-/// Writes the gradient, which may be where the logits are, times `scale`; zeros for rows that have
-/// no target where others have.
+/// Writes the gradient, of row_gradient's dtypes, which may be where the logits are, times `scale`;
+/// zeros for rows that are ignored.
 AMPFUSE_PER_CAPABILITY(void tile_gradient(const Tile& tile, void* memory,
                                           const TileStatistics& statistics,
-                                          const TileNumbers& reference,
-                                          const TileNumbers& target_share, double z_loss,
-                                          const TileNumbers& scale, void* out, TileLayout layout))
+                                          const TileNumbers& reference, const TileTargets& targets,
+                                          double z_loss, const TileNumbers& scale, void* out,
+                                          c10::ScalarType out_dtype, TileLayout layout))
 
 }  // namespace ampfuse

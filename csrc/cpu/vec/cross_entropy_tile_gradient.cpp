@@ -14,15 +14,19 @@ namespace {
 struct TileGradient {
   TileNumbers of_exponential, scale, of_target;
 
-  TileGradient(const TileStatistics& statistics, const TileNumbers& reference,
-               const TileNumbers& target_share, double z_loss, const TileNumbers& factor) {
+  TileGradient(const Tile& tile, const TileStatistics& statistics, const TileNumbers& reference,
+               const TileTargets& targets, double z_loss, const TileNumbers& factor) {
     using Vec = VecOf<double>;
-    for (int64_t row = 0; row < kTileRows; row += Vec::size()) {
+    for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
       const auto at = [&](const TileNumbers& numbers) { return Vec::loadu(numbers + row); };
       const math::Statistics<Vec> known = {at(statistics.largest), at(statistics.sum),
                                            at(statistics.others), at(statistics.shares)};
-      const math::RowGradient<Vec> gradient =
-          math::row_gradient(known, at(reference), at(target_share), z_loss, at(factor));
+      math::RowGradient<Vec> gradient =
+          math::row_gradient(known, at(reference), at(targets.share), z_loss, at(factor));
+      if (tile.softcap != 0) {
+        gradient.of_target =
+            gradient.of_target * math::softcap_slope(at(targets.logit), tile.softcap);
+      }
       gradient.of_exponential.store(of_exponential + row);
       gradient.scale.store(scale + row);
       gradient.of_target.store(of_target + row);
@@ -30,87 +34,121 @@ struct TileGradient {
   }
 };
 
-// What the exponentials of some rows are multiplied by.
+// math::biased_factor of a vector of rows.
 template <typename A>
-struct Factors {
-  A high[kTileRows];
-  A low[kTileRows];
-  A unbias[kTileRows];
-
-  explicit Factors(const TileNumbers& factors) {
-    for (int64_t row = 0; row < kTileRows; ++row) {
-      if constexpr (std::is_same_v<A, double>) {
-        high[row] = factors[row];
-      } else {
-        const math::BiasedFactor factor = math::biased_factor(factors[row]);
-        high[row] = factor.high;
-        low[row] = factor.low;
-        unbias[row] = factor.unbias;
-      }
-    }
-  }
-};
-
-// In place of exponentials.
-template <typename scalar_t>
-void write_products(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
-                    const TileGradient& gradient) {
-  using A = acc_t<scalar_t>;
+math::BiasedFactorOf<VecOf<A>> factor_of_rows(const double* factors) {
   using Vec = VecOf<A>;
-  const Factors<A> factors(gradient.of_exponential);
-  const TileShareVectors<A> shares(tile, memory.probabilities);
-  for (int64_t row = 0; row < kTileRows; row += Vec::size()) {
-    math::BiasedFactorOf<Vec> factor = {Vec::loadu(factors.high + row), Vec(0), Vec(1)};
-    if constexpr (!std::is_same_v<A, double>) {
-      factor.low = Vec::loadu(factors.low + row);
-      factor.unbias = Vec::loadu(factors.unbias + row);
+  if constexpr (std::is_same_v<A, double>) {
+    return {Vec::loadu(factors), Vec(0), Vec(1)};
+  } else {
+    using Wide = VecOf<double>;
+    using L = math::Lane<Wide>;
+    Wide with_bias[2];
+    Wide unbias[2];
+    for (int k = 0; k < 2; ++k) {
+      const Wide factor = Wide::loadu(factors + k * Wide::size());
+      const Wide is_apart = factor.abs() < Wide(math::kSmallestUnbiased);
+      with_bias[k] = L::choose(is_apart, factor, factor * Wide(math::kUnbias));
+      unbias[k] = L::choose(is_apart, Wide(math::kUnbias), Wide(1));
     }
-    const Vec minus_scale = load_as<A>(gradient.scale + row).neg();
-    for (int64_t c = 0; c < tile.classes; ++c) {
-      const int64_t i = c * kTileRows + row;
-      const Vec e = Vec::loadu(memory.exponentials + i);
-      Vec g;
-      if constexpr (std::is_same_v<scalar_t, float>) {
-        g = factor.times(math::InTwo<Vec>{e, Vec::loadu(memory.lows + i)});
-      } else {
-        g = factor.times(e);
-      }
-      if (tile.shares.any()) {
-        g = math::Lane<Vec>::multiply_add(minus_scale, shares.at(c, row), g);
-      }
-      if (tile.softcap != 0) g = g * Vec::loadu(memory.slopes + i);
-      g.store(memory.exponentials + i);
-    }
+    const Vec high = to_float(with_bias[0], with_bias[1]);
+    const auto [first, second] = to_double(high);
+    const auto finite = [](const Wide& x) { return L::choose(x - x == Wide(0), x, Wide(0)); };
+    const Vec low = to_float(finite(with_bias[0] - first), finite(with_bias[1] - second));
+    return {high, low, to_float(unbias[0], unbias[1])};
   }
 }
 
+// Gradients of a vector of rows.
 template <typename scalar_t>
-void write_targets(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
-                   const TileGradient& gradient) {
+class RowGradients {
+ public:
   using A = acc_t<scalar_t>;
-  for (int64_t row = 0; row < tile.rows; ++row) {
-    if (tile.targets[row] < 0) {
-      for (int64_t c = 0; c < tile.classes; ++c) memory.exponentials[c * kTileRows + row] = 0;
-      continue;
+  using Vec = VecOf<A>;
+
+  RowGradients(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
+               const TileGradient& gradient, int64_t row)
+      : memory_(memory),
+        row_(row),
+        has_shares_(tile.shares.any()),
+        is_capped_(tile.softcap != 0),
+        shares_(tile, memory.probabilities),
+        factor_(factor_of_rows<A>(gradient.of_exponential + row)),
+        minus_scale_(load_as<A>(gradient.scale + row).neg()),
+        target_(load_as<A>(targets.index + row)),
+        of_target_(load_as<A>(gradient.of_target + row)) {}
+
+  Vec at(int64_t c) const {
+    using L = math::Lane<Vec>;
+    const int64_t i = c * kTileRows + row_;
+    const Vec e = Vec::loadu(memory_.exponentials + i);
+    Vec g;
+    if constexpr (std::is_same_v<scalar_t, float>) {
+      g = factor_.times(math::InTwo<Vec>{e, Vec::loadu(memory_.lows + i)});
+    } else {
+      g = factor_.times(e);
     }
-    const int64_t at = tile.targets[row] * kTileRows + row;
-    const double x = raw_logit<scalar_t>(tile, row, tile.targets[row]);
-    const double slope = tile.softcap == 0 ? 1 : math::softcap_slope(x, tile.softcap);
-    memory.exponentials[at] = static_cast<A>(gradient.of_target[row] * slope);
+    if (has_shares_) g = L::multiply_add(minus_scale_, shares_.at(c, row_), g);
+    if (is_capped_) g = g * Vec::loadu(memory_.slopes + i);
+    g = L::choose_equal(target_, Vec(static_cast<A>(c)), of_target_, g);
+    return L::choose_equal(target_, Vec(static_cast<A>(kIgnored)), Vec(0), g);
+  }
+
+ private:
+  TileMemory<A> memory_;
+  int64_t row_;
+  bool has_shares_;
+  bool is_capped_;
+  TileShareVectors<A> shares_;
+  math::BiasedFactorOf<Vec> factor_;
+  Vec minus_scale_;
+  Vec target_;
+  Vec of_target_;
+};
+
+// Writes vectors of rows to to[c * stride + row], which may be where exponentials are.
+template <typename scalar_t, typename To>
+void write_gradient(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
+                    const TileTargets& targets, const TileGradient& gradient, To* to,
+                    int64_t stride) {
+  using Out = at::vec::Vectorized<To>;
+  for (int64_t row = 0; row < tile.lanes(); row += Out::size()) {
+    const auto put = [&](const Out& some, int64_t c) {
+      To* const here = to + c * stride + row;
+      __builtin_prefetch(here + kTileRows, /*rw=*/1);  // as expect_next(), to be written
+      some.store(here);
+    };
+    const RowGradients<scalar_t> low(tile, memory, targets, gradient, row);
+    if constexpr (kIsNarrow<To>) {
+      const RowGradients<scalar_t> high(tile, memory, targets, gradient, row + Out::size() / 2);
+      for (int64_t c = 0; c < tile.classes; ++c) {
+        put(at::vec::convert_from_float<To>(low.at(c), high.at(c)), c);
+      }
+    } else {
+      for (int64_t c = 0; c < tile.classes; ++c) put(low.at(c), c);
+    }
   }
 }
 
 }  // namespace
 
 void tile_gradient(const Tile& tile, void* bytes, const TileStatistics& statistics,
-                   const TileNumbers& reference, const TileNumbers& target_share, double z_loss,
-                   const TileNumbers& scale, void* out, TileLayout layout) {
-  const TileGradient gradient(statistics, reference, target_share, z_loss, scale);
+                   const TileNumbers& reference, const TileTargets& targets, double z_loss,
+                   const TileNumbers& scale, void* out, c10::ScalarType out_dtype,
+                   TileLayout layout) {
+  const TileGradient gradient(tile, statistics, reference, targets, z_loss, scale);
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
     const TileMemory<acc_t<scalar_t>> memory(tile, bytes);
-    write_products<scalar_t>(tile, memory, gradient);
-    if (tile.has_targets()) write_targets<scalar_t>(tile, memory, gradient);
-    store_tile<scalar_t>(memory.exponentials, tile.rows, tile.classes, memory.moving, out, layout);
+    const auto write = [&](auto* to, int64_t stride) {
+      write_gradient<scalar_t>(tile, memory, targets, gradient, to, stride);
+    };
+    if (!layout.by_row && tile.rows == kTileRows && out_dtype == tile.dtype) {
+      return write(static_cast<scalar_t*>(out), layout.stride);
+    }
+    write(memory.exponentials, kTileRows);
+    with_gradient_type<scalar_t>(out_dtype, [&]<typename out_t>() {
+      store_tile<out_t>(memory.exponentials, tile.rows, tile.classes, memory.moving, out, layout);
+    });
   });
 }
 

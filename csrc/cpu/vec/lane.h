@@ -4,6 +4,7 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include "../../math/lane.h"
+#include "log1p.h"
 
 namespace ampfuse::math {
 
@@ -12,6 +13,7 @@ struct Lane<at::vec::Vectorized<T>> {
   using V = at::vec::Vectorized<T>;
   static AMPFUSE_HOST_DEVICE V abs(const V& x) { return x.abs(); }
   static AMPFUSE_HOST_DEVICE V sqrt(const V& x) { return x.sqrt(); }
+  static AMPFUSE_HOST_DEVICE V ceil(const V& x) { return x.ceil(); }
   static AMPFUSE_HOST_DEVICE V multiply_add(const V& a, const V& b, const V& c) {
     return at::vec::fmadd(a, b, c);
   }
@@ -22,10 +24,23 @@ struct Lane<at::vec::Vectorized<T>> {
   }
   static AMPFUSE_HOST_DEVICE V exp(const V& x) { return x.exp(); }
   static AMPFUSE_HOST_DEVICE V log(const V& x) { return x.log(); }
-  static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return x.log1p(); }
+  // Of finite doubles from -1/2 on.
+  static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return CPU_CAPABILITY::finite_log1p(x); }
   static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return x.tanh(); }
   static AMPFUSE_HOST_DEVICE V choose(const V& is, const V& yes, const V& no) {
     return V::blendv(no, yes, is);
+  }
+  // choose() where a is b, without a vector of what is compared.
+  static AMPFUSE_HOST_DEVICE V choose_equal(const V& a, const V& b, const V& yes, const V& no) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (sizeof(T) == 4) {
+      return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), no, yes);
+    } else {
+      return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ), no, yes);
+    }
+#else
+    return V::blendv(no, yes, a == b);
+#endif
   }
   static AMPFUSE_HOST_DEVICE V from_floor_on(const V& x, const V& floor, const V& value) {
 #if defined(CPU_CAPABILITY_AVX512)

@@ -137,4 +137,14 @@ auto with_logit_type(c10::ScalarType dtype, const Call& call) {
   }
 }
 
+/// Calls call.operator()<out_t>() with the type of the gradient: the logits', or 16 bits for float.
+template <typename scalar_t, typename Call>
+auto with_gradient_type(c10::ScalarType dtype, const Call& call) {
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    if (dtype == c10::ScalarType::Half) return call.template operator()<c10::Half>();
+    if (dtype == c10::ScalarType::BFloat16) return call.template operator()<c10::BFloat16>();
+  }
+  return call.template operator()<scalar_t>();
+}
+
 }  // namespace ampfuse::CPU_CAPABILITY

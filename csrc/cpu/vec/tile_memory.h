@@ -33,14 +33,6 @@ struct TileMemory {
   }
 };
 
-/// A logit as it is, in memory.
-template <typename scalar_t>
-double raw_logit(const Tile& tile, int64_t row, int64_t c) {
-  const int64_t stride = tile.layout.stride;
-  const int64_t at = tile.layout.by_row ? row * stride + c : c * stride + row;
-  return static_cast<acc_t<scalar_t>>(static_cast<const scalar_t*>(tile.logits)[at]);
-}
-
 // A count that is known when compiled, so that its loops are.
 inline constexpr std::integral_constant<int64_t, kTileRows> kWholeTile;
 
@@ -56,13 +48,46 @@ void convert(const From* from, To* to, int64_t count) {
   }
 }
 
-// to[column][row] = from[row][column]
-template <int64_t kRows, typename A>
-void transpose_rows(const A* from, int64_t from_stride, A* to, int64_t to_stride, int64_t columns) {
-  for (int64_t c = 0; c < columns; ++c) {
-#pragma GCC unroll 32
-    for (int64_t row = 0; row < kRows; ++row) to[c * to_stride + row] = from[row * from_stride + c];
+// to[column][row] = from[row][column]. Flattened, so that blocks of known size are known as such:
+// they would go through memory else.
+template <typename A>
+[[gnu::flatten]] void transpose(const A* from, int64_t from_stride, int64_t rows, int64_t columns,
+                                A* to, int64_t to_stride) {
+  constexpr int64_t kBlock = 16;  // what at::vec has instructions for
+  const int64_t block_rows = rows / kBlock * kBlock;
+  const int64_t block_columns = columns / kBlock * kBlock;
+  for (int64_t row = 0; row < block_rows; row += kBlock) {
+    for (int64_t column = 0; column < block_columns; column += kBlock) {
+      at::vec::transpose_mxn<A, kBlock, kBlock>(from + row * from_stride + column, from_stride,
+                                                to + column * to_stride + row, to_stride);
+    }
   }
+  const auto rest = [&](int64_t first_row, int64_t first_column, int64_t end_column) {
+    for (int64_t column = first_column; column < end_column; ++column) {
+      for (int64_t row = first_row; row < rows; ++row) {
+        to[column * to_stride + row] = from[row * from_stride + column];
+      }
+    }
+  };
+  rest(block_rows, 0, block_columns);
+  rest(0, block_columns, columns);
+}
+
+// As convert() for rows of so many classes.
+template <typename From, typename To>
+void convert_rows(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t rows,
+                  int64_t classes) {
+  if (from_stride == classes && to_stride == classes) return convert(from, to, rows * classes);
+  for (int64_t row = 0; row < rows; ++row) {
+    convert(from + row * from_stride, to + row * to_stride, classes);
+  }
+}
+
+// Asks for the same class of the next tile, a cache line of 64 bytes at a time. Processors do not
+// expect it by themselves: each class lies in a page of its own.
+template <typename T>
+void expect_next(const T* here) {
+  for (int64_t i = 0; i < kTileRows; i += 64 / sizeof(T)) __builtin_prefetch(here + kTileRows + i);
 }
 
 /// Lanes without rows get 0.
@@ -74,21 +99,17 @@ void load_tile(const void* data, TileLayout layout, int64_t rows, int64_t classe
   if (!layout.by_row) {
     const auto load = [&](auto count) {
       for (int64_t c = 0; c < classes; ++c) {
-        convert(from + c * layout.stride, to + c * kTileRows, count);
+        const From* const here = from + c * layout.stride;
+        expect_next(here);
+        convert(here, to + c * kTileRows, count);
       }
     };
     rows == kTileRows ? load(kWholeTile) : load(rows);
-    return;
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    convert(from + row * layout.stride, moving + row * classes, classes);
-  }
-  if (rows == kTileRows) {
-    transpose_rows<kTileRows>(moving, classes, to, kTileRows, classes);
+  } else if constexpr (std::is_same_v<From, A>) {
+    transpose(from, layout.stride, rows, classes, to, kTileRows);
   } else {
-    for (int64_t row = 0; row < rows; ++row) {
-      transpose_rows<1>(moving + row * classes, classes, to + row, kTileRows, classes);
-    }
+    convert_rows(from, layout.stride, moving, classes, rows, classes);
+    transpose(moving, classes, rows, classes, to, kTileRows);
   }
 }
 
@@ -97,19 +118,14 @@ void store_tile(const A* from, int64_t rows, int64_t classes, A* moving, void* d
                 TileLayout layout) {
   auto* const to = static_cast<To*>(data);
   if (!layout.by_row) {
-    const auto store = [&](auto count) {
-      for (int64_t c = 0; c < classes; ++c) {
-        convert(from + c * kTileRows, to + c * layout.stride, count);
-      }
-    };
-    rows == kTileRows ? store(kWholeTile) : store(rows);
-    return;
-  }
-  for (int64_t c = 0; c < classes; ++c) {
-    for (int64_t row = 0; row < rows; ++row) moving[row * classes + c] = from[c * kTileRows + row];
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    convert(moving + row * classes, to + row * layout.stride, classes);
+    for (int64_t c = 0; c < classes; ++c) {
+      convert(from + c * kTileRows, to + c * layout.stride, rows);
+    }
+  } else if constexpr (std::is_same_v<To, A>) {
+    transpose(from, kTileRows, classes, rows, to, layout.stride);
+  } else {
+    transpose(from, kTileRows, classes, rows, moving, classes);
+    convert_rows(moving, classes, to, layout.stride, rows, classes);
   }
 }
 

@@ -1,4 +1,4 @@
-// Widening conversions that at::vec lacks.
+// Conversions of vectors that at::vec lacks.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -23,6 +23,24 @@ inline std::pair<at::vec::Vectorized<double>, at::vec::Vectorized<double>> to_do
   for (int i = 0; i < kWidth; ++i) wide[i] = narrow[i];
   return {at::vec::Vectorized<double>::loadu(wide),
           at::vec::Vectorized<double>::loadu(wide + kWidth / 2)};
+#endif
+}
+
+/// And back, rounded.
+inline at::vec::Vectorized<float> to_float(const at::vec::Vectorized<double>& low,
+                                           const at::vec::Vectorized<double>& high) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low));
+#else
+  constexpr int kWidth = at::vec::Vectorized<float>::size();
+  float narrow[kWidth];
+  double wide[kWidth];
+  low.store(wide);
+  high.store(wide + kWidth / 2);
+  for (int i = 0; i < kWidth; ++i) narrow[i] = static_cast<float>(wide[i]);
+  return at::vec::Vectorized<float>::loadu(narrow);
 #endif
 }
 

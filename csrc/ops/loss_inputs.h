@@ -1,0 +1,31 @@
+// What losses are passed beside their large tensors, as their kernels take it, and what they tell
+// beside a loss.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+namespace ampfuse {
+
+/// Of one number, a 0-dim tensor of this dtype on this device. Refuses what requires grad.
+std::optional<at::Tensor> loss_number(const char* op, const char* name,
+                                      const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
+                                      at::Device device);
+
+/// What classes weigh, in the dtype that a loss is computed in. Refuses what requires grad.
+std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
+                                            const std::optional<at::Tensor>& weight,
+                                            const c10::SymInt& classes, at::ScalarType dtype,
+                                            at::Device device);
+
+/// Whether the largest logits are those of the targets, or of the most probable classes, which are
+/// along this dimension. Never where targets are ignored.
+at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
+                               int64_t ignore_index, int64_t class_dim);
+
+/// at::Reduction of "none", "mean" or "sum".
+int64_t loss_reduction(const char* op, const std::string& name);
+
+}  // namespace ampfuse
