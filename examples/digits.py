@@ -11,8 +11,6 @@ before that is rounded, and its AdamW, which unscales and clips as part of its s
 # (torch's GradScaler, backward and split have no types: no reason to clutter the loop)
 
 import argparse
-import contextlib
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import Any
 
 import ampfuse
 import torch
+from peak_memory import peak_memory, reset_peak_memory
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -150,26 +149,6 @@ def train(
 def low_precision(device: torch.device) -> torch.dtype:
     """float16 on a GPU, where the loss scale has a job; bfloat16 on a CPU."""
     return torch.float16 if device.type == "cuda" else torch.bfloat16
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new peak, so that one run does not report the run before it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of torch's tensors on a GPU, of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    except (OSError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def show(console: Console, device: torch.device, epochs: int, results: dict[str, Result]) -> None:

@@ -13,6 +13,10 @@ from ampfuse._cross_entropy import (  # noqa: E402
     cross_entropy,
     cross_entropy_,
 )
+from ampfuse._linear_cross_entropy import (  # noqa: E402
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+)
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.amp._cpp_archive import load_cpp_scaler_state, save_cpp_scaler_state  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
@@ -28,6 +32,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyMetrics",
     "GradScaler",
+    "LinearCrossEntropyLoss",
     "ScaleCollapseError",
     "ScaleRecord",
     "build_info",
@@ -38,6 +43,7 @@ __all__ = [
     "cross_entropy_",
     "get_total_norm",
     "has_cuda",
+    "linear_cross_entropy",
     "load_cpp_optimizer_state",
     "load_cpp_scaler_state",
     "ops",

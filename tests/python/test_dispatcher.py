@@ -8,6 +8,7 @@ import ampfuse
 import pytest
 import torch
 from cross_entropy_samples import CROSS_ENTROPY_SAMPLES
+from linear_samples import LINEAR_SAMPLES
 from reference import heavy_tailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -106,7 +107,7 @@ def test_every_op_has_a_cuda_kernel_exactly_if_the_build_has_cuda(op):
 
 @pytest.mark.parametrize("op", registered_ops())
 def test_ops_that_opcheck_covers_are_the_ones_tagged_compliant(op):
-    is_covered = op in OPCHECK_SAMPLES or op in CROSS_ENTROPY_SAMPLES
+    is_covered = op in OPCHECK_SAMPLES | CROSS_ENTROPY_SAMPLES | LINEAR_SAMPLES
     # One that overwrites its argument and has a gradient is refused where programs are traced.
     assert (torch.Tag.pt2_compliant_tag in overload(op).tags) == is_covered
 

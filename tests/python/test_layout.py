@@ -34,6 +34,7 @@ STEMS = [
     "multi_tensor_clip",
     "update_scale",
 ]
+MADE_OF_OTHERS = ["linear_cross_entropy"]
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -121,8 +122,18 @@ def test_an_op_is_found_by_its_stem(stem: str) -> None:
     assert list((ROOT / "tests" / "python").glob(f"test_{stem}*.py"))
 
 
+# Made of products of ATen's and the kernels of another op.
+@pytest.mark.parametrize("stem", MADE_OF_OTHERS)
+def test_an_op_made_of_others_is_found_by_its_stem(stem: str) -> None:
+    layers = ("ops", "cpu", "cuda", "meta", "autograd")
+    expected = {*(f"csrc/{layer}/{stem}.cpp" for layer in layers), f"csrc/include/ampfuse/{stem}.h"}
+    assert {name for name in expected if not (ROOT / name).exists()} == set()
+    assert list((ROOT / "tests" / "python").glob(f"test_{stem}*.py"))
+
+
 def test_every_op_is_listed_here() -> None:
-    assert {file.stem for file in (CSRC / "meta").glob("*.cpp")} == set(STEMS)
+    listed = {*STEMS, *MADE_OF_OTHERS}
+    assert {file.stem for file in (CSRC / "meta").glob("*.cpp")} == listed
 
 
 def test_files_stay_small() -> None:

@@ -1,0 +1,250 @@
+// Where the gradients of a linear cross-entropy are formed: in forward, which has the logits, of
+// what backward is expected to get; or, with reduction none, in backward, from logits that are
+// computed once more. Those of the weight and the bias come in float, and the engine rounds them
+// once to what they are added to.
+#include "../ops/linear_cross_entropy.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <utility>
+#include <vector>
+
+#include "once_differentiable.h"
+
+namespace ampfuse {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+using Metrics = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
+  const auto is_wanted = [](const at::Tensor& tensor) {
+    return c10::GradMode::is_enabled() && tensor.requires_grad();
+  };
+  return {is_wanted(arguments.hidden), is_wanted(arguments.weight),
+          arguments.bias && is_wanted(*arguments.bias)};
+}
+
+// With the tensors that autograd passes.
+LinearCrossEntropyCall call_on(const at::Tensor& hidden, const at::Tensor& weight,
+                               const OptionalTensor& bias, LinearCrossEntropyCall call) {
+  call.arguments.hidden = hidden;
+  call.arguments.weight = weight;
+  call.arguments.bias = bias;
+  return call;
+}
+
+// As forward's inputs are: hidden, weight, bias, the call.
+constexpr size_t kInputs = 5;
+
+// What is not there is not counted among what may need a gradient.
+LinearGradientMask needed(AutogradContext* context) {
+  return {context->needs_input_grad(0), context->needs_input_grad(1),
+          context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)};
+}
+
+// Adds the weight's gradient to the buffer that is there for it, and keeps the others.
+variable_list gradients_for(AutogradContext* context, const at::Tensor& grad_output,
+                            const LinearCrossEntropyGradients& gradients) {
+  const auto& [of_hidden, of_weight, of_bias] = gradients;
+  const auto once = [&](const at::Tensor& grad) {
+    return once_differentiable(kOp, "torch.nn.functional.cross_entropy", grad, grad_output);
+  };
+  variable_list grads(kInputs);
+  const LinearGradientMask is_needed = needed(context);
+  if (is_needed[0]) grads[0] = once(of_hidden);
+  if (is_needed[1]) {
+    const auto buffer = context->saved_data.find("accumulate_into");
+    if (buffer == context->saved_data.end()) {
+      grads[1] = once(of_weight);
+    } else {
+      const at::NoGradGuard no_grad;
+      buffer->second.toTensor().add_(of_weight);
+    }
+  }
+  if (is_needed[2]) grads[2] = once(of_bias);
+  return grads;
+}
+
+// From a gradient of the loss times `baked`, where there is one. A graph that is kept may be gone
+// through again, so that its gradient stays what it is.
+at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked,
+                    const at::Tensor& grad_output) {
+  if (!saved.defined() || saved.sym_numel() == 0) return saved;
+  if (is_batched(grad_output) || stands_for_others(grad_output)) {
+    const at::Tensor ratio = grad_output / baked.to(grad_output.scalar_type());
+    return (saved.to(grad_output.scalar_type()) * ratio).to(saved.scalar_type());
+  }
+  const at::Tensor rows = saved.dim() == 1 ? saved.unsqueeze(0) : saved;
+  const bool is_kept =
+      torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(rows);
+  const at::Tensor grad = is_kept ? rows.clone(at::MemoryFormat::Contiguous) : rows.detach();
+  cross_entropy_rescale_(grad, baked, grad_output);
+  return saved.dim() == 1 ? grad.squeeze(0) : grad;
+}
+
+struct LinearGradientInForward : Function<LinearGradientInForward> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
+                               const at::Tensor& weight, const OptionalTensor& bias,
+                               const LinearCrossEntropyCall& call,
+                               const LinearGradientMask& wanted) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const LinearCrossEntropyCall here = call_on(hidden, weight, bias, call);
+    const auto outputs = linear_cross_entropy_forward(here.arguments, here.grad_scale,
+                                                      here.denominator, wanted, here.with_metrics);
+    const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse,
+                 entropy, argmax] = outputs;
+    context->save_for_backward({grad_hidden, grad_weight, grad_bias, baked});
+    context->saved_data["has_bias"] = bias.has_value();
+    // Not saved as the others are: backward writes to it, and may do so again.
+    if (here.accumulate_into) context->saved_data["accumulate_into"] = *here.accumulate_into;
+    return {loss, lse, entropy, argmax};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    const at::Tensor& grad_output = grad_outputs[0];
+    if (!grad_output.defined()) return variable_list(kInputs);
+    const variable_list saved = context->get_saved_variables();
+    LinearCrossEntropyGradients gradients;
+    {
+      const at::AutoDispatchBelowAutograd below;
+      const at::Tensor& baked = saved[3];
+      gradients = {rescaled(saved[0], baked, grad_output), rescaled(saved[1], baked, grad_output),
+                   rescaled(saved[2], baked, grad_output)};
+    }
+    return gradients_for(context, grad_output, gradients);
+  }
+};
+
+struct LinearGradientInBackward : Function<LinearGradientInBackward> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
+                               const at::Tensor& weight, const OptionalTensor& bias,
+                               const LinearCrossEntropyCall& call,
+                               const LinearGradientMask& wanted) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const LinearCrossEntropyCall here = call_on(hidden, weight, bias, call);
+    const LinearCrossEntropyArguments& arguments = here.arguments;
+    const auto outputs = linear_cross_entropy_forward(arguments, here.grad_scale, here.denominator,
+                                                      wanted, here.with_metrics);
+    const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse,
+                 entropy, argmax] = outputs;
+    context->save_for_backward({hidden, weight, bias.value_or(at::Tensor()), arguments.target,
+                                arguments.class_weight.value_or(at::Tensor()), statistics,
+                                divisor});
+    auto& data = context->saved_data;
+    if (here.accumulate_into) data["accumulate_into"] = *here.accumulate_into;
+    data["has_bias"] = bias.has_value();
+    data["ignore_index"] = arguments.ignore_index;
+    data["label_smoothing"] = arguments.label_smoothing;
+    data["z_loss"] = arguments.z_loss;
+    data["softcap"] = arguments.softcap;
+    data["dtype"] = arguments.dtype;
+    data["chunk_rows"] = arguments.chunk_rows;
+    return {loss, lse, entropy, argmax};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    const at::Tensor& grad_output = grad_outputs[0];
+    if (!grad_output.defined()) return variable_list(kInputs);
+    const variable_list saved = context->get_saved_variables();
+    auto& data = context->saved_data;
+    const auto optional = [](const at::Tensor& tensor) {
+      return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+    };
+    // Hooks may have brought them back with other strides.
+    OptionalTensor class_weight = optional(saved[4]);
+    if (class_weight) class_weight = class_weight->contiguous();
+    const LinearCrossEntropyArguments arguments = {saved[0],
+                                                   saved[1],
+                                                   optional(saved[2]),
+                                                   saved[3].contiguous(),
+                                                   class_weight,
+                                                   at::Reduction::None,
+                                                   data["ignore_index"].toInt(),
+                                                   data["label_smoothing"].toDouble(),
+                                                   data["z_loss"].toDouble(),
+                                                   data["softcap"].toOptional<double>(),
+                                                   data["dtype"].toScalarType(),
+                                                   data["chunk_rows"].toOptional<int64_t>()};
+    LinearCrossEntropyGradients gradients;
+    {
+      const at::AutoDispatchBelowAutograd below;
+      gradients = linear_cross_entropy_backward(grad_output, arguments, saved[5].contiguous(),
+                                                saved[6], needed(context));
+    }
+    return gradients_for(context, grad_output, gradients);
+  }
+};
+
+Metrics differentiable(const LinearCrossEntropyCall& call) {
+  const LinearCrossEntropyArguments& arguments = call.arguments;
+  const LinearGradientMask wanted = wanted_of(arguments);
+  if (!any(wanted)) {
+    const auto outputs = linear_cross_entropy_forward(arguments, call.grad_scale, call.denominator,
+                                                      wanted, call.with_metrics);
+    return {std::get<0>(outputs), std::get<7>(outputs), std::get<8>(outputs), std::get<9>(outputs)};
+  }
+  const OptionalTensor& bias = arguments.bias;
+  const variable_list results =
+      arguments.reduction == at::Reduction::None
+          ? LinearGradientInBackward::apply(arguments.hidden, arguments.weight, bias, call, wanted)
+          : LinearGradientInForward::apply(arguments.hidden, arguments.weight, bias, call, wanted);
+  return {results[0], results[1], results[2], results[3]};
+}
+
+Metrics of_rows(const LinearCrossEntropyRows& rows) {
+  const auto [loss, lse, entropy, argmax] = differentiable(rows.call());
+  if (!rows.call().with_metrics) return {rows.shaped_loss(loss), lse, entropy, argmax};
+  return {rows.shaped_loss(loss), rows.shaped(lse.detach()), rows.shaped(entropy.detach()),
+          rows.shaped(argmax)};
+}
+
+at::Tensor linear_cross_entropy_composite(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+    const OptionalTensor& bias, const OptionalTensor& class_weight, int64_t reduction,
+    int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
+    const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
+    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into) {
+  return std::get<0>(of_rows(
+      {{hidden, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing,
+        grad_scale, denominator, z_loss, softcap, chunk_rows, accumulate_into},
+       /*with_metrics=*/false}));
+}
+
+Metrics linear_cross_entropy_metrics_composite(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+    const OptionalTensor& bias, const OptionalTensor& class_weight, int64_t reduction,
+    int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
+    const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
+    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into) {
+  return of_rows(
+      {{hidden, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing,
+        grad_scale, denominator, z_loss, softcap, chunk_rows, accumulate_into},
+       /*with_metrics=*/true});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, CompositeImplicitAutograd, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy_composite);
+  m.impl("linear_cross_entropy.metrics", linear_cross_entropy_metrics_composite);
+}
+
+TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+  m.impl("linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,21 @@
+#include "../ops/linear_cross_entropy_kernels.h"
+
+namespace ampfuse {
+
+namespace {
+
+constexpr LinearCrossEntropyKernels kShapesAlone = {
+    [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>&,
+       const std::optional<at::Tensor>&, const LinearGradientMask& wanted,
+       bool with_metrics) { return empty_linear_outputs(arguments, wanted, with_metrics); },
+    [](const at::Tensor&, const LinearCrossEntropyArguments& arguments, const at::Tensor&,
+       const at::Tensor&,
+       const LinearGradientMask& wanted) { return empty_linear_gradients(arguments, wanted); }};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+  register_linear_cross_entropy<kShapesAlone>(m);
+}
+
+}  // namespace ampfuse

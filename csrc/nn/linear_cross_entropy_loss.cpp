@@ -1,0 +1,46 @@
+#include <ampfuse/linear_cross_entropy_loss.h>
+#include <torch/types.h>
+
+#include <utility>
+
+namespace ampfuse {
+
+LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(const torch::nn::LinearOptions& linear,
+                                                       LinearCrossEntropyOptions options,
+                                                       GradScaler* scaler)
+    : linear_options(linear), options(std::move(options)), scaler(scaler) {
+  TORCH_CHECK_VALUE(!scaler || !this->options.grad_scale(),
+                    "LinearCrossEntropyLoss: grad_scale: the scaler has one");
+  weight = this->options.class_weight().value_or(at::Tensor());
+  this->options.class_weight(std::nullopt);
+  LinearCrossEntropyLossImpl::reset();
+}
+
+void LinearCrossEntropyLossImpl::reset() {
+  linear = register_module("linear", torch::nn::Linear(linear_options));
+  // A copy, or a clone of this would share it.
+  weight = register_buffer("weight", weight.defined() ? weight.detach().clone() : weight);
+}
+
+void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
+  stream << "ampfuse::LinearCrossEntropyLoss(in_features=" << linear_options.in_features()
+         << ", out_features=" << linear_options.out_features()
+         << ", reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()
+         << ", label_smoothing=" << options.label_smoothing();
+  if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
+  if (options.softcap()) stream << ", softcap=" << *options.softcap();
+  stream << ")";
+}
+
+at::Tensor LinearCrossEntropyLossImpl::forward(const at::Tensor& hidden, const at::Tensor& target,
+                                               const std::optional<at::Tensor>& denominator) {
+  LinearCrossEntropyOptions here = options;
+  if (weight.defined()) here.class_weight(weight);
+  if (scaler != nullptr && scaler->is_enabled()) here.grad_scale(scaler->scale_tensor());
+  if (denominator) here.denominator(denominator);
+  std::optional<at::Tensor> bias;
+  if (linear->bias.defined()) bias = linear->bias;
+  return linear_cross_entropy(hidden, linear->weight, target, bias, here);
+}
+
+}  // namespace ampfuse

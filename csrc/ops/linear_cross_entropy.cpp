@@ -1,0 +1,158 @@
+#include "linear_cross_entropy.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "wide_product.h"
+
+namespace ampfuse {
+
+namespace {
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+void check_matrix(const char* name, const at::Tensor& matrix, at::Device device) {
+  TORCH_CHECK_VALUE(matrix.layout() == at::kStrided && matrix.dim() == 2, kOp, ": ", name,
+                    ": expected a strided matrix, got ", matrix.layout(), " of shape ",
+                    matrix.sym_sizes());
+  TORCH_CHECK_TYPE(matrix.is_floating_point(), kOp, ": ", name, ": expected a floating dtype, got ",
+                   matrix.scalar_type());
+  TORCH_CHECK_VALUE(matrix.device() == device, kOp, ": ", name, ": expected device ", device,
+                    " as hidden, got ", matrix.device());
+}
+
+at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
+                    const at::TensorOptions& options) {
+  return is_wanted ? at::empty_symint(sizes, options) : at::empty({0}, options);
+}
+
+}  // namespace
+
+CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
+  at::Tensor logits = at::empty({0}, hidden.options().dtype(wide_dtype(dtype)));
+  const std::vector<c10::SymInt> sizes = {hidden.sym_size(0), weight.sym_size(0)};
+  const std::vector<c10::SymInt> strides = {weight.sym_size(0), 1};
+  logits.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return {logits, target, class_weight, reduction, ignore_index, label_smoothing, z_loss, softcap};
+}
+
+void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
+                                const OptionalTensor& grad_scale,
+                                const OptionalTensor& denominator) {
+  const auto& hidden = arguments.hidden;
+  const auto& weight = arguments.weight;
+  const auto& bias = arguments.bias;
+  const auto dtype = arguments.dtype;
+  check_matrix("hidden", hidden, hidden.device());
+  check_matrix("weight", weight, hidden.device());
+  TORCH_CHECK_VALUE(weight.sym_size(1) == hidden.sym_size(1), kOp, ": weight: expected [classes, ",
+                    hidden.sym_size(1), "] for hidden states of ", hidden.sym_size(1),
+                    " features, got ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) &&
+                              bias->is_floating_point() && bias->device() == hidden.device()),
+                    kOp, ": bias: expected [", weight.sym_size(0), "] of a floating dtype on ",
+                    hidden.device(), ", got ", bias->scalar_type(), " of shape ", bias->sym_sizes(),
+                    " on ", bias->device());
+  TORCH_CHECK_TYPE(
+      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
+      kOp, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
+  TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kOp,
+                    ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
+  check_cross_entropy(kOp, arguments.loss());
+  check_cross_entropy_scalar(kOp, "grad_scale", grad_scale, at::kFloat, hidden);
+  check_cross_entropy_scalar(kOp, "denominator", denominator, at::kDouble, hidden);
+}
+
+LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,
+                                                   const LinearGradientMask& wanted) {
+  const auto options = arguments.hidden.options();
+  const auto sums = options.dtype(wide_dtype(arguments.dtype));
+  return {empty_if(wanted[0], arguments.hidden.sym_sizes().vec(), options),
+          empty_if(wanted[1], arguments.weight.sym_sizes().vec(), sums),
+          empty_if(wanted[2], {arguments.weight.sym_size(0)}, sums)};
+}
+
+LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
+                                               const LinearGradientMask& wanted,
+                                               bool with_metrics) {
+  const CrossEntropyArguments of_logits = arguments.loss();
+  const bool is_each = arguments.reduction == at::Reduction::None;
+  const auto for_backward =
+      is_each && any(wanted) ? ForBackward::kStatistics : ForBackward::kNothing;
+  auto [loss, grad, baked, statistics, divisor, lse, entropy, argmax] =
+      empty_cross_entropy_outputs(of_logits, at::Tensor(), for_backward, with_metrics);
+  auto [grad_hidden, grad_weight, grad_bias] =
+      empty_linear_gradients(arguments, is_each ? LinearGradientMask{} : wanted);
+  return {loss,       grad_hidden, grad_weight, grad_bias, baked,
+          statistics, divisor,     lse,         entropy,   argmax};
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& a,
+                                                       const OptionalTensor& grad_scale,
+                                                       const OptionalTensor& denominator,
+                                                       const LinearGradientMask& wanted,
+                                                       bool with_metrics) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ampfuse::linear_cross_entropy_forward", "")
+                             .typed<LinearCrossEntropyForward>();
+  return op.call(a.hidden, a.weight, a.bias, a.target, a.class_weight, a.reduction, a.ignore_index,
+                 a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap, a.dtype,
+                 a.chunk_rows, wanted, with_metrics);
+}
+
+LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad_output,
+                                                          const LinearCrossEntropyArguments& a,
+                                                          const at::Tensor& statistics,
+                                                          const at::Tensor& divisor,
+                                                          const LinearGradientMask& wanted) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ampfuse::linear_cross_entropy_backward", "")
+                             .typed<LinearCrossEntropyBackward>();
+  return op.call(grad_output, a.hidden, a.weight, a.bias, a.target, a.class_weight, statistics,
+                 divisor, a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap,
+                 a.dtype, a.chunk_rows, wanted);
+}
+
+TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+  // What people call; made of the others.
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+      "Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
+      "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
+      "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
+      "Tensor? accumulate_into=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "linear_cross_entropy.metrics(Tensor hidden, Tensor weight, Tensor target, "
+      "Tensor? bias=None, *, Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
+      "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
+      "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
+      "Tensor? accumulate_into=None) -> "
+      "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
+      {at::Tag::pt2_compliant_tag});
+  // Rows, without autograd; products in `dtype`.
+  m.def(
+      "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+      "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
+      "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, ScalarType dtype, "
+      "int? chunk_rows, bool[3] output_mask, bool with_metrics) -> (Tensor loss, "
+      "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor baked, "
+      "Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "
+      "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
+      "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
+      "ScalarType dtype, int? chunk_rows, bool[3] output_mask) -> (Tensor grad_hidden, "
+      "Tensor grad_weight, Tensor grad_bias)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace ampfuse

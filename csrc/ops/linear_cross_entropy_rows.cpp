@@ -1,0 +1,176 @@
+// From what people pass to rows of hidden states, and the public functions.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ampfuse/linear_cross_entropy.h>
+#include <c10/core/GradMode.h>
+
+#include <string>
+
+#include "linear_cross_entropy.h"
+#include "loss_inputs.h"
+#include "wide_product.h"
+
+namespace ampfuse {
+
+namespace {
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+std::vector<c10::SymInt> shape_of_rows(const at::Tensor& hidden) {
+  TORCH_CHECK_VALUE(hidden.dim() > 0, kOp,
+                    ": hidden: expected [..., features], got a single number");
+  std::vector<c10::SymInt> shape = hidden.sym_sizes().vec();
+  shape.pop_back();
+  return shape;
+}
+
+// One dtype for all that logits are made of, or that of autocast, which leaves doubles alone.
+at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
+  const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
+  const OptionalTensor& bias = inputs.bias;
+  const bool is_double = hidden.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble;
+  const at::DeviceType device = hidden.device().type();
+  if ((hidden.is_cpu() || hidden.is_cuda()) && !is_double &&
+      at::autocast::is_autocast_enabled(device)) {
+    return at::autocast::get_autocast_dtype(device);
+  }
+  TORCH_CHECK_TYPE(weight.scalar_type() == hidden.scalar_type() &&
+                       (!bias || bias->scalar_type() == hidden.scalar_type()),
+                   kOp, ": expected hidden, weight and bias of one dtype, or autocast, got ",
+                   hidden.scalar_type(), " and ", weight.scalar_type(),
+                   bias ? std::string(" and ") + at::toString(bias->scalar_type()) : "");
+  return hidden.scalar_type();
+}
+
+at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c10::SymInt> shape,
+                          at::ScalarType loss_dtype) {
+  const at::Tensor& target = inputs.target;
+  TORCH_CHECK_VALUE(target.device() == inputs.hidden.device(), kOp, ": target: expected device ",
+                    inputs.hidden.device(), " as hidden, got ", target.device());
+  if (!target.is_floating_point()) {
+    check_class_dtype(kOp, target);
+    // torch takes one index in a list for a single row, too.
+    const bool is_in_list = shape.empty() && target.dim() == 1 && target.sym_size(0) == 1;
+    TORCH_CHECK_VALUE(is_in_list || target.sym_sizes() == c10::SymIntArrayRef(shape), kOp,
+                      ": target: expected shape ", c10::SymIntArrayRef(shape),
+                      " for hidden states of shape ", inputs.hidden.sym_sizes(), ", got ",
+                      target.sym_sizes());
+    return target.reshape({-1}).contiguous();
+  }
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()), kOp,
+                    ": target: has no derivative here: cross_entropy has");
+  const c10::SymInt classes = inputs.weight.sym_size(0);
+  shape.push_back(classes);
+  TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kOp,
+                    ": target: expected indices (int64, int32 or uint8), or probabilities of "
+                    "shape ",
+                    c10::SymIntArrayRef(shape), ", got ", target.scalar_type(), " of shape ",
+                    target.sym_sizes());
+  const bool is_read_as_it_is = target.scalar_type() == loss_dtype ||
+                                (loss_dtype == at::kFloat && target.scalar_type() != at::kDouble);
+  const c10::SymInt rows = inputs.hidden.sym_numel() == 0
+                               ? c10::multiply_integers(shape.begin(), shape.end() - 1)
+                               : c10::SymInt(-1);
+  return (is_read_as_it_is ? target : target.to(loss_dtype))
+      .reshape_symint({rows, classes})
+      .contiguous();
+}
+
+OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::ScalarType loss_dtype) {
+  const OptionalTensor& buffer = inputs.accumulate_into;
+  const at::Tensor& weight = inputs.weight;
+  if (!buffer || !buffer->defined()) return std::nullopt;
+  TORCH_CHECK_VALUE(buffer->sym_sizes() == weight.sym_sizes() &&
+                        buffer->scalar_type() == loss_dtype && buffer->device() == weight.device(),
+                    kOp, ": accumulate_into: expected ", loss_dtype, " of shape ",
+                    weight.sym_sizes(), " on ", weight.device(), ", got ", buffer->scalar_type(),
+                    " of shape ", buffer->sym_sizes(), " on ", buffer->device());
+  TORCH_CHECK_VALUE(!buffer->requires_grad(), kOp,
+                    ": accumulate_into: expected a tensor that does not require grad");
+  TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kOp,
+                    ": accumulate_into: the weight does not require grad");
+  return buffer;
+}
+
+}  // namespace
+
+LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& inputs,
+                                               bool with_metrics)
+    : shape_(shape_of_rows(inputs.hidden)) {
+  const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
+  TORCH_CHECK_VALUE(weight.dim() == 2, kOp, ": weight: expected [classes, features], got shape ",
+                    weight.sym_sizes());
+  TORCH_CHECK_VALUE(!inputs.denominator || inputs.reduction == at::Reduction::Mean, kOp,
+                    ": denominator: is for reduction mean");
+  const at::ScalarType dtype = dtype_of_products(inputs);
+  const at::ScalarType loss_dtype = wide_dtype(dtype);
+  const at::Device device = hidden.device();
+  const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
+  call_ = {{hidden.dim() == 2 ? hidden : hidden.reshape_symint({rows, hidden.sym_size(-1)}), weight,
+            inputs.bias && inputs.bias->defined() ? inputs.bias : std::nullopt,
+            rows_of_target(inputs, shape_, loss_dtype),
+            loss_class_weight(kOp, "class_weight", inputs.class_weight, weight.sym_size(0),
+                              loss_dtype, device),
+            inputs.reduction, inputs.ignore_index, inputs.label_smoothing, inputs.z_loss,
+            inputs.softcap, dtype, inputs.chunk_rows},
+           loss_number(kOp, "grad_scale", inputs.grad_scale, at::kFloat, device),
+           loss_number(kOp, "denominator", inputs.denominator, at::kDouble, device),
+           checked_buffer(inputs, loss_dtype),
+           with_metrics};
+}
+
+at::Tensor LinearCrossEntropyRows::shaped(const at::Tensor& of_rows) const {
+  return shape_.size() == 1 ? of_rows : of_rows.reshape_symint(shape_);
+}
+
+at::Tensor LinearCrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
+  return call_.arguments.reduction == at::Reduction::None ? shaped(loss) : loss;
+}
+
+// --- the public functions ------------------------------------------------------------------------
+
+namespace {
+
+template <typename Result>
+auto find(const char* overload) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("ampfuse::linear_cross_entropy", overload)
+      .typed<Result(const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                    const OptionalTensor&, int64_t, int64_t, double, const OptionalTensor&,
+                    const OptionalTensor&, double, std::optional<double>, std::optional<int64_t>,
+                    const OptionalTensor&)>();
+}
+
+template <typename Op>
+auto call_with(const Op& op, const at::Tensor& hidden, const at::Tensor& weight,
+               const at::Tensor& target, const OptionalTensor& bias,
+               const LinearCrossEntropyOptions& options) {
+  return op.call(hidden, weight, target, bias, options.class_weight(),
+                 loss_reduction(kOp, options.reduction()), options.ignore_index(),
+                 options.label_smoothing(), options.grad_scale(), options.denominator(),
+                 options.z_loss(), options.softcap(), options.chunk_rows(),
+                 options.accumulate_into());
+}
+
+}  // namespace
+
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                const at::Tensor& target, const OptionalTensor& bias,
+                                const LinearCrossEntropyOptions& options) {
+  static const auto op = find<at::Tensor>("");
+  return call_with(op, hidden, weight, target, bias, options);
+}
+
+CrossEntropyWithMetrics linear_cross_entropy_with_metrics(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+    const OptionalTensor& bias, const LinearCrossEntropyOptions& options) {
+  static const auto op =
+      find<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>>("metrics");
+  auto [loss, lse, entropy, argmax] = call_with(op, hidden, weight, target, bias, options);
+  const at::Tensor correct = correct_predictions(argmax, target, options.ignore_index(), -1);
+  return {loss, {lse, entropy, argmax, correct}};
+}
+
+}  // namespace ampfuse

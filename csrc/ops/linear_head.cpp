@@ -1,0 +1,88 @@
+#include "linear_head.h"
+
+#include <ATen/ops/empty.h>
+
+#include "wide_product.h"
+
+namespace ampfuse {
+
+namespace {
+
+// Classes that a CPU takes at a time: what it widens of their weights, itself or inside of a
+// product that its processor does not have, is no second copy of them all.
+constexpr int64_t kBlockClasses = 8192;
+
+at::Tensor in_rows(const at::Tensor& matrix) {
+  const bool has_rows = matrix.size(1) <= 1 || matrix.stride(1) == 1;
+  return has_rows && matrix.stride(0) >= matrix.size(1) ? matrix : matrix.contiguous();
+}
+
+}  // namespace
+
+LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       at::ScalarType dtype)
+    : weight_(in_rows(weight.to(dtype))), logits_dtype_(wide_dtype(dtype)) {
+  gradient_dtype_ = has_wide_product(dtype, weight.device()) ? dtype : logits_dtype_;
+  if (bias) bias_ = bias->to(logits_dtype_);
+}
+
+// Calls visit(first class, how many) for blocks of classes.
+template <typename Visit>
+void LinearHead::each_block(const Visit& visit) const {
+  const int64_t classes = weight_.size(0);
+  const int64_t most =
+      weight_.is_cpu() && logits_dtype_ != weight_.scalar_type() ? kBlockClasses : classes;
+  for (int64_t first = 0; first < classes; first += most) {
+    visit(first, std::min(most, classes - first));
+  }
+}
+
+at::Tensor LinearHead::weight_of(int64_t first, int64_t count) const {
+  return weight_.narrow(0, first, count).to(gradient_dtype_);
+}
+
+at::Tensor LinearHead::rows(const at::Tensor& hidden, int64_t first, int64_t count) const {
+  return in_rows(hidden.narrow(0, first, count).to(weight_.scalar_type()).to(gradient_dtype_));
+}
+
+void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
+  each_block([&](int64_t first, int64_t count) {
+    at::Tensor some = out.narrow(1, first, count);
+    std::optional<at::Tensor> bias;
+    if (bias_) bias = bias_->narrow(0, first, count);
+    wide_product(some, rows, weight_of(first, count).t(), bias);
+  });
+}
+
+void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
+  at::Tensor sum = out;
+  const bool is_rounded_by_product =
+      out.is_cuda() && out.scalar_type() == gradient_dtype_ && gradient_dtype_ != logits_dtype_;
+  if (!is_rounded_by_product && out.scalar_type() != logits_dtype_) {
+    sum = at::empty(out.sizes(), out.options().dtype(logits_dtype_));
+  }
+  each_block([&](int64_t first, int64_t count) {
+    std::optional<at::Tensor> before;
+    if (first > 0) before = sum;
+    wide_product(sum, grad.narrow(1, first, count), weight_of(first, count), before);
+  });
+  if (weight_.size(0) == 0) sum.zero_();
+  if (!sum.is_same(out)) out.copy_(sum);
+}
+
+void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
+                                 bool is_first) const {
+  each_block([&](int64_t first, int64_t count) {
+    at::Tensor some = sum.narrow(0, first, count);
+    std::optional<at::Tensor> before;
+    if (!is_first) before = some;
+    wide_product(some, grad.narrow(1, first, count).t(), rows, before);
+  });
+}
+
+void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
+  const at::Tensor here = grad.sum(0, /*keepdim=*/false, logits_dtype_);
+  is_first ? sum.copy_(here) : sum.add_(here);
+}
+
+}  // namespace ampfuse

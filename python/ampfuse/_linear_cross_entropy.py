@@ -1,0 +1,219 @@
+"""Cross-entropy of hidden states times a weight, without the logits ever being there at once."""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ampfuse._cross_entropy import CrossEntropyMetrics, _correct, _options, _scale_of
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | float | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate_into: Tensor | None = None,
+    return_metrics: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | float | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate_into: Tensor | None = None,
+    return_metrics: Literal[True],
+) -> tuple[Tensor, CrossEntropyMetrics]: ...
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    grad_scale: Tensor | float | None = None,
+    denominator: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate_into: Tensor | None = None,
+    return_metrics: bool = False,
+) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
+    """`cross_entropy(hidden @ weight.T + bias, target)` in a fraction of the memory.
+
+    Hidden states have shape `(..., H)`, the weight `(V, H)`, the bias `(V)`; targets are classes of
+    shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. All that is multiplied is of
+    one dtype; under autocast it becomes that one, once. Logits are of float32 where that is
+    float16 or bfloat16, and so is the sum that becomes the weight's gradient, rounded once to
+    the dtype of the weight, or not at all where `weight.grad_dtype` is float32. The loss is float32
+    (float64 of float64).
+
+    A chunk of rows at a time becomes logits, a loss and gradients, so that with reductions mean and
+    sum backward has nothing left to multiply but what it is called with. With `reduction="none"`
+    backward computes the logits once more. Tensors that require no grad cost no product.
+
+    - `class_weight`, `ignore_index`, `reduction`, `label_smoothing`, `denominator`, `z_loss`,
+      `softcap` and `return_metrics` are those of `cross_entropy` (which calls the first one
+      `weight`).
+    - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number.
+      With any other number in backward the gradients are multiplied by the ratio, in a pass over
+      them. Without it float16 gradients are formed of losses that are not divided yet.
+    - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits hold on a CPU,
+      but at least 128, and 1 GiB on a GPU, but at least 2048, whatever the number of rows there
+      are. The same rows in the same chunks make the same bits.
+    - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
+      The weight gets none then, which tools that wait for it (DDP) do not expect.
+
+    There is no second derivative, no forward mode and no `torch.func.grad`. Targets that are no
+    class are treated as there.
+
+    >>> import torch, ampfuse
+    >>> hidden = torch.ones(1, 2, requires_grad=True)
+    >>> weight = torch.tensor([[1.0, 0.0], [0.0, -1.0]], requires_grad=True)
+    >>> loss = ampfuse.linear_cross_entropy(hidden, weight, torch.tensor([0]))
+    >>> loss.backward()
+    >>> loss.detach(), hidden.grad
+    (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
+    """
+    _refuse_sharded(hidden=hidden, weight=weight, bias=bias, accumulate_into=accumulate_into)
+    options = _options(
+        hidden, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
+    )
+    options |= {
+        "class_weight": class_weight,
+        "chunk_rows": chunk_rows,
+        "accumulate_into": accumulate_into,
+    }
+    if not return_metrics:
+        loss: Tensor = torch.ops.ampfuse.linear_cross_entropy(
+            hidden, weight, target, bias, **options
+        )
+        return loss
+    loss, lse, entropy, argmax = torch.ops.ampfuse.linear_cross_entropy.metrics(
+        hidden, weight, target, bias, **options
+    )
+    correct = _correct(argmax, target, ignore_index, class_dim=-1)
+    return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """The last layer of a model and its loss, by `linear_cross_entropy`.
+
+    `linear` is that layer, an `nn.Linear` that is never called: to share its weight with an
+    embedding assign `loss.linear.weight = embedding.weight`. `weight` is what classes weigh. With
+    `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()` brings.
+    The state dict is that of `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
+
+    >>> import torch, ampfuse
+    >>> criterion = ampfuse.LinearCrossEntropyLoss(8, 100)
+    >>> criterion(torch.zeros(4, 8), torch.arange(4)).detach()
+    tensor(4.6052)
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        scaler: Any = None,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        chunk_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.scaler = scaler
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.chunk_rows = chunk_rows
+
+    def extra_repr(self) -> str:
+        """What differs from the defaults."""
+        defaults: dict[str, Any] = {"ignore_index": -100, "reduction": "mean"}
+        defaults |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "chunk_rows": None}
+        told = [
+            f"{name}={getattr(self, name)}"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        ]
+        if self.scaler is not None:
+            told.append(f"scaler={type(self.scaler).__name__}")
+        return ", ".join(told)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        denominator: Tensor | float | None = None,
+        accumulate_into: Tensor | None = None,
+    ) -> Tensor:
+        """The loss; `denominator` and `accumulate_into` as in `linear_cross_entropy`."""
+        return linear_cross_entropy(
+            hidden,
+            self.linear.weight,
+            target,
+            self.linear.bias,
+            class_weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            grad_scale=_scale_of(self.scaler, hidden.device),
+            denominator=denominator,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            chunk_rows=self.chunk_rows,
+            accumulate_into=accumulate_into,
+        )
+
+
+def _refuse_sharded(**tensors: Tensor | None) -> None:
+    """Refuse DTensors, which are known by their mesh."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "device_mesh"):
+            raise TypeError(
+                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor: pass "
+                f"{name}.full_tensor(), or make the layer a module of its own that fully_shard "
+                "gathers, as LinearCrossEntropyLoss is"
+            )

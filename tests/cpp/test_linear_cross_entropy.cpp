@@ -1,0 +1,145 @@
+// ampfuse::linear_cross_entropy as C++ programs call it. Values are compared with float64 in
+// tests/python/test_linear_cross_entropy*.py.
+#include <ampfuse/ampfuse.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <memory>
+#include <sstream>
+
+#include "torch_catch.h"
+
+using ampfuse::LinearCrossEntropyOptions;
+
+namespace {
+
+// Hidden states, a weight, a bias, and targets of which every third is ignored.
+struct Head {
+  at::Tensor hidden, weight, bias, target;
+
+  explicit Head(torch::Device device, torch::Dtype dtype = torch::kFloat) {
+    torch::manual_seed(1);
+    const auto options = torch::TensorOptions(device).dtype(dtype);
+    hidden = torch::randn({9, 6}, options).requires_grad_();
+    weight = torch::randn({40, 6}, options).requires_grad_();
+    bias = torch::randn({40}, options).requires_grad_();
+    target = torch::randint(40, {9}, options.dtype(torch::kLong));
+    target.slice(0, 0, 9, 3).fill_(-100);
+  }
+
+  std::vector<at::Tensor> gradients(const at::Tensor& loss) const {
+    return torch::autograd::grad({loss}, {hidden, weight, bias});
+  }
+};
+
+}  // namespace
+
+TEST_CASE("the loss is that of the layer's logits, and so are the gradients") {
+  for (const auto device : devices()) {
+    const Head head(device);
+    const auto class_weight = torch::rand({40}, device);
+    const auto loss = ampfuse::linear_cross_entropy(
+        head.hidden, head.weight, head.target, head.bias,
+        LinearCrossEntropyOptions().class_weight(class_weight).label_smoothing(0.1).chunk_rows(4));
+    const auto expected = torch::nn::functional::cross_entropy(
+        torch::nn::functional::linear(head.hidden, head.weight, head.bias), head.target,
+        torch::nn::functional::CrossEntropyFuncOptions().weight(class_weight).label_smoothing(0.1));
+    CHECK(torch::allclose(loss, expected));
+    const auto gradients = head.gradients(loss);
+    const auto right = head.gradients(expected);
+    for (size_t i = 0; i < right.size(); ++i) {
+      CHECK(torch::allclose(gradients[i], right[i], 1e-5, 1e-6));
+    }
+  }
+}
+
+TEST_CASE("a weight's gradient is added to a buffer") {
+  for (const auto device : devices()) {
+    const Head head(device, torch::kBFloat16);
+    const auto buffer = torch::zeros({40, 6}, device);
+    ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().init_scale(1024).device(device));
+    const auto options =
+        LinearCrossEntropyOptions().accumulate_into(buffer).grad_scale(scaler.scale_tensor());
+    scaler.scale(ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target, {}, options))
+        .backward();
+    CHECK_FALSE(head.weight.grad().defined());
+    const auto loss = ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target);
+    const auto expected = torch::autograd::grad({loss}, {head.weight})[0];
+    CHECK(torch::allclose(buffer / 1024, expected.to(torch::kFloat), 1e-2, 1e-3));
+  }
+}
+
+TEST_CASE("metrics are those of the logits") {
+  for (const auto device : devices()) {
+    const Head head(device);
+    const auto logits = torch::nn::functional::linear(head.hidden, head.weight, head.bias);
+    const auto [loss, metrics] = ampfuse::linear_cross_entropy_with_metrics(
+        head.hidden, head.weight, head.target, head.bias);
+    CHECK(torch::allclose(metrics.lse, logits.logsumexp(1)));
+    CHECK(torch::equal(metrics.argmax, logits.argmax(1)));
+    CHECK(torch::equal(metrics.correct,
+                       logits.argmax(1).eq(head.target).logical_and(head.target.ne(-100))));
+    const auto [mean, of_all] = ampfuse::linear_cross_entropy_with_metrics(
+        head.hidden, head.weight, logits.softmax(1).detach(), head.bias);
+    CHECK(of_all.correct.all().item<bool>());
+  }
+}
+
+TEST_CASE("what autocast asks for is multiplied, and gradients keep their digits") {
+  for (const auto device : devices()) {
+    const Head head(device);
+    at::Tensor loss;
+    {
+      const ampfuse::AutocastGuard autocast(device.type(), torch::kBFloat16);
+      loss = ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target, head.bias);
+    }
+    CHECK(loss.scalar_type() == torch::kFloat);
+    const auto gradient = head.gradients(loss)[1];
+    CHECK(gradient.scalar_type() == torch::kFloat);
+    CHECK_FALSE(torch::equal(gradient, gradient.to(torch::kBFloat16).to(torch::kFloat)));
+  }
+}
+
+TEST_CASE("tensors that do not fit together are refused") {
+  const Head head(torch::kCPU);
+  CHECK_THROWS_WITH(
+      ampfuse::linear_cross_entropy(head.hidden, head.weight.to(torch::kHalf), head.target),
+      ContainsSubstring("of one dtype, or autocast, got Float and Half"));
+  CHECK_THROWS_WITH(ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target, {},
+                                                  LinearCrossEntropyOptions().reduction("all")),
+                    ContainsSubstring("expected none, mean or sum, got all"));
+}
+
+TEST_CASE("the module holds the layer, and its copies hold copies") {
+  ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().device(torch::kCPU));
+  const auto class_weight = torch::rand({40});
+  ampfuse::LinearCrossEntropyLoss criterion(torch::nn::LinearOptions(6, 40),
+                                            LinearCrossEntropyOptions().class_weight(class_weight),
+                                            &scaler);
+  const Head head(torch::kCPU);
+  const auto loss = criterion(head.hidden, head.target);
+  const auto expected = torch::nn::functional::cross_entropy(
+      criterion->linear(head.hidden), head.target,
+      torch::nn::functional::CrossEntropyFuncOptions().weight(class_weight));
+  CHECK(torch::allclose(loss, expected));
+  CHECK(criterion->named_parameters().contains("linear.weight"));
+  CHECK(criterion->named_parameters().contains("linear.bias"));
+  CHECK(criterion->named_buffers().contains("weight"));
+
+  const auto copy =
+      std::dynamic_pointer_cast<ampfuse::LinearCrossEntropyLossImpl>(criterion->clone());
+  CHECK(torch::equal(copy->forward(head.hidden, head.target), loss));
+  {
+    const torch::NoGradGuard no_grad;
+    copy->linear->weight.zero_();
+    copy->weight.zero_();
+  }
+  CHECK(torch::equal(criterion(head.hidden, head.target), loss));
+  CHECK_THROWS_WITH(ampfuse::LinearCrossEntropyLoss(
+                        torch::nn::LinearOptions(6, 40),
+                        LinearCrossEntropyOptions().grad_scale(torch::ones({})), &scaler),
+                    ContainsSubstring("the scaler has one"));
+  std::ostringstream text;
+  text << *criterion;
+  CHECK_THAT(text.str(), ContainsSubstring("LinearCrossEntropyLoss(in_features=6"));
+}

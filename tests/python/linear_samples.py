@@ -1,0 +1,51 @@
+"""What torch.library.opcheck calls the operators of linear cross-entropy with."""
+
+import torch
+from linear_reference import head
+
+NONE, SUM = 0, 2  # of no rows these are numbers, which a mean is not
+WANTED = [True, True, True]
+
+
+def rows(dtype, device, count):
+    batch = head(device, dtype, rows=count, features=5, classes=7)
+    return tuple(tensor.detach() for tensor in (batch.hidden, batch.weight, batch.bias)), (
+        batch.target
+    )
+
+
+def forward(dtype, device, count, reduction=SUM):
+    (hidden, weight, bias), target = rows(dtype, device, count)
+    one = torch.ones((), device=device)
+    options = (None, reduction, -100, 0.1, one, None, 1e-3, None)
+    return (hidden, weight, bias, target, *options, dtype, 3, WANTED, True)
+
+
+def backward(dtype, device, count):
+    results = torch.ops.ampfuse.linear_cross_entropy_forward(
+        *forward(dtype, device, count, reduction=NONE)
+    )
+    (hidden, weight, bias), target = rows(dtype, device, count)
+    upstream = torch.ones(count, device=device, dtype=results[0].dtype)
+    saved = (results[5], results[6])
+    options = (NONE, -100, 0.1, 1e-3, None)
+    return (upstream, hidden, weight, bias, target, None, *saved, *options, dtype, 3, WANTED)
+
+
+def public(dtype, device, count):
+    (hidden, weight, bias), target = rows(dtype, device, count)
+    return hidden, weight, target, bias
+
+
+LINEAR_SAMPLES = {
+    "linear_cross_entropy": public,
+    "linear_cross_entropy.metrics": public,
+    "linear_cross_entropy_forward": forward,
+    "linear_cross_entropy_backward": backward,
+}
+
+# By name alone.
+LINEAR_KEYWORDS = {
+    "linear_cross_entropy": {"reduction": SUM, "chunk_rows": 3},
+    "linear_cross_entropy.metrics": {"reduction": SUM, "chunk_rows": 3},
+}

@@ -1,0 +1,141 @@
+"""Gradients of a weight that are added up in float32: in a buffer, or where grad_dtype asks."""
+
+import ampfuse
+import pytest
+import torch
+from linear_reference import TOLERANCE, exactly, head, off
+from torch.utils.checkpoint import checkpoint
+
+EVERY_REDUCTION = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def buffer_for(weight):
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(weight, dtype=wide, requires_grad=False)
+
+
+@EVERY_REDUCTION
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weights_gradient_is_added_to_the_buffer(device, dtype, reduction):
+    batch = head(device, dtype)
+    buffer = buffer_for(batch.weight) + 1
+    loss = batch.loss(reduction=reduction, chunk_rows=8, accumulate_into=buffer)
+    assert (buffer == 1).all()  # until backward
+    upstream = 0.5
+    loss.backward(torch.full_like(loss, upstream))
+    assert batch.weight.grad is None
+    right = exactly(batch, upstream, reduction=reduction)
+    assert off(buffer - 1, right.grads[1]) <= TOLERANCE[dtype]
+    assert off(batch.hidden.grad, right.grads[0]) <= TOLERANCE[dtype]
+    assert off(batch.bias.grad, right.grads[2]) <= TOLERANCE[dtype]
+
+
+def test_batches_add_up_without_being_rounded(device):
+    batches = [head(device, torch.bfloat16, seed=seed) for seed in range(32)]
+    weight = batches[0].weight
+    buffer = buffer_for(weight)
+    expected = 0
+    for batch in batches:
+        batch.weight = weight
+        batch.loss(accumulate_into=buffer).backward()
+        batch.loss().backward()
+        expected = expected + exactly(batch).grads[1]
+    # The gradient of logits is rounded; sums are not, other than those of a bfloat16 gradient.
+    assert off(buffer, expected) <= 2e-3
+    assert off(weight.grad, expected) >= 2 * off(buffer, expected)
+
+
+@EVERY_REDUCTION
+def test_each_backward_adds(device, reduction):
+    batch = head(device, torch.float32)
+    buffer = buffer_for(batch.weight)
+    loss = batch.loss(reduction=reduction, accumulate_into=buffer).sum()
+    loss.backward(retain_graph=True)
+    once = buffer.clone()
+    (3 * loss).backward()
+    torch.testing.assert_close(buffer, 4 * once)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_adds_once(device, use_reentrant):
+    batch = head(device, torch.float32)
+    buffer = buffer_for(batch.weight)
+
+    def loss(_):
+        return batch.loss(accumulate_into=buffer)
+
+    checkpoint(loss, batch.hidden, use_reentrant=use_reentrant).backward()
+    assert off(buffer, exactly(batch).grads[1]) <= TOLERANCE[torch.float32]
+
+
+def test_nothing_is_added_without_a_backward(device):
+    batch = head(device, torch.float32)
+    buffer = buffer_for(batch.weight)
+    batch.loss(accumulate_into=buffer)
+    with torch.no_grad():
+        batch.loss(accumulate_into=buffer)
+    assert (buffer == 0).all()
+
+
+def test_the_buffer_may_be_strided(device):
+    batch = head(device, torch.float32)
+    buffer = torch.zeros(24, 101, device=device).t()
+    batch.loss(accumulate_into=buffer).backward()
+    assert off(buffer, exactly(batch).grads[1]) <= TOLERANCE[torch.float32]
+
+
+def test_buffers_that_do_not_fit_are_refused(device):
+    batch = head(device, torch.bfloat16)
+    good = buffer_for(batch.weight)
+    for wrong in (good.bfloat16(), good[:100], good.to("meta")):
+        with pytest.raises(
+            ValueError, match=r"accumulate_into: expected Float of shape \[101, 24\]"
+        ):
+            batch.loss(accumulate_into=wrong)
+    with pytest.raises(ValueError, match="does not require grad"):
+        batch.loss(accumulate_into=good.clone().requires_grad_())
+    batch.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="the weight does not require grad"):
+        batch.loss(accumulate_into=good)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_may_have_float32_gradients(device, dtype):
+    batch = head(device, dtype)
+    batch.weight.grad_dtype = torch.float32
+    batch.loss(chunk_rows=8).backward()
+    assert batch.weight.grad.dtype == torch.float32
+    grad = batch.weight.grad.clone()
+    batch.loss(chunk_rows=8).backward()
+    torch.testing.assert_close(batch.weight.grad, 2 * grad)
+    # They have digits that the weight's dtype has not.
+    assert (grad != grad.to(dtype).float()).any()
+
+
+def test_the_fused_optimizer_takes_them_as_they_are(device):
+    """A bfloat16 head whose gradients never are: float32 sums, scaled, unscaled by the step."""
+    torch.manual_seed(0)
+    scaler = ampfuse.GradScaler(device.type, 2.0**10)
+    criterion = ampfuse.LinearCrossEntropyLoss(
+        16, 50, scaler=scaler, device=device, dtype=torch.bfloat16
+    )
+    weight = criterion.linear.weight
+    weight.grad_dtype = torch.float32
+    optimizer = ampfuse.AdamW(criterion.parameters(), lr=1e-2)
+    hidden = torch.randn(64, 16, device=device, dtype=torch.bfloat16)
+    target = torch.randint(50, (64,), device=device)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad(set_to_none=False)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+        for rows in (slice(0, 32), slice(32, 64)):
+            loss = criterion(
+                hidden[rows], target[rows], denominator=64, accumulate_into=weight.grad
+            )
+            scaler.scale(loss).backward()
+        losses.append(loss.item())
+        scaler.step(optimizer)
+        scaler.update()
+    assert losses[-1] < losses[0] / 2

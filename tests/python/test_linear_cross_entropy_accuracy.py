@@ -1,0 +1,140 @@
+"""How far linear_cross_entropy is from float64, beside torch, and with logits that hurt."""
+
+import pytest
+import torch
+from linear_reference import Head, exactly, head, off
+from torch.nn import functional
+
+ROWS, FEATURES, CLASSES = 512, 64, 2003
+
+
+def batch_of(device, dtype, spread):
+    """Logits whose standard deviation is `spread`."""
+    batch = head(device, dtype, ROWS, FEATURES, CLASSES, bias=False)
+    with torch.no_grad():
+        batch.weight.mul_(3 * spread / FEATURES**0.5)
+    return batch
+
+
+def error(result, expected):
+    """Root of the mean square, relative."""
+    return ((result.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+def errors(batch, loss, expected):
+    grads = [error(g, e) for g, e in zip(batch.grads(loss), expected.grads, strict=True)]
+    return [error(loss.detach(), expected.loss), *grads]
+
+
+def eager(batch, wide):
+    logits = functional.linear(batch.hidden, batch.weight)
+    return functional.cross_entropy(logits.to(wide), batch.target)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 16.0])
+def test_of_bfloat16_it_is_as_close_as_torch_with_float_logits(device, spread):
+    batch = batch_of(device, torch.bfloat16, spread)
+    expected = exactly(batch)
+    ours = errors(batch, batch.loss(chunk_rows=128), expected)
+    torchs = errors(batch, eager(batch, torch.float32), expected)
+    for mine, other in zip(ours, torchs, strict=True):
+        assert mine <= 1.1 * other
+
+
+@pytest.mark.parametrize("spread", [1.0, 16.0])
+def test_large_bfloat16_logits_are_not_rounded(device, spread):
+    """A logit of 40 would be off by up to 1/8, its probability by a tenth."""
+    batch = batch_of(device, torch.bfloat16, spread)
+    expected = exactly(batch, reduction="none")
+    loss = batch.loss(reduction="none", chunk_rows=128)
+    assert off(loss, expected.loss) <= 1e-6
+    rounded = functional.linear(batch.hidden, batch.weight).float()
+    assert off(functional.cross_entropy(rounded, batch.target, reduction="none"), expected.loss) > (
+        1e-4
+    )
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 16.0])
+def test_of_float32_it_is_as_close_as_torch(device, spread):
+    batch = batch_of(device, torch.float32, spread)
+    expected = exactly(batch)
+    ours = errors(batch, batch.loss(chunk_rows=128), expected)
+    torchs = errors(batch, eager(batch, torch.float32), expected)
+    # Chunks add up in another order.
+    for mine, other in zip(ours, torchs, strict=True):
+        assert mine <= 1.25 * other + 1e-7
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 16.0])
+def test_of_doubles_it_is_exact(device, spread):
+    batch = batch_of(device, torch.float64, spread)
+    expected = exactly(batch)
+    loss = batch.loss(chunk_rows=100)
+    assert off(loss, expected.loss) <= 1e-10
+    for grad, right in zip(batch.grads(loss), expected.grads, strict=True):
+        assert off(grad, right) <= 1e-10
+
+
+def sure_of(device, dtype, ahead):
+    """Rows each of which has its target's logit so far above all others."""
+    classes = features = 64
+    hidden = torch.eye(features, device=device, dtype=dtype)[:32].requires_grad_()
+    weight = (ahead * torch.eye(classes, device=device)).to(dtype).requires_grad_()
+    return Head(hidden, weight, None, torch.arange(32, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ahead", [10.0, 16.0, 20.0])
+def test_rows_that_are_sure_of_their_target_have_gradients(device, dtype, ahead):
+    batch = sure_of(device, dtype, ahead)
+    expected = exactly(batch, 2.0**10)
+    loss = batch.loss(chunk_rows=10)
+    assert off(loss, expected.loss) <= 1e-6
+    for grad, right in zip(batch.grads(loss, 2.0**10), expected.grads, strict=True):
+        assert off(grad, right) <= (1e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e4, 2.0**24])
+def test_logits_of_any_size_leave_no_infinities(device, dtype, size):
+    batch = sure_of(device, dtype, size)
+    batch.target = batch.target.roll(1)  # all wrong, by as much
+    loss = batch.loss(chunk_rows=10)
+    expected = exactly(batch)
+    assert off(loss, expected.loss) <= 1e-6
+    for grad, right in zip(batch.grads(loss), expected.grads, strict=True):
+        assert off(grad, right) <= 1.5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_logits_but_one_may_be_minus_infinity(device, dtype):
+    batch = head(device, dtype, rows=6, features=4, classes=9)
+    with torch.no_grad():
+        batch.bias.fill_(-torch.inf)
+        batch.bias[5] = 0
+    batch.target.fill_(5)
+    loss = batch.loss(chunk_rows=4)
+    assert loss == 0
+    for grad in batch.grads(loss):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_no_number_is_seen(device, dtype):
+    batch = head(device, dtype)
+    with torch.no_grad():
+        batch.hidden[4, 3] = torch.nan
+    loss = batch.loss(reduction="none", chunk_rows=8)
+    assert loss[4].isnan()
+    assert loss[:3].isfinite().all()
+    assert batch.loss(chunk_rows=8).isnan()
+
+
+def test_half_logits_beyond_the_range_of_half_are_numbers(device):
+    batch = head(device, torch.float16, rows=6, features=4, classes=9, bias=False)
+    with torch.no_grad():
+        batch.hidden.mul_(300)
+        batch.weight.mul_(300)
+    logits = functional.linear(batch.hidden.double(), batch.weight.double())
+    assert logits.abs().max() > 65504
+    assert off(batch.loss(), exactly(batch).loss) <= 1e-6

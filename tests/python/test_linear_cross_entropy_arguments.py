@@ -1,0 +1,112 @@
+"""Arguments of linear_cross_entropy that do not fit together."""
+
+import ampfuse
+import pytest
+import torch
+from linear_reference import head
+
+
+def call(batch, **changes):
+    arguments = {"hidden": batch.hidden, "weight": batch.weight, "target": batch.target}
+    arguments |= {"bias": batch.bias} | changes
+    return ampfuse.linear_cross_entropy(**arguments)
+
+
+@pytest.fixture
+def batch(device):
+    return head(device, torch.float32)
+
+
+def test_shapes(batch, device):
+    wrong = {
+        "weight: expected .classes, 24. for hidden states of 24 features": {
+            "weight": torch.zeros(101, 23, device=device)
+        },
+        "weight: expected .classes, features.": {"weight": torch.zeros(24, device=device)},
+        r"bias: expected \[101\]": {"bias": torch.zeros(100, device=device)},
+        r"target: expected shape \[21\]": {"target": batch.target[:20]},
+        "target: expected indices .* or probabilities of shape": {
+            "target": torch.zeros(21, 100, device=device)
+        },
+        "class_weight tensor should be defined either for all 101 classes": {
+            "class_weight": torch.zeros(100, device=device)
+        },
+        "hidden: expected .*features": {"hidden": torch.zeros((), device=device)},
+        "grad_scale: expected one number": {"grad_scale": torch.zeros(2, device=device)},
+        "denominator: expected one number": {"denominator": torch.zeros(2, device=device)},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call(batch, **change)
+
+
+def test_numbers(batch):
+    wrong = {
+        "chunk_rows: expected at least 1, got 0": {"chunk_rows": 0},
+        "label_smoothing must be between": {"label_smoothing": 1.5},
+        "z_loss: expected": {"z_loss": -1.0},
+        "softcap: expected": {"softcap": 0.0},
+        "reduction: expected none, mean or sum": {"reduction": "median"},
+        "denominator: is for reduction mean": {"denominator": 3.0, "reduction": "sum"},
+        "ignore_index is not supported for floating point target": {
+            "target": torch.zeros(21, 101, device=batch.hidden.device),
+            "ignore_index": 3,
+        },
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call(batch, **change)
+
+
+def test_dtypes(batch):
+    with pytest.raises(TypeError, match="one dtype, or autocast, got Float and BFloat16"):
+        call(batch, weight=batch.weight.bfloat16())
+    with pytest.raises(TypeError, match="one dtype, or autocast, got Float and Float and Half"):
+        call(batch, bias=batch.bias.half())
+    with pytest.raises(TypeError, match="hidden: expected a floating dtype, got Long"):
+        call(batch, **{name: getattr(batch, name).long() for name in ("hidden", "weight", "bias")})
+    with pytest.raises(TypeError, match="target: expected dtype Long, Int or Byte"):
+        call(batch, target=batch.target.bool())
+    with pytest.raises(TypeError, match="z_loss: expected a number, got a tensor"):
+        call(batch, z_loss=torch.tensor(1.0))
+
+
+def test_devices(batch):
+    for name in ("weight", "bias", "target"):
+        with pytest.raises(ValueError, match=f"{name}: expected .*got"):
+            call(batch, **{name: getattr(batch, name).to("meta")})
+    with pytest.raises(ValueError, match="class_weight: expected device"):
+        call(batch, class_weight=torch.zeros(101, device="meta"))
+
+
+def test_what_has_no_derivative_may_not_ask_for_one(batch, device):
+    for name in ("grad_scale", "denominator"):
+        with pytest.raises(ValueError, match=f"{name}: has no derivative"):
+            call(batch, **{name: torch.ones((), device=device, requires_grad=True)})
+    with pytest.raises(ValueError, match="class_weight: has no derivative"):
+        call(batch, class_weight=torch.ones(101, device=device, requires_grad=True))
+    with pytest.raises(ValueError, match="target: has no derivative"):
+        call(batch, target=torch.ones(21, 101, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("target", [-1, 101])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_target_that_is_no_class_raises_before_anything_is_multiplied(target, reduction):
+    batch = head(torch.device("cpu"), torch.float32)
+    batch.target[17] = target
+    message = rf"Target {target} is out of bounds. It is row 17's, and there are 101 classes"
+    with pytest.raises(IndexError, match=message):
+        call(batch, reduction=reduction, chunk_rows=4)
+
+
+def test_storage_that_was_freed_is_refused(batch):
+    for name in ("hidden", "weight", "bias", "target"):
+        tensor = getattr(batch, name).detach().clone()
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"{name}: its storage was freed"):
+            call(batch, **{name: tensor})
+
+
+def test_sparse_and_nested_tensors_are_refused(batch):
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        call(batch, hidden=batch.hidden.detach().to_sparse())

@@ -1,0 +1,252 @@
+"""What backward of linear_cross_entropy is called with, how often, and for whom."""
+
+import pytest
+import torch
+from linear_reference import TOLERANCE, check, exactly, head, off
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+EVERY_REDUCTION = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+
+
+@EVERY_DTYPE
+@EVERY_REDUCTION
+@pytest.mark.parametrize("upstream", [0.0, 1.0, -3.0, 0.1, 1024.0])
+def test_any_number_from_upstream(device, dtype, reduction, upstream):
+    if dtype == torch.float16 and reduction != "mean":
+        upstream /= 64  # whose gradients a float16 holds
+    check(head(device, dtype), upstream=upstream, reduction=reduction, chunk_rows=8)
+
+
+@EVERY_DTYPE
+def test_a_number_for_each_row_from_upstream(device, dtype):
+    upstream = torch.randn(21, generator=torch.Generator().manual_seed(9)).to(device)
+    check(head(device, dtype), upstream=upstream, reduction="none", chunk_rows=8)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("expected", [1.0, 3.0, 2.0**10])
+@pytest.mark.parametrize("upstream", [1.0, 3.0, 2.0**10])
+def test_what_was_expected_from_upstream_or_another_number(
+    device, dtype, reduction, expected, upstream
+):
+    # Gradients of at most 4 for each row.
+    if dtype == torch.float16 and reduction == "sum":
+        expected, upstream = expected / 2**8, upstream / 2**8
+    check(
+        head(device, dtype),
+        upstream=upstream,
+        reduction=reduction,
+        chunk_rows=8,
+        grad_scale=torch.tensor(expected, device=device),
+        tolerance=2,
+    )
+
+
+@pytest.mark.parametrize("wish", [0.0, float("inf"), float("nan")])
+def test_nothing_can_be_expected_that_cannot_be_divided_by(device, wish):
+    check(head(device, torch.float32), grad_scale=wish, upstream=3.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("how", ["nothing", "grad_scale"])
+def test_half_gradients_survive_a_mean_over_thousands_of_rows(device, reduction, how):
+    """Every probability is below what is left of float16 behind the mean."""
+    rows, features, classes, scale = 8192, 16, 1000, 65536.0
+    batch = head(device, torch.float16, rows, features, classes, bias=False)
+    batch.weight.detach().mul_(0.01)
+    options = {"grad_scale": scale} if how == "grad_scale" else {}
+    loss = batch.loss(reduction=reduction, chunk_rows=1000, **options)
+    upstream = scale / rows if reduction != "mean" else scale
+    grads = batch.grads(loss, upstream)
+    for grad, right in zip(grads, exactly(batch, upstream, reduction=reduction).grads, strict=True):
+        assert off(grad, right) <= 2e-3
+    # A gradient of logits that is divided before it is scaled would not.
+    assert (torch.tensor(1 / classes / rows / 8).half() == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_half_gradients_of_heavy_classes_are_finite(device, reduction):
+    batch = head(device, torch.float16)
+    weight = torch.full((101,), 1e6, device=device)
+    upstream = 1e-6 if reduction == "sum" else 1.0
+    loss = batch.loss(reduction=reduction, class_weight=weight, chunk_rows=8)
+    right = exactly(batch, upstream, reduction=reduction, class_weight=weight)
+    for grad, expected in zip(batch.grads(loss, upstream), right.grads, strict=True):
+        assert off(grad, expected) <= 2e-3
+
+
+@EVERY_DTYPE
+@EVERY_REDUCTION
+def test_a_graph_that_is_kept_gives_the_same_again(device, dtype, reduction):
+    batch = head(device, dtype)
+    loss = batch.loss(reduction=reduction, chunk_rows=8)
+    expected = exactly(batch, 2.0, reduction=reduction)
+    for upstream in (2.0, 1.0, 2.0, 2.0):
+        grads = batch.grads(
+            loss, upstream, retain_graph=upstream == 1.0 or loss.grad_fn is None or True
+        )
+        for grad, right in zip(grads, expected.grads, strict=True):
+            assert off(grad, right * (upstream / 2)) <= TOLERANCE[dtype] * 2
+
+
+@EVERY_REDUCTION
+def test_a_graph_that_is_not_kept_is_gone(device, reduction):
+    batch = head(device, torch.float32)
+    loss = batch.loss(reduction=reduction)
+    batch.grads(loss)
+    with pytest.raises(RuntimeError, match="second time"):
+        batch.grads(loss)
+
+
+@EVERY_REDUCTION
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+def test_what_is_frozen_gets_no_gradient(device, reduction, frozen):
+    batch = head(device, torch.bfloat16)
+    right = exactly(batch, reduction=reduction)
+    tensors = batch.tensors()
+    for index in frozen:
+        tensors[index].requires_grad_(False)
+    loss = batch.loss(reduction=reduction, chunk_rows=8)
+    loss.sum().backward()
+    for index, tensor in enumerate(tensors):
+        if index in frozen:
+            assert tensor.grad is None
+        else:
+            assert off(tensor.grad, right.grads[index]) <= TOLERANCE[torch.bfloat16]
+
+
+def products(call):
+    """How many products of float matrices a call makes."""
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        call()
+    counted = {event.key: event.count for event in watched.key_averages()}
+    return sum(counted.get(name, 0) for name in ("aten::mm", "aten::addmm"))
+
+
+def test_what_is_frozen_costs_no_product(device):
+    def count(*frozen, grad=True):
+        batch = head(device, torch.float32, rows=8, bias=False)
+        for index in frozen:
+            batch.tensors()[index].requires_grad_(False)
+
+        def call():
+            with torch.set_grad_enabled(grad):
+                loss = batch.loss(chunk_rows=8)
+            if loss.requires_grad:
+                loss.backward()
+
+        return products(call)
+
+    assert count() == 3
+    assert count(0) == 2
+    assert count(1) == 2
+    assert count(0, 1) == 1
+    assert count(grad=False) == 1
+
+
+@EVERY_REDUCTION
+def test_only_what_is_asked_for_is_given(device, reduction):
+    batch = head(device, torch.float32)
+    right = exactly(batch, reduction=reduction)
+    for index, tensor in enumerate(batch.tensors()):
+        loss = batch.loss(reduction=reduction, chunk_rows=8)
+        (grad,) = torch.autograd.grad(loss.sum(), tensor)
+        assert off(grad, right.grads[index]) <= TOLERANCE[torch.float32]
+
+
+@EVERY_REDUCTION
+def test_there_is_no_second_derivative(device, reduction):
+    batch = head(device, torch.float64)
+    loss = batch.loss(reduction=reduction).sum()
+    grads = torch.autograd.grad(loss, batch.tensors(), create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+            torch.autograd.grad(grad.sum(), batch.hidden, retain_graph=True)
+
+
+@EVERY_REDUCTION
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradcheck(device, reduction, bias):
+    batch = head(device, torch.float64, rows=5, features=3, classes=4, bias=bias)
+
+    def loss(*tensors):
+        hidden, weight = tensors[:2]
+        some = tensors[2] if bias else None
+        function = torch.ops.ampfuse.linear_cross_entropy
+        index = {"none": 0, "mean": 1, "sum": 2}[reduction]
+        return function(hidden, weight, batch.target, some, reduction=index, chunk_rows=2)
+
+    torch.autograd.gradcheck(loss, batch.tensors())
+
+
+@EVERY_REDUCTION
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints(device, reduction, use_reentrant):
+    batch = head(device, torch.float32)
+    right = exactly(batch, 2.0, reduction=reduction)
+
+    def loss(*_):
+        return batch.loss(reduction=reduction, chunk_rows=8)
+
+    grads = None
+    result = checkpoint(loss, *batch.tensors(), use_reentrant=use_reentrant)
+    (2 * result.sum()).backward()
+    grads = [tensor.grad for tensor in batch.tensors()]
+    for grad, expected in zip(grads, right.grads, strict=True):
+        assert off(grad, expected) <= TOLERANCE[torch.float32]
+
+
+@EVERY_REDUCTION
+def test_saved_tensors_may_be_moved_away(device, reduction):
+    batch = head(device, torch.float32)
+    right = exactly(batch, reduction=reduction)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.t().contiguous() if tensor.dim() == 2 else tensor.clone(),
+        lambda tensor: tensor.t() if tensor.dim() == 2 else tensor,
+    ):
+        loss = batch.loss(reduction=reduction, chunk_rows=8)
+    for grad, expected in zip(batch.grads(loss, 1.0), right.grads, strict=True):
+        assert off(grad, expected) <= TOLERANCE[torch.float32]
+
+
+def test_what_forward_saw_may_not_change_before_a_backward_that_looks_again(device):
+    batch = head(device, torch.float32)
+    hidden = batch.hidden * 1
+    batch.hidden = hidden
+    loss = batch.loss(reduction="none").sum()
+    hidden.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    # Where gradients come from forward nobody needs it any more.
+    batch = head(device, torch.float32)
+    hidden = batch.hidden * 1
+    batch.hidden = hidden
+    loss = batch.loss()
+    hidden.detach().add_(1)
+    loss.backward()
+
+
+def test_the_same_chunks_make_the_same_bits(device):
+    batch = head(device, torch.bfloat16, rows=100)
+
+    def results(**options):
+        loss = batch.loss(chunk_rows=32, **options)
+        return [loss.detach(), *batch.grads(loss)]
+
+    first = results()
+    assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
+
+
+@EVERY_REDUCTION
+def test_other_chunks_change_last_bits_at_most(device, reduction):
+    batch = head(device, torch.float32, rows=100)
+    right = exactly(batch, reduction=reduction)
+    for chunk_rows in (1, 3, 32, 99, 100, 1000):
+        loss = batch.loss(reduction=reduction, chunk_rows=chunk_rows)
+        assert off(loss, right.loss) <= 5e-7
+        for grad, expected in zip(batch.grads(loss), right.grads, strict=True):
+            assert off(grad, expected) <= 2e-6
