@@ -25,6 +25,7 @@ NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"
 # What torch's packages bring, fetched again where torch is in another environment: nvcc looks for
 # these headers beside itself.
 RUNTIME = ["nvidia-cuda-runtime"]
+SYSTEM_INCLUDES = ["/usr/include", "/usr/local/include"]
 
 
 def say(text: str) -> None:
@@ -136,10 +137,11 @@ def torch_is_inside(python: Path) -> bool:
 
 def install_catch2() -> None:
     """Get Catch2 for the C++ tests: unpacked into .venv, so that nobody need be root."""
-    folders = ["/usr/include", "/usr/local/include", VENV / "catch2" / "usr" / "include"]
+    folders = [*SYSTEM_INCLUDES, VENV / "catch2" / "usr" / "include"]
     if any(Path(folder, "catch2").is_dir() for folder in folders):
         return
     say("fetching Catch2")
+    VENV.mkdir(exist_ok=True)  # on a bare checkout there is none yet, and dpkg-deb makes no parents
     with tempfile.TemporaryDirectory() as download:
         fetch = ["apt-get", "-qq", "-o=APT::Sandbox::User=root", "download", "catch2"]
         if not succeeds(fetch, download):
