@@ -21,7 +21,7 @@ from typing import Any
 
 import ampfuse
 import torch
-from peak_memory import peak_memory, reset_peak_memory
+from devices import low_precision, peak_memory, reset_peak_memory
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -144,11 +144,6 @@ def train(
     with torch.no_grad():
         right = model(digits.test_images).argmax(dim=1) == digits.test_labels
     return Result(losses, right.float().mean().item(), seconds, peak)
-
-
-def low_precision(device: torch.device) -> torch.dtype:
-    """float16 on a GPU, where the loss scale has a job; bfloat16 on a CPU."""
-    return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 def show(console: Console, device: torch.device, epochs: int, results: dict[str, Result]) -> None:

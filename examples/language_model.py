@@ -24,7 +24,7 @@ from pathlib import Path
 
 import ampfuse
 import torch
-from peak_memory import peak_memory, reset_peak_memory
+from devices import low_precision, peak_memory, reset_peak_memory
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -163,11 +163,6 @@ def train(
         seconds.append(time.perf_counter() - start)
         after_step()
     return Result(losses, sorted(seconds)[steps // 2], peak_memory(device))
-
-
-def low_precision(device: torch.device) -> torch.dtype:
-    """float16 on a GPU, where the loss scale has a job; bfloat16 on a CPU."""
-    return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 def main() -> int:

@@ -12,11 +12,11 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <vector>
 
+#include "baked_gradient.h"
 #include "mutating.h"
 #include "once_differentiable.h"
 
@@ -34,26 +34,12 @@ at::Tensor once_differentiable(const at::Tensor& grad, const at::Tensor& grad_ou
                                       grad_output);
 }
 
-// The gradient that forward has saved, for what backward is called with. A graph that is kept may
-// be gone through again, so that its gradient stays what it is.
 variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_output) {
   if (!grad_output.defined()) return variable_list(2);
   const variable_list saved = context->get_saved_variables();
   const at::AutoDispatchBelowAutograd below;
-  const at::Tensor& baked = saved[1];
-  // Many upstream gradients at once have nothing that could be overwritten.
-  if (is_batched(grad_output)) {
-    const at::Tensor ratio = grad_output.to(at::kDouble) / baked;
-    const at::Tensor grad = saved[0].to(loss_dtype(saved[0])) * ratio;
-    return {once_differentiable(grad.to(saved[0].scalar_type()), grad_output), at::Tensor()};
-  }
-  // Nor may what a hook has brought back, if it has other strides.
-  const bool is_kept =
-      torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(saved[0]);
-  const at::Tensor grad =
-      is_kept ? saved[0].clone(at::MemoryFormat::Contiguous) : saved[0].detach();
-  cross_entropy_rescale_(grad, baked, grad_output);
-  return {once_differentiable(grad, grad_output), at::Tensor()};
+  return {once_differentiable(rescaled(saved[0], saved[1], grad_output), grad_output),
+          at::Tensor()};
 }
 
 // Callers detach the metrics: compiled autograd knows no outputs without derivatives.

@@ -99,11 +99,8 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
                         loss_dtype(input), input.device());
   const bool in_places = has_places(input);
   if (arguments.has_probabilities()) {
-    const at::ScalarType dtype = arguments.target.scalar_type();
-    const bool is_read_as_it_is =
-        dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat && dtype != at::kDouble);
-    if (!is_read_as_it_is) arguments.target = arguments.target.to(loss_dtype(input));
-    arguments.target = rows_of(arguments.target, in_places);
+    arguments.target =
+        rows_of(readable_probabilities(arguments.target, loss_dtype(input)), in_places);
   } else {
     if (arguments.target.dim() != 1) arguments.target = arguments.target.reshape({-1});
     arguments.target = arguments.target.contiguous();

@@ -43,6 +43,13 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
   return weight->to(dtype).contiguous();
 }
 
+at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_dtype) {
+  const at::ScalarType dtype = target.scalar_type();
+  const bool is_readable =
+      dtype == loss_dtype || (loss_dtype == at::kFloat && dtype != at::kDouble);
+  return is_readable ? target : target.to(loss_dtype);
+}
+
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim) {
   if (target.is_floating_point()) return argmax.eq(target.argmax(class_dim));

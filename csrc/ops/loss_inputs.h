@@ -20,6 +20,9 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                                             const c10::SymInt& classes, at::ScalarType dtype,
                                             at::Device device);
 
+/// In a dtype that a loss of this dtype reads.
+at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_dtype);
+
 /// Whether the largest logits are those of the targets, or of the most probable classes, which are
 /// along this dimension. Never where targets are ignored.
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,

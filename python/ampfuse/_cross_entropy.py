@@ -198,12 +198,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def extra_repr(self) -> str:
         """What differs from the defaults."""
         defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-        defaults |= {"z_loss": 0.0, "softcap": None}
-        given = {name: getattr(self, name) for name in defaults}
-        if self.scaler is not None:
-            given["scaler"] = type(self.scaler).__name__
-        told = [f"{name}={value}" for name, value in given.items() if value != defaults.get(name)]
-        return ", ".join(told)
+        return _told(self, defaults | {"z_loss": 0.0, "softcap": None})
 
     def forward(
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
@@ -221,6 +216,14 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             z_loss=self.z_loss,
             softcap=self.softcap,
         )
+
+
+def _told(module: Any, defaults: dict[str, Any]) -> str:
+    """What of a loss differs from the defaults."""
+    given = {name: getattr(module, name) for name in defaults}
+    if module.scaler is not None:
+        given["scaler"] = type(module.scaler).__name__
+    return ", ".join(f"{name}={v}" for name, v in given.items() if v != defaults.get(name))
 
 
 def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ampfuse._cross_entropy import CrossEntropyMetrics, _correct, _options, _scale_of
+from ampfuse._cross_entropy import CrossEntropyMetrics, _correct, _options, _scale_of, _told
 
 
 @overload
@@ -171,16 +171,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """What differs from the defaults."""
-        defaults: dict[str, Any] = {"ignore_index": -100, "reduction": "mean"}
-        defaults |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "chunk_rows": None}
-        told = [
-            f"{name}={getattr(self, name)}"
-            for name, default in defaults.items()
-            if getattr(self, name) != default
-        ]
-        if self.scaler is not None:
-            told.append(f"scaler={type(self.scaler).__name__}")
-        return ", ".join(told)
+        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+        return _told(self, defaults | {"z_loss": 0.0, "softcap": None, "chunk_rows": None})
 
     def forward(
         self,

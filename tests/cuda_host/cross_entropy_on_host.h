@@ -22,6 +22,13 @@
 inline constexpr int64_t kIgnored = -100;
 inline constexpr int kGrid = 2;  // blocks
 
+// Who takes a row.
+using ampfuse::WarpTeam;
+using FewLanes = ampfuse::LaneTeam<8>;
+using BlockTeam = ampfuse::BlockTeam<256>;
+using WideTeam = ampfuse::BlockTeam<512>;
+using WidestTeam = ampfuse::BlockTeam<1024>;
+
 // What a test asks for beside logits and indices.
 struct Options {
   double label_smoothing = 0;

@@ -9,11 +9,6 @@
 #include "catch.h"
 
 using ampfuse::RowWork;
-using ampfuse::WarpTeam;
-using FewLanes = ampfuse::LaneTeam<8>;
-using BlockTeam = ampfuse::BlockTeam<256>;
-using WideTeam = ampfuse::BlockTeam<512>;
-using WidestTeam = ampfuse::BlockTeam<1024>;
 
 namespace {
 

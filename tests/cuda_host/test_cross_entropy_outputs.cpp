@@ -12,8 +12,6 @@
 
 using ampfuse::IndexType;
 using ampfuse::RowWork;
-using ampfuse::WarpTeam;
-using BlockTeam = ampfuse::BlockTeam<256>;
 
 namespace {
 

@@ -3,17 +3,13 @@
 import pytest
 import torch
 from cross_entropy_samples import CROSS_ENTROPY_SAMPLES, STATISTICS, rows
+from op_overloads import looks, overload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 EVERY_OP = pytest.mark.parametrize("op", CROSS_ENTROPY_SAMPLES)
 EVERY_DTYPE = pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 )
-
-
-def overload(op):
-    name, _, which = op.partition(".")
-    return getattr(getattr(torch.ops.ampfuse, name), which or "default")
 
 
 @EVERY_OP
@@ -29,12 +25,6 @@ def test_opcheck(device, op, dtype, count):
 def test_opcheck_with_gradients(device, op, dtype, reduction):
     logits, target = rows(dtype, device)
     torch.library.opcheck(overload(op), (logits.requires_grad_(), target, None, reduction))
-
-
-def looks(results):
-    """What tells results apart but for their values."""
-    results = results if isinstance(results, tuple) else [results]
-    return [(tuple(x.shape), x.dtype, x.device, x.stride()) for x in results if x is not None]
 
 
 @EVERY_OP

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cross_entropy_samples import CROSS_ENTROPY_SAMPLES
 from linear_samples import LINEAR_SAMPLES
+from op_overloads import looks, overload
 from reference import heavy_tailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -76,11 +77,6 @@ def registered_ops():
     prefix = "ampfuse::"
     names = torch._C._dispatch_get_all_op_names()
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-
-def overload(op):
-    name, _, which = op.partition(".")
-    return getattr(getattr(torch.ops.ampfuse, name), which or "default")
 
 
 def has_kernel(op, key):
@@ -171,11 +167,6 @@ def test_fake_results_look_like_real_ones(device, op, dtype, layout):
         fake = overload(op)(*OPCHECK_SAMPLES[op](fakes, device), **keywords(op, device))
 
     assert looks(fake) == looks(real)
-
-
-def looks(results):
-    """What tells an op's results apart but for their values."""
-    return [(tuple(x.shape), x.dtype, x.device, x.stride()) for x in results or ()]
 
 
 @EVERY_CHECKED_OP

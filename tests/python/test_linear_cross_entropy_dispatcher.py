@@ -3,17 +3,13 @@
 import pytest
 import torch
 from linear_samples import LINEAR_KEYWORDS, LINEAR_SAMPLES, public
+from op_overloads import looks, overload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 EVERY_OP = pytest.mark.parametrize("op", LINEAR_SAMPLES)
 EVERY_DTYPE = pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 )
-
-
-def overload(op):
-    name, _, which = op.partition(".")
-    return getattr(getattr(torch.ops.ampfuse, name), which or "default")
 
 
 @EVERY_OP
@@ -32,12 +28,6 @@ def test_opcheck_with_gradients(device, op, dtype, reduction):
     tensors = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
     sample = (tensors[0], tensors[1], target, tensors[2])
     torch.library.opcheck(overload(op), sample, {"reduction": reduction, "chunk_rows": 3})
-
-
-def looks(results):
-    """What tells results apart but for their values."""
-    results = results if isinstance(results, tuple) else [results]
-    return [(tuple(x.shape), x.dtype, x.device, x.stride()) for x in results]
 
 
 @EVERY_OP

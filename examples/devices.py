@@ -1,10 +1,15 @@
-"""The most memory that a run held at a time."""
+"""What depends on the device: the lower precision, and how to ask for the most memory held."""
 
 import contextlib
 import resource
 from pathlib import Path
 
 import torch
+
+
+def low_precision(device: torch.device) -> torch.dtype:
+    """float16 on a GPU, where the loss scale has a job; bfloat16 on a CPU."""
+    return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 def reset_peak_memory(device: torch.device) -> None:

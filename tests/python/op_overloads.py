@@ -1,0 +1,13 @@
+"""The overloads of operators, and what tells their results apart but for their values."""
+
+import torch
+
+
+def overload(op):
+    name, _, which = op.partition(".")
+    return getattr(getattr(torch.ops.ampfuse, name), which or "default")
+
+
+def looks(results):
+    results = [results] if isinstance(results, torch.Tensor) else results or ()
+    return [(tuple(x.shape), x.dtype, x.device, x.stride()) for x in results if x is not None]
