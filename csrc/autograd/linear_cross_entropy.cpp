@@ -4,17 +4,16 @@
 // once to what they are added to.
 #include "../ops/linear_cross_entropy.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <utility>
 #include <vector>
 
+#include "baked_gradient.h"
 #include "once_differentiable.h"
 
 namespace ampfuse {
@@ -37,17 +36,38 @@ LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
           arguments.bias && is_wanted(*arguments.bias)};
 }
 
+// As forward's inputs are: hidden, weight, bias, the call, what is wanted.
+constexpr size_t kInputs = 5;
+
+Metrics loss_and_metrics(const LinearCrossEntropyOutputs& outputs) {
+  return {std::get<0>(outputs), std::get<7>(outputs), std::get<8>(outputs), std::get<9>(outputs)};
+}
+
+variable_list as_list(const Metrics& metrics) {
+  const auto& [loss, lse, entropy, argmax] = metrics;
+  return {loss, lse, entropy, argmax};
+}
+
+LinearCrossEntropyOutputs call_forward(const LinearCrossEntropyCall& call,
+                                       const LinearGradientMask& wanted) {
+  return linear_cross_entropy_forward(call.arguments, call.grad_scale, call.denominator, wanted,
+                                      call.with_metrics);
+}
+
 // With the tensors that autograd passes.
-LinearCrossEntropyCall call_on(const at::Tensor& hidden, const at::Tensor& weight,
-                               const OptionalTensor& bias, LinearCrossEntropyCall call) {
+LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor& hidden,
+                                     const at::Tensor& weight, const OptionalTensor& bias,
+                                     LinearCrossEntropyCall call,
+                                     const LinearGradientMask& wanted) {
   call.arguments.hidden = hidden;
   call.arguments.weight = weight;
   call.arguments.bias = bias;
-  return call;
+  context->saved_data["has_bias"] = bias.has_value();
+  // Not saved as the others are: backward writes to it, and may do so again.
+  if (call.accumulate_into) context->saved_data["accumulate_into"] = *call.accumulate_into;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call_forward(call, wanted);
 }
-
-// As forward's inputs are: hidden, weight, bias, the call.
-constexpr size_t kInputs = 5;
 
 // What is not there is not counted among what may need a gradient.
 LinearGradientMask needed(AutogradContext* context) {
@@ -78,39 +98,15 @@ variable_list gradients_for(AutogradContext* context, const at::Tensor& grad_out
   return grads;
 }
 
-// From a gradient of the loss times `baked`, where there is one. A graph that is kept may be gone
-// through again, so that its gradient stays what it is.
-at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked,
-                    const at::Tensor& grad_output) {
-  if (!saved.defined() || saved.sym_numel() == 0) return saved;
-  if (is_batched(grad_output) || stands_for_others(grad_output)) {
-    const at::Tensor ratio = grad_output / baked.to(grad_output.scalar_type());
-    return (saved.to(grad_output.scalar_type()) * ratio).to(saved.scalar_type());
-  }
-  const at::Tensor rows = saved.dim() == 1 ? saved.unsqueeze(0) : saved;
-  const bool is_kept =
-      torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(rows);
-  const at::Tensor grad = is_kept ? rows.clone(at::MemoryFormat::Contiguous) : rows.detach();
-  cross_entropy_rescale_(grad, baked, grad_output);
-  return saved.dim() == 1 ? grad.squeeze(0) : grad;
-}
-
 struct LinearGradientInForward : Function<LinearGradientInForward> {
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
                                const at::Tensor& weight, const OptionalTensor& bias,
                                const LinearCrossEntropyCall& call,
                                const LinearGradientMask& wanted) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const LinearCrossEntropyCall here = call_on(hidden, weight, bias, call);
-    const auto outputs = linear_cross_entropy_forward(here.arguments, here.grad_scale,
-                                                      here.denominator, wanted, here.with_metrics);
-    const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse,
-                 entropy, argmax] = outputs;
-    context->save_for_backward({grad_hidden, grad_weight, grad_bias, baked});
-    context->saved_data["has_bias"] = bias.has_value();
-    // Not saved as the others are: backward writes to it, and may do so again.
-    if (here.accumulate_into) context->saved_data["accumulate_into"] = *here.accumulate_into;
-    return {loss, lse, entropy, argmax};
+    const auto outputs = forward_of(context, hidden, weight, bias, call, wanted);
+    context->save_for_backward(
+        {std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs), std::get<4>(outputs)});
+    return as_list(loss_and_metrics(outputs));
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -133,26 +129,23 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
                                const at::Tensor& weight, const OptionalTensor& bias,
                                const LinearCrossEntropyCall& call,
                                const LinearGradientMask& wanted) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const LinearCrossEntropyCall here = call_on(hidden, weight, bias, call);
-    const LinearCrossEntropyArguments& arguments = here.arguments;
-    const auto outputs = linear_cross_entropy_forward(arguments, here.grad_scale, here.denominator,
-                                                      wanted, here.with_metrics);
-    const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse,
-                 entropy, argmax] = outputs;
+    const auto outputs = forward_of(context, hidden, weight, bias, call, wanted);
+    const LinearCrossEntropyArguments& arguments = call.arguments;
     context->save_for_backward({hidden, weight, bias.value_or(at::Tensor()), arguments.target,
-                                arguments.class_weight.value_or(at::Tensor()), statistics,
-                                divisor});
+                                arguments.class_weight.value_or(at::Tensor()), std::get<5>(outputs),
+                                std::get<6>(outputs)});
     auto& data = context->saved_data;
-    if (here.accumulate_into) data["accumulate_into"] = *here.accumulate_into;
-    data["has_bias"] = bias.has_value();
     data["ignore_index"] = arguments.ignore_index;
     data["label_smoothing"] = arguments.label_smoothing;
     data["z_loss"] = arguments.z_loss;
     data["softcap"] = arguments.softcap;
     data["dtype"] = arguments.dtype;
     data["chunk_rows"] = arguments.chunk_rows;
-    return {loss, lse, entropy, argmax};
+    if (const ClassShardArguments shard(arguments.shard); shard.group()) {
+      data["group"] = std::string(*shard.group());
+      data["class_shard"] = shard.numbers()->vec();
+    }
+    return as_list(loss_and_metrics(outputs));
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -166,6 +159,10 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     // Hooks may have brought them back with other strides.
     OptionalTensor class_weight = optional(saved[4]);
     if (class_weight) class_weight = class_weight->contiguous();
+    std::optional<ClassShard> shard;
+    if (const auto group = data.find("group"); group != data.end()) {
+      shard = class_shard_of(group->second.toStringView(), data["class_shard"].toIntVector());
+    }
     const LinearCrossEntropyArguments arguments = {saved[0],
                                                    saved[1],
                                                    optional(saved[2]),
@@ -177,7 +174,8 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
                                                    data["z_loss"].toDouble(),
                                                    data["softcap"].toOptional<double>(),
                                                    data["dtype"].toScalarType(),
-                                                   data["chunk_rows"].toOptional<int64_t>()};
+                                                   data["chunk_rows"].toOptional<int64_t>(),
+                                                   shard};
     LinearCrossEntropyGradients gradients;
     {
       const at::AutoDispatchBelowAutograd below;
@@ -191,11 +189,7 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
 Metrics differentiable(const LinearCrossEntropyCall& call) {
   const LinearCrossEntropyArguments& arguments = call.arguments;
   const LinearGradientMask wanted = wanted_of(arguments);
-  if (!any(wanted)) {
-    const auto outputs = linear_cross_entropy_forward(arguments, call.grad_scale, call.denominator,
-                                                      wanted, call.with_metrics);
-    return {std::get<0>(outputs), std::get<7>(outputs), std::get<8>(outputs), std::get<9>(outputs)};
-  }
+  if (!any(wanted)) return loss_and_metrics(call_forward(call, wanted));
   const OptionalTensor& bias = arguments.bias;
   const variable_list results =
       arguments.reduction == at::Reduction::None
@@ -216,11 +210,12 @@ at::Tensor linear_cross_entropy_composite(
     const OptionalTensor& bias, const OptionalTensor& class_weight, int64_t reduction,
     int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
-    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into) {
-  return std::get<0>(of_rows(
-      {{hidden, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing,
-        grad_scale, denominator, z_loss, softcap, chunk_rows, accumulate_into},
-       /*with_metrics=*/false}));
+    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into,
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard) {
+  return std::get<0>(of_rows({{hidden, weight, target, bias, class_weight, reduction, ignore_index,
+                               label_smoothing, grad_scale, denominator, z_loss, softcap,
+                               chunk_rows, accumulate_into, class_shard_of(group, class_shard)},
+                              /*with_metrics=*/false}));
 }
 
 Metrics linear_cross_entropy_metrics_composite(
@@ -228,11 +223,12 @@ Metrics linear_cross_entropy_metrics_composite(
     const OptionalTensor& bias, const OptionalTensor& class_weight, int64_t reduction,
     int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
-    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into) {
-  return of_rows(
-      {{hidden, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing,
-        grad_scale, denominator, z_loss, softcap, chunk_rows, accumulate_into},
-       /*with_metrics=*/true});
+    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into,
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard) {
+  return of_rows({{hidden, weight, target, bias, class_weight, reduction, ignore_index,
+                   label_smoothing, grad_scale, denominator, z_loss, softcap, chunk_rows,
+                   accumulate_into, class_shard_of(group, class_shard)},
+                  /*with_metrics=*/true});
 }
 
 }  // namespace

@@ -59,10 +59,46 @@ void put_loss(const ForwardResults& results, int64_t row, double loss) {
   }
 }
 
-// `scratch`: of what a row's blocks tell, then of its exponentials.
+// Memory for a row: of what its blocks tell, then of its exponentials.
+class RowScratch {
+ public:
+  RowScratch(const CpuRows& rows, void* memory)
+      : rows_(rows),
+        parts_(static_cast<RowPart*>(memory)),
+        exponentials_(static_cast<char*>(memory) + rows.parts_bytes()) {}
+
+  static int64_t bytes(const CpuRows& rows) {
+    return rows.parts_bytes() + rows.exponentials_bytes(rows.blocks());
+  }
+
+  RowPart& part(int64_t block) const { return parts_[block]; }
+  void* exponentials(int64_t block) const {
+    return exponentials_ + rows_.exponentials_bytes(block);
+  }
+
+ private:
+  const CpuRows& rows_;
+  RowPart* parts_;
+  char* exponentials_;
+};
+
+// What all of a row tells; leaves what its blocks do, and their exponentials.
+RowPart part_of_row(const CpuRows& rows, int64_t row, bool in_parallel, bool with_metrics,
+                    const RowScratch& scratch) {
+  const auto part = AMPFUSE_CHOOSE(row_part);
+  each_block(rows.blocks(), in_parallel, [&](int64_t block) {
+    scratch.part(block) = part(rows.logits(row, block), rows.shares(row, block), with_metrics,
+                               scratch.exponentials(block));
+  });
+  RowPart whole;
+  for (int64_t block = 0; block < rows.blocks(); ++block) {
+    whole = math::join(whole, scratch.part(block));
+  }
+  return whole;
+}
+
 void forward_row(const CpuRows& rows, const ForwardResults& results, double scale, int64_t row,
-                 bool in_parallel, void* scratch) {
-  const int64_t blocks = rows.blocks();
+                 bool in_parallel, const RowScratch& scratch) {
   const bool is_ignored = rows.is_ignored(row);
   if (is_ignored) {
     put_loss(results, row, 0);
@@ -73,15 +109,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
     if (results.grad.is_wanted()) results.grad.zero(row);
   };
   if (is_ignored && !results.with_metrics) return put_zeros();
-  auto* const parts = static_cast<RowPart*>(scratch);
-  auto* const exponentials = static_cast<char*>(scratch) + rows.parts_bytes();
-  const auto part = AMPFUSE_CHOOSE(row_part);
-  each_block(blocks, in_parallel, [&](int64_t block) {
-    parts[block] = part(rows.logits(row, block), rows.shares(row, block), results.with_metrics,
-                        exponentials + rows.exponentials_bytes(block));
-  });
-  RowPart whole;
-  for (int64_t block = 0; block < blocks; ++block) whole = math::join(whole, parts[block]);
+  const RowPart whole = part_of_row(rows, row, in_parallel, results.with_metrics, scratch);
   const math::RowTarget<double> target = rows.row_target(row);
   const math::RowLoss<double> loss = math::row_loss(whole, target, rows.z_loss());
   if (results.with_metrics) {
@@ -96,25 +124,34 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   const math::RowGradient<double> of_row =
       math::row_gradient(loss.statistics, whole.reference, target.share, rows.z_loss(), scale);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
-  each_block(blocks, in_parallel, [&](int64_t block) {
+  each_block(rows.blocks(), in_parallel, [&](int64_t block) {
     // Exponentials are relative to their block's reference. Of nothing but -infinity, they are 0.
-    const bool is_nothing = parts[block].largest == math::minus_infinity<double>();
-    const double below = is_nothing ? 0 : whole.reference - parts[block].reference;
+    const RowPart& part = scratch.part(block);
+    const bool is_nothing = part.largest == math::minus_infinity<double>();
+    const double below = is_nothing ? 0 : whole.reference - part.reference;
     math::RowGradient<double> of_block = of_row;
     if (below != 0) of_block.of_exponential *= std::exp(-below);
-    gradient(rows.logits(row, block), rows.shares(row, block),
-             exponentials + rows.exponentials_bytes(block), of_block,
-             results.grad.at(row, block * kClassBlock), results.grad.dtype());
+    gradient(rows.logits(row, block), rows.shares(row, block), scratch.exponentials(block),
+             of_block, results.grad.at(row, block * kClassBlock), results.grad.dtype());
   });
 }
 
 }  // namespace
 
 void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& results) {
-  each_row(rows, rows.parts_bytes() + rows.exponentials_bytes(rows.blocks()),
-           [&](int64_t row, bool in_parallel, void* scratch) {
-             forward_row(rows, results, scale, row, in_parallel, scratch);
-           });
+  each_row(rows, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
+    forward_row(rows, results, scale, row, in_parallel, RowScratch(rows, memory));
+  });
+}
+
+void shard_by_row(const CpuRows& rows, const ShardResults& results) {
+  const bool with_metrics = results.argmax != nullptr;
+  each_row(rows, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
+    if (rows.is_ignored(row) && !with_metrics) return;
+    const RowPart part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
+    results.parts[row] = math::shard_part(part, rows.row_target(row));
+    if (with_metrics) results.argmax[row] = argmax_of(rows, row);
+  });
 }
 
 void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {

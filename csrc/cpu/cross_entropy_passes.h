@@ -1,6 +1,7 @@
 // The passes over a call's rows: row by row, or tile by tile.
 #pragma once
 
+#include "../math/class_shards.h"
 #include "cross_entropy_rows.h"
 
 namespace ampfuse {
@@ -29,11 +30,20 @@ struct BackwardInputs {
   double scale(int64_t row) const { return upstream[is_each ? row : 0] / divide_by; }
 };
 
+/// What rows of a shard of their classes leave; argmax among these, or null.
+struct ShardResults {
+  math::ShardPart* parts;
+  int64_t* argmax;
+};
+
 void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& results);
 void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& results);
 
 void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad);
 void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad);
+
+void shard_by_row(const CpuRows& rows, const ShardResults& results);
+void shard_by_tile(const CpuRows& rows, const ShardResults& results);
 
 /// Rows, or tiles, that make a thread worth its while when each has so many logits.
 inline int64_t worth_a_thread(int64_t logits) {

@@ -27,7 +27,7 @@ class CpuRows {
         softcap_(arguments.softcap.value_or(0)),
         of_target_(1 - arguments.label_smoothing) {
     shares_.weight = arguments.weight ? arguments.weight->const_data_ptr() : nullptr;
-    shares_.uniform = classes_ == 0 ? 0 : arguments.label_smoothing / static_cast<double>(classes_);
+    shares_.uniform = arguments.uniform_share();
     if (!has_probabilities_) return;
     shares_.dtype = target_dtype_;
     shares_.of_probability = of_target_;
@@ -131,8 +131,9 @@ class CpuRows {
     }
   }
 
+  // None where a target is elsewhere, among classes that are not here.
   math::RowTarget<double> row_target(int64_t row) const {
-    if (has_probabilities_ || is_ignored(row)) return {};
+    if (has_probabilities_ || is_ignored(row) || target(row) == math::kElsewhere) return {};
     return {true, math::softcapped(logit(row, target(row)), softcap_), target_share(target(row))};
   }
 

@@ -3,7 +3,7 @@
 namespace ampfuse {
 
 TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
-  register_linear_cross_entropy<kByChunk<kCrossEntropyCpu>>(m);
+  register_linear_cross_entropy<kByChunk<kCrossEntropyCpu, kClassShardsCpu>>(m);
 }
 
 }  // namespace ampfuse

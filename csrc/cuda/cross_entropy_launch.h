@@ -52,6 +52,7 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at:
   table.input_at = rows_at(input);
   table.rows = arguments.rows().expect_int();
   table.classes = static_cast<int>(input.size(1));
+  table.is_shard = arguments.all_classes.has_value();
   if (arguments.has_probabilities()) {
     kept = arguments.target.to(loss_dtype(input));
     table.probabilities = kept.const_data_ptr<acc_t>();
@@ -63,7 +64,7 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at:
   table.ignore_index = arguments.ignore_index;
   if (arguments.weight) table.weight = arguments.weight->const_data_ptr<acc_t>();
   table.of_target = static_cast<acc_t>(1 - arguments.label_smoothing);
-  table.uniform = static_cast<acc_t>(arguments.label_smoothing / std::max(1, table.classes));
+  table.uniform = static_cast<acc_t>(arguments.uniform_share());
   table.z_loss = static_cast<RowNumber<scalar_t>>(arguments.z_loss);
   table.softcap = static_cast<acc_t>(arguments.softcap.value_or(0));
   return table;

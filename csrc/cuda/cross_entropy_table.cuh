@@ -41,9 +41,10 @@ struct CrossEntropyTable {
   const acc_t* probabilities;  // or null
   RowsAt probabilities_at;
   acc_t of_target;  // 1 − label smoothing
-  acc_t uniform;    // label smoothing / classes
+  acc_t uniform;    // label smoothing / all classes
   Number z_loss;
-  acc_t softcap;  // 0: none
+  acc_t softcap;          // 0: none
+  bool is_shard = false;  // of the classes: targets may be elsewhere
 
   __device__ int64_t index(int64_t row) const {
     switch (index_type) {
@@ -90,6 +91,7 @@ struct CrossEntropyTable {
   __device__ math::RowTarget<Number> row_target(int64_t row) const {
     if (target == nullptr || is_ignored(row)) return {};
     const int64_t at = index(row);
+    if (is_shard && at == math::kElsewhere) return {};
     if (!is_class(at)) return {true, NAN, NAN};
     const auto x =
         static_cast<Number>(static_cast<acc_t>(logits_of<Team>(row)[at * input_at.class_stride]));

@@ -3,7 +3,7 @@
 namespace ampfuse {
 
 TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
-  register_linear_cross_entropy<kByChunk<kCrossEntropyCuda>>(m);
+  register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kClassShardsCuda>>(m);
 }
 
 }  // namespace ampfuse

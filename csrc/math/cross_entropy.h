@@ -63,6 +63,9 @@ AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
   return both;
 }
 
+// In place of a target that is a class, but not among those at hand.
+inline constexpr int64_t kElsewhere = -2;
+
 // A row's own target, or the targets of a vector of rows.
 template <typename V>
 struct RowTarget {

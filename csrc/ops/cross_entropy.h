@@ -25,9 +25,17 @@ struct CrossEntropyArguments {
   std::optional<double> softcap;
   // Whether targets were looked at before, with others, and what they weigh is the denominator.
   bool is_weighed = false;
+  // How many classes there are, where those here are a shard of them: math::kElsewhere may be a
+  // target then.
+  std::optional<int64_t> all_classes = {};
 
   bool has_probabilities() const { return target.is_floating_point(); }
   bool has_places() const { return input.dim() == 3; }
+  /// Of what label smoothing spreads over all classes.
+  double uniform_share() const {
+    const int64_t classes = all_classes ? *all_classes : input.size(1);
+    return classes == 0 ? 0 : label_smoothing / static_cast<double>(classes);
+  }
   c10::SymInt rows() const {
     return has_places() ? input.sym_size(0) * input.sym_size(2) : input.sym_size(0);
   }

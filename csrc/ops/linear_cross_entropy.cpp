@@ -26,6 +26,17 @@ void check_matrix(const char* name, const at::Tensor& matrix, at::Device device)
                     " as hidden, got ", matrix.device());
 }
 
+void check_shard(const ClassShard& shard, const LinearCrossEntropyArguments& arguments) {
+  const c10::SymInt classes = arguments.weight.sym_size(0);
+  TORCH_CHECK_VALUE(classes <= shard.num_classes - shard.first_class, kOp, ": weight: ", classes,
+                    " classes from class ", shard.first_class, " on are more than the group's ",
+                    shard.num_classes);
+  const auto& class_weight = arguments.class_weight;
+  TORCH_CHECK_VALUE(
+      !class_weight || (class_weight->dim() == 1 && class_weight->sym_size(0) == shard.num_classes),
+      kOp, ": class_weight: expected [", shard.num_classes, "], got ", class_weight->sym_sizes());
+}
+
 at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
                     const at::TensorOptions& options) {
   return is_wanted ? at::empty_symint(sizes, options) : at::empty({0}, options);
@@ -34,11 +45,28 @@ at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
 }  // namespace
 
 CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
+  const bool is_whole = !shard || target.is_floating_point();
+  const c10::SymInt classes = is_whole ? weight.sym_size(0) : c10::SymInt(shard->num_classes);
+  OptionalTensor weights = class_weight;
+  if (shard && is_whole && weights) {
+    weights = weights->narrow_symint(0, shard->first_class, weight.sym_size(0));
+  }
   at::Tensor logits = at::empty({0}, hidden.options().dtype(wide_dtype(dtype)));
-  const std::vector<c10::SymInt> sizes = {hidden.sym_size(0), weight.sym_size(0)};
-  const std::vector<c10::SymInt> strides = {weight.sym_size(0), 1};
+  const std::vector<c10::SymInt> sizes = {hidden.sym_size(0), classes};
+  const std::vector<c10::SymInt> strides = {classes, 1};
   logits.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  return {logits, target, class_weight, reduction, ignore_index, label_smoothing, z_loss, softcap};
+  return {logits, target, weights, reduction, ignore_index, label_smoothing, z_loss, softcap};
+}
+
+CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
+  CrossEntropyArguments here = loss();
+  if (!shard) return here;
+  here.all_classes = shard->num_classes;
+  if (here.has_probabilities()) return here;
+  here.target = targets_of_shard(*shard, target, ignore_index, weight.size(0));
+  here.ignore_index = kIgnoredTarget;
+  if (class_weight) here.weight = class_weight->narrow(0, shard->first_class, weight.size(0));
+  return here;
 }
 
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
@@ -63,6 +91,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
       kOp, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kOp,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
+  if (arguments.shard) check_shard(*arguments.shard, arguments);
   check_cross_entropy(kOp, arguments.loss());
   check_cross_entropy_scalar(kOp, "grad_scale", grad_scale, at::kFloat, hidden);
   check_cross_entropy_scalar(kOp, "denominator", denominator, at::kDouble, hidden);
@@ -102,9 +131,10 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyA
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("ampfuse::linear_cross_entropy_forward", "")
                              .typed<LinearCrossEntropyForward>();
+  const ClassShardArguments shard(a.shard);
   return op.call(a.hidden, a.weight, a.bias, a.target, a.class_weight, a.reduction, a.ignore_index,
                  a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap, a.dtype,
-                 a.chunk_rows, wanted, with_metrics);
+                 a.chunk_rows, shard.group(), shard.numbers(), wanted, with_metrics);
 }
 
 LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad_output,
@@ -115,9 +145,10 @@ LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("ampfuse::linear_cross_entropy_backward", "")
                              .typed<LinearCrossEntropyBackward>();
+  const ClassShardArguments shard(a.shard);
   return op.call(grad_output, a.hidden, a.weight, a.bias, a.target, a.class_weight, statistics,
                  divisor, a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap,
-                 a.dtype, a.chunk_rows, wanted);
+                 a.dtype, a.chunk_rows, shard.group(), shard.numbers(), wanted);
 }
 
 TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
@@ -127,22 +158,24 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
-      "Tensor? accumulate_into=None) -> Tensor",
+      "Tensor? accumulate_into=None, str? group=None, int[]? class_shard=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "linear_cross_entropy.metrics(Tensor hidden, Tensor weight, Tensor target, "
       "Tensor? bias=None, *, Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
-      "Tensor? accumulate_into=None) -> "
+      "Tensor? accumulate_into=None, str? group=None, int[]? class_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
-  // Rows, without autograd; products in `dtype`.
+  // Rows, without autograd; products in `dtype`. `class_shard`, of a group of processes:
+  // [group_size, first_class, num_classes].
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
       "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, ScalarType dtype, "
-      "int? chunk_rows, bool[3] output_mask, bool with_metrics) -> (Tensor loss, "
+      "int? chunk_rows, str? group, int[]? class_shard, bool[3] output_mask, "
+      "bool with_metrics) -> (Tensor loss, "
       "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor baked, "
       "Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
@@ -150,8 +183,8 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
       "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
-      "ScalarType dtype, int? chunk_rows, bool[3] output_mask) -> (Tensor grad_hidden, "
-      "Tensor grad_weight, Tensor grad_bias)",
+      "ScalarType dtype, int? chunk_rows, str? group, int[]? class_shard, "
+      "bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag});
 }
 

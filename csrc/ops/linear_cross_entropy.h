@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "class_shards.h"
 #include "cross_entropy_kernels.h"
 
 namespace ampfuse {
@@ -15,7 +16,7 @@ struct LinearCrossEntropyArguments {
   at::Tensor weight;                       // [classes, features]
   std::optional<at::Tensor> bias;          // [classes]
   at::Tensor target;                       // [rows] indices, or probabilities [rows, classes]
-  std::optional<at::Tensor> class_weight;  // [classes], of the loss's dtype
+  std::optional<at::Tensor> class_weight;  // [all classes], of the loss's dtype
   int64_t reduction;
   int64_t ignore_index;
   double label_smoothing;
@@ -23,9 +24,14 @@ struct LinearCrossEntropyArguments {
   std::optional<double> softcap;
   at::ScalarType dtype;  // that is multiplied in
   std::optional<int64_t> chunk_rows;
+  std::optional<ClassShard>
+      shard;  // where weight, bias and probabilities are those of some classes
 
-  /// Of logits that have a shape, but no memory.
+  /// Of logits that have a shape, but no memory: of all classes that targets are numbered among,
+  /// or have probabilities of.
   CrossEntropyArguments loss() const;
+  /// Of those that are here.
+  CrossEntropyArguments loss_of_shard() const;
 };
 
 /// What people pass.
@@ -44,6 +50,7 @@ struct LinearCrossEntropyInputs {
   std::optional<double> softcap;
   std::optional<int64_t> chunk_rows;
   const std::optional<at::Tensor>& accumulate_into;
+  std::optional<ClassShard> shard;
 };
 
 struct LinearCrossEntropyCall {
@@ -103,9 +110,10 @@ LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArgum
 
 /// By chunks of rows, with a backend's kernels.
 LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
-    const CrossEntropyKernels& kernels, const LinearCrossEntropyArguments& arguments,
-    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& denominator,
-    const LinearGradientMask& wanted, bool with_metrics);
+    const CrossEntropyKernels& kernels, const ClassShardKernels& shard_kernels,
+    const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
+    const std::optional<at::Tensor>& denominator, const LinearGradientMask& wanted,
+    bool with_metrics);
 
 /// For one number from upstream for each row, from logits that are computed once more.
 LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
@@ -118,12 +126,13 @@ using LinearCrossEntropyForward = LinearCrossEntropyOutputs(
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
     const std::optional<at::Tensor>&, int64_t, int64_t, double, const std::optional<at::Tensor>&,
     const std::optional<at::Tensor>&, double, std::optional<double>, at::ScalarType,
-    std::optional<int64_t>, LinearGradientMask, bool);
+    std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
+    LinearGradientMask, bool);
 using LinearCrossEntropyBackward = LinearCrossEntropyGradients(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
     int64_t, int64_t, double, double, std::optional<double>, at::ScalarType, std::optional<int64_t>,
-    LinearGradientMask);
+    std::optional<c10::string_view>, at::OptionalIntArrayRef, LinearGradientMask);
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
                                                        const std::optional<at::Tensor>& grad_scale,
                                                        const std::optional<at::Tensor>& denominator,

@@ -1,118 +1,30 @@
 // A chunk of rows at a time: their logits, in memory that all chunks share; the loss, and its
 // gradient in the same pass; what that makes of the gradients of what the logits were made of.
-//
-// Beside these gradients there is memory for a chunk's logits, 4 bytes each, and for their gradient
-// of 16 bits 2 more.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
+#include <cmath>
 
-#include "linear_cross_entropy.h"
-#include "linear_head.h"
+#include "../math/class_shards.h"
+#include "linear_chunks.h"
 
 namespace ampfuse {
 
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-
-// Each chunk reads and writes the gradient of the weight: 8 bytes of [classes, features], beside
-// 2·rows·features multiplications for each class. On an H100, 700 TFLOP/s and 3 TB/s, that takes as
-// long as its product for 930 rows, and a quarter of it for 3700. Two cores of a CPU multiply for
-// 60 rows that long. So a chunk has as many rows as the budget has room for, but not fewer than
-// that.
-struct ChunkBudget {
-  int64_t bytes;
-  int64_t fewest_rows;
-  int64_t multiple;  // whole tiles of a product
-};
-constexpr ChunkBudget kOnGpu = {int64_t{1} << 30, 2048, 256};
-constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
-
-int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes) {
-  if (arguments.chunk_rows) return *arguments.chunk_rows;
-  const ChunkBudget budget = arguments.hidden.is_cuda() ? kOnGpu : kOnCpu;
-  const int64_t row_bytes = std::max<int64_t>(1, arguments.weight.size(0) * logit_bytes);
-  const int64_t rows = budget.bytes / row_bytes / budget.multiple * budget.multiple;
-  return std::max(rows, budget.fewest_rows);
-}
+using Chunk = LinearChunks::Chunk;
 
 // Products here are in the dtype that was chosen before.
 const c10::DispatchKeySet kAutocastKeys({c10::DispatchKey::AutocastCPU,
                                          c10::DispatchKey::AutocastCUDA});
-
-// The chunks of a call, and the memory that they share.
-class Chunks {
- public:
-  Chunks(const LinearCrossEntropyArguments& arguments, bool with_gradient)
-      : arguments_(arguments),
-        head_(arguments.weight, arguments.bias, arguments.dtype),
-        loss_(arguments.loss()) {
-    const auto options = arguments.hidden.options();
-    const bool is_apart = with_gradient && head_.gradient_dtype() != head_.logits_dtype();
-    const int64_t bytes = static_cast<int64_t>(c10::elementSize(head_.logits_dtype())) +
-                          (is_apart ? static_cast<int64_t>(c10::elementSize(arguments.dtype)) : 0);
-    rows_ = chunk_rows(arguments, bytes);
-    const int64_t most = std::min(rows_, count());
-    const int64_t classes = arguments.weight.size(0);
-    // Rows begin at boundaries that products and kernels like, whatever the number of classes.
-    constexpr int64_t kAlignment = 64;
-    const int64_t stride = (classes + kAlignment - 1) / kAlignment * kAlignment;
-    const auto rows_of = [&](at::ScalarType dtype) {
-      return at::empty({most, stride}, options.dtype(dtype)).narrow(1, 0, classes);
-    };
-    logits_ = rows_of(head_.logits_dtype());
-    grad_ = is_apart ? rows_of(head_.gradient_dtype()) : logits_;
-  }
-
-  int64_t count() const { return arguments_.hidden.size(0); }
-  int64_t number() const { return (count() + rows_ - 1) / rows_; }
-  const CrossEntropyArguments& loss() const { return loss_; }
-
-  // Calls visit(chunk, its first row, its rows, loss of its logits, where their gradient goes) and
-  // adds up what that left there in `gradients`.
-  template <typename Visit>
-  void each(const LinearGradientMask& wanted, const LinearCrossEntropyGradients& gradients,
-            const Visit& visit) {
-    for (int64_t chunk = 0; chunk < number(); ++chunk) {
-      const int64_t first = chunk * rows_;
-      const int64_t rows = std::min(rows_, count() - first);
-      const at::Tensor hidden = head_.rows(arguments_.hidden, first, rows);
-      CrossEntropyArguments loss = loss_;
-      loss.input = logits_.narrow(0, 0, rows);
-      loss.target = loss_.target.narrow(0, first, rows);
-      loss.is_weighed = true;
-      head_.logits(hidden, loss.input);
-      const at::Tensor grad = grad_.is_same(logits_) ? loss.input : grad_.narrow(0, 0, rows);
-      visit(chunk, first, rows, loss, grad);
-      auto [of_hidden, of_weight, of_bias] = gradients;
-      if (wanted[0]) head_.hidden_gradient(grad, of_hidden.narrow(0, first, rows));
-      if (wanted[1]) head_.weight_gradient(grad, hidden, of_weight, chunk == 0);
-      if (wanted[2]) head_.bias_gradient(grad, of_bias, chunk == 0);
-    }
-    if (number() > 0) return;
-    if (wanted[1]) std::get<1>(gradients).zero_();
-    if (wanted[2]) std::get<2>(gradients).zero_();
-  }
-
- private:
-  const LinearCrossEntropyArguments& arguments_;
-  LinearHead head_;
-  CrossEntropyArguments loss_;
-  int64_t rows_;
-  at::Tensor logits_;
-  at::Tensor grad_;
-};
 
 void check_all_memory(const LinearCrossEntropyArguments& arguments) {
   constexpr const char* kOp = "linear_cross_entropy";
@@ -123,53 +35,108 @@ void check_all_memory(const LinearCrossEntropyArguments& arguments) {
 
 // What half gradients are multiplied by where nobody said what is to come: what makes them no
 // larger than 1.
-at::Tensor half_scale(const CrossEntropyArguments& loss, const at::Tensor& divisor) {
-  const at::Tensor scale = loss.reduction == at::Reduction::Mean
+at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
+  const at::Tensor scale = arguments.reduction == at::Reduction::Mean
                                ? divisor.to(at::kFloat)
                                : at::ones({}, divisor.options().dtype(at::kFloat));
-  return loss.weight ? scale / loss.weight->abs().amax().clamp_min(1) : scale;
+  const OptionalTensor& weight = arguments.class_weight;
+  return weight ? scale / weight->abs().amax().clamp_min(1) : scale;
+}
+
+// Of a tensor with one entry per row, or none at all.
+at::Tensor rows_of(const at::Tensor& all, const Chunk& chunk) {
+  return all.numel() == 0 ? all : all.narrow(0, chunk.first_row, chunk.rows);
+}
+
+// What forward leaves where no kernel tells it.
+void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTensor& scale,
+               const at::Tensor& total, const LinearCrossEntropyOutputs& outputs) {
+  const at::Tensor& baked = std::get<4>(outputs);
+  const at::Tensor& divisor = std::get<6>(outputs);
+  baked.fill_(1);
+  if (scale) {
+    baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
+  }
+  arguments.reduction == at::Reduction::Mean ? divisor.copy_(total) : divisor.fill_(1);
+}
+
+// math::reduced_loss
+at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
+  return at::where(divisor.eq(0), NAN, losses.sum() / divisor);
+}
+
+// All classes are here.
+void forward_whole(const CrossEntropyKernels& kernels, const LinearChunks& chunks,
+                   const OptionalTensor& scale, const at::Tensor& total,
+                   const LinearGradientMask& wanted, const LinearCrossEntropyOutputs& outputs) {
+  const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse, entropy,
+               argmax] = outputs;
+  const bool is_each = loss.dim() == 1;
+  const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
+  chunks.each(wanted, {grad_hidden, grad_weight, grad_bias}, [&](const Chunk& chunk) {
+    kernels.forward(chunk.loss, scale, total,
+                    {is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number),
+                     any(wanted) ? chunk.grad : at::empty({0}, chunk.grad.options()), baked,
+                     rows_of(statistics, chunk), divisor, rows_of(lse, chunk),
+                     rows_of(entropy, chunk), rows_of(argmax, chunk)});
+  });
+  if (!is_each) loss.copy_(losses.sum(at::kDouble));
+}
+
+// Other processes have the rest. What each has to say of a row is all that goes between them, but
+// for the sums of the hidden states' gradients.
+void forward_of_shard(const CrossEntropyKernels& kernels, const ClassShardKernels& shard_kernels,
+                      const ClassShard& shard, const LinearChunks& chunks,
+                      const LinearGradientMask& wanted, const LinearCrossEntropyOutputs& outputs) {
+  const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse, entropy,
+               argmax] = outputs;
+  const auto doubles = divisor.options();
+  const at::Tensor upstream = baked.to(at::kDouble);
+  const at::Tensor losses = at::empty({chunks.count()}, doubles);
+  chunks.each(wanted, {grad_hidden, grad_weight, grad_bias}, [&](const Chunk& chunk) {
+    const at::Tensor best = rows_of(argmax, chunk);
+    const at::Tensor parts = at::empty({chunk.rows, math::kShardPart}, doubles);
+    shard_kernels.look(chunk.loss, {parts, best});
+    if (best.numel() > 0) parts.select(1, math::kShardPart - 1).copy_(best + shard.first_class);
+    const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
+                                           : rows_of(statistics, chunk);
+    shard_kernels.join(
+        chunk.loss, gather(shard, parts),
+        {rows_of(losses, chunk), of_rows, rows_of(lse, chunk), rows_of(entropy, chunk), best});
+    if (any(wanted)) kernels.backward(chunk.loss, upstream, of_rows, divisor, chunk.grad);
+  });
+  loss.copy_(loss.dim() == 1 ? losses : reduced_loss(losses, divisor));
 }
 
 }  // namespace
 
 LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
-    const CrossEntropyKernels& kernels, const LinearCrossEntropyArguments& arguments,
-    const OptionalTensor& grad_scale, const OptionalTensor& denominator,
-    const LinearGradientMask& wanted, bool with_metrics) {
+    const CrossEntropyKernels& kernels, const ClassShardKernels& shard_kernels,
+    const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
+    const OptionalTensor& denominator, const LinearGradientMask& wanted, bool with_metrics) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
   const auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
-  const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse, entropy,
-               argmax] = outputs;
-  const bool is_each = arguments.reduction == at::Reduction::None;
-  const bool with_gradient = any(wanted) && !is_each;
+  const at::Tensor& loss = std::get<0>(outputs);
+  const at::Tensor& divisor = std::get<6>(outputs);
+  const LinearGradientMask now =
+      arguments.reduction == at::Reduction::None ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
-  Chunks chunks(arguments, with_gradient);
+  const LinearChunks chunks(arguments, any(now));
   at::Tensor total = at::empty({}, divisor.options());
-  kernels.weigh(chunks.loss(), total);
+  kernels.weigh(arguments.loss(), total);
   if (denominator) total = *denominator;
   OptionalTensor scale = grad_scale;
-  if (!scale && with_gradient && arguments.dtype == at::kHalf) {
-    scale = half_scale(chunks.loss(), total);
-  }
-  const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
-  const auto some = [](const at::Tensor& all, int64_t first, int64_t rows) {
-    return all.numel() == 0 ? all : all.narrow(0, first, rows);
-  };
-  chunks.each(with_gradient ? wanted : LinearGradientMask{}, {grad_hidden, grad_weight, grad_bias},
-              [&](int64_t chunk, int64_t first, int64_t rows, const CrossEntropyArguments& here,
-                  const at::Tensor& grad) {
-                kernels.forward(here, scale, total,
-                                {is_each ? loss.narrow(0, first, rows) : losses.select(0, chunk),
-                                 with_gradient ? grad : at::empty({0}, grad.options()), baked,
-                                 some(statistics, first, rows), divisor, some(lse, first, rows),
-                                 some(entropy, first, rows), some(argmax, first, rows)});
-              });
+  if (!scale && any(now) && arguments.dtype == at::kHalf) scale = half_scale(arguments, total);
   if (chunks.number() == 0) {
-    baked.fill_(1);
-    arguments.reduction == at::Reduction::Mean ? divisor.copy_(total) : divisor.fill_(1);
-    if (!is_each) loss.copy_(at::zeros({}, total.options()) / divisor);
-  } else if (!is_each) {
-    loss.copy_(losses.sum(at::kDouble));
+    put_baked(arguments, std::nullopt, total, outputs);
+    chunks.each(now, {std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs)},
+                [](const Chunk&) {});
+    if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
+  } else if (arguments.shard) {
+    put_baked(arguments, scale, total, outputs);
+    forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs);
+  } else {
+    forward_whole(kernels, chunks, scale, total, now, outputs);
   }
   return outputs;
 }
@@ -181,8 +148,8 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
   const auto gradients = empty_linear_gradients(arguments, wanted);
   check_all_memory(arguments);
-  Chunks chunks(arguments, /*with_gradient=*/true);
-  kernels.weigh(chunks.loss(), at::empty({}, divisor.options()));
+  const LinearChunks chunks(arguments, /*with_gradient=*/true);
+  kernels.weigh(arguments.loss(), at::empty({}, divisor.options()));
   at::Tensor upstream = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && upstream.numel() > 0) {
@@ -192,12 +159,10 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
     peak = at::where(is_usable, largest, at::ones_like(largest));
     upstream = upstream / *peak;
   }
-  chunks.each(wanted, gradients,
-              [&](int64_t, int64_t first, int64_t rows, const CrossEntropyArguments& here,
-                  const at::Tensor& grad) {
-                kernels.backward(here, upstream.narrow(0, first, rows),
-                                 statistics.narrow(0, first, rows), divisor, grad);
-              });
+  chunks.each(wanted, gradients, [&](const Chunk& chunk) {
+    kernels.backward(chunk.loss, rows_of(upstream, chunk), rows_of(statistics, chunk), divisor,
+                     chunk.grad);
+  });
   if (!peak) return gradients;
   auto [of_hidden, of_weight, of_bias] = gradients;
   for (at::Tensor* const gradient : {&of_hidden, &of_weight, &of_bias}) gradient->mul_(*peak);

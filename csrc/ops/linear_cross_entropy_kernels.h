@@ -21,13 +21,13 @@ struct LinearCrossEntropyKernels {
 };
 
 /// By chunks.
-template <const CrossEntropyKernels& kKernels>
+template <const CrossEntropyKernels& kKernels, const ClassShardKernels& kShardKernels>
 inline constexpr LinearCrossEntropyKernels kByChunk = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
        const std::optional<at::Tensor>& denominator, const LinearGradientMask& wanted,
        bool with_metrics) {
-      return linear_cross_entropy_by_chunk(kKernels, arguments, grad_scale, denominator, wanted,
-                                           with_metrics);
+      return linear_cross_entropy_by_chunk(kKernels, kShardKernels, arguments, grad_scale,
+                                           denominator, wanted, with_metrics);
     },
     [](const at::Tensor& grad_output, const LinearCrossEntropyArguments& arguments,
        const at::Tensor& statistics, const at::Tensor& divisor, const LinearGradientMask& wanted) {
@@ -40,34 +40,51 @@ namespace linear_cross_entropy_kernels {
 using OptionalTensor = std::optional<at::Tensor>;
 
 template <const LinearCrossEntropyKernels& kKernels>
-LinearCrossEntropyOutputs forward(const at::Tensor& hidden, const at::Tensor& weight,
-                                  const OptionalTensor& bias, const at::Tensor& target,
-                                  const OptionalTensor& class_weight, int64_t reduction,
-                                  int64_t ignore_index, double label_smoothing,
-                                  const OptionalTensor& grad_scale,
-                                  const OptionalTensor& denominator, double z_loss,
-                                  std::optional<double> softcap, at::ScalarType dtype,
-                                  std::optional<int64_t> chunk_rows, LinearGradientMask wanted,
-                                  bool with_metrics) {
-  const LinearCrossEntropyArguments arguments = {
-      hidden,       weight,          bias,   target,  class_weight, reduction,
-      ignore_index, label_smoothing, z_loss, softcap, dtype,        chunk_rows};
+LinearCrossEntropyOutputs forward(
+    const at::Tensor& hidden, const at::Tensor& weight, const OptionalTensor& bias,
+    const at::Tensor& target, const OptionalTensor& class_weight, int64_t reduction,
+    int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
+    const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
+    at::ScalarType dtype, std::optional<int64_t> chunk_rows, std::optional<c10::string_view> group,
+    at::OptionalIntArrayRef class_shard, LinearGradientMask wanted, bool with_metrics) {
+  const LinearCrossEntropyArguments arguments = {hidden,
+                                                 weight,
+                                                 bias,
+                                                 target,
+                                                 class_weight,
+                                                 reduction,
+                                                 ignore_index,
+                                                 label_smoothing,
+                                                 z_loss,
+                                                 softcap,
+                                                 dtype,
+                                                 chunk_rows,
+                                                 class_shard_of(group, class_shard)};
   check_linear_cross_entropy(arguments, grad_scale, denominator);
   return kKernels.forward(arguments, grad_scale, denominator, wanted, with_metrics);
 }
 
 template <const LinearCrossEntropyKernels& kKernels>
-LinearCrossEntropyGradients backward(const at::Tensor& grad_output, const at::Tensor& hidden,
-                                     const at::Tensor& weight, const OptionalTensor& bias,
-                                     const at::Tensor& target, const OptionalTensor& class_weight,
-                                     const at::Tensor& statistics, const at::Tensor& divisor,
-                                     int64_t reduction, int64_t ignore_index,
-                                     double label_smoothing, double z_loss,
-                                     std::optional<double> softcap, at::ScalarType dtype,
-                                     std::optional<int64_t> chunk_rows, LinearGradientMask wanted) {
-  const LinearCrossEntropyArguments arguments = {
-      hidden,       weight,          bias,   target,  class_weight, reduction,
-      ignore_index, label_smoothing, z_loss, softcap, dtype,        chunk_rows};
+LinearCrossEntropyGradients backward(
+    const at::Tensor& grad_output, const at::Tensor& hidden, const at::Tensor& weight,
+    const OptionalTensor& bias, const at::Tensor& target, const OptionalTensor& class_weight,
+    const at::Tensor& statistics, const at::Tensor& divisor, int64_t reduction,
+    int64_t ignore_index, double label_smoothing, double z_loss, std::optional<double> softcap,
+    at::ScalarType dtype, std::optional<int64_t> chunk_rows, std::optional<c10::string_view> group,
+    at::OptionalIntArrayRef class_shard, LinearGradientMask wanted) {
+  const LinearCrossEntropyArguments arguments = {hidden,
+                                                 weight,
+                                                 bias,
+                                                 target,
+                                                 class_weight,
+                                                 reduction,
+                                                 ignore_index,
+                                                 label_smoothing,
+                                                 z_loss,
+                                                 softcap,
+                                                 dtype,
+                                                 chunk_rows,
+                                                 class_shard_of(group, class_shard)};
   check_linear_cross_entropy(arguments, std::nullopt, std::nullopt);
   check_cross_entropy_backward("linear_cross_entropy_backward", arguments.loss(), grad_output,
                                statistics, divisor);

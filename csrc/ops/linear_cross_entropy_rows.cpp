@@ -45,7 +45,7 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
 }
 
 at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c10::SymInt> shape,
-                          at::ScalarType loss_dtype) {
+                          const c10::SymInt& rows, at::ScalarType loss_dtype) {
   const at::Tensor& target = inputs.target;
   TORCH_CHECK_VALUE(target.device() == inputs.hidden.device(), kOp, ": target: expected device ",
                     inputs.hidden.device(), " as hidden, got ", target.device());
@@ -68,14 +68,7 @@ at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c1
                     "shape ",
                     c10::SymIntArrayRef(shape), ", got ", target.scalar_type(), " of shape ",
                     target.sym_sizes());
-  const bool is_read_as_it_is = target.scalar_type() == loss_dtype ||
-                                (loss_dtype == at::kFloat && target.scalar_type() != at::kDouble);
-  const c10::SymInt rows = inputs.hidden.sym_numel() == 0
-                               ? c10::multiply_integers(shape.begin(), shape.end() - 1)
-                               : c10::SymInt(-1);
-  return (is_read_as_it_is ? target : target.to(loss_dtype))
-      .reshape_symint({rows, classes})
-      .contiguous();
+  return readable_probabilities(target, loss_dtype).reshape_symint({rows, classes}).contiguous();
 }
 
 OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::ScalarType loss_dtype) {
@@ -104,21 +97,25 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& i
                     weight.sym_sizes());
   TORCH_CHECK_VALUE(!inputs.denominator || inputs.reduction == at::Reduction::Mean, kOp,
                     ": denominator: is for reduction mean");
+  TORCH_CHECK_VALUE(!(with_metrics && inputs.shard && inputs.target.is_floating_point()), kOp,
+                    ": metrics: expected indices as targets, got a shard of probabilities");
   const at::ScalarType dtype = dtype_of_products(inputs);
   const at::ScalarType loss_dtype = wide_dtype(dtype);
   const at::Device device = hidden.device();
   const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
-  call_ = {{hidden.dim() == 2 ? hidden : hidden.reshape_symint({rows, hidden.sym_size(-1)}), weight,
-            inputs.bias && inputs.bias->defined() ? inputs.bias : std::nullopt,
-            rows_of_target(inputs, shape_, loss_dtype),
-            loss_class_weight(kOp, "class_weight", inputs.class_weight, weight.sym_size(0),
-                              loss_dtype, device),
-            inputs.reduction, inputs.ignore_index, inputs.label_smoothing, inputs.z_loss,
-            inputs.softcap, dtype, inputs.chunk_rows},
-           loss_number(kOp, "grad_scale", inputs.grad_scale, at::kFloat, device),
-           loss_number(kOp, "denominator", inputs.denominator, at::kDouble, device),
-           checked_buffer(inputs, loss_dtype),
-           with_metrics};
+  const c10::SymInt classes =
+      inputs.shard ? c10::SymInt(inputs.shard->num_classes) : weight.sym_size(0);
+  call_ = {
+      {hidden.dim() == 2 ? hidden : hidden.reshape_symint({rows, hidden.sym_size(-1)}), weight,
+       inputs.bias && inputs.bias->defined() ? inputs.bias : std::nullopt,
+       rows_of_target(inputs, shape_, rows, loss_dtype),
+       loss_class_weight(kOp, "class_weight", inputs.class_weight, classes, loss_dtype, device),
+       inputs.reduction, inputs.ignore_index, inputs.label_smoothing, inputs.z_loss, inputs.softcap,
+       dtype, inputs.chunk_rows, inputs.shard},
+      loss_number(kOp, "grad_scale", inputs.grad_scale, at::kFloat, device),
+      loss_number(kOp, "denominator", inputs.denominator, at::kDouble, device),
+      checked_buffer(inputs, loss_dtype),
+      with_metrics};
 }
 
 at::Tensor LinearCrossEntropyRows::shaped(const at::Tensor& of_rows) const {
@@ -140,18 +137,20 @@ auto find(const char* overload) {
       .typed<Result(const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
                     const OptionalTensor&, int64_t, int64_t, double, const OptionalTensor&,
                     const OptionalTensor&, double, std::optional<double>, std::optional<int64_t>,
-                    const OptionalTensor&)>();
+                    const OptionalTensor&, std::optional<c10::string_view>,
+                    at::OptionalIntArrayRef)>();
 }
 
 template <typename Op>
 auto call_with(const Op& op, const at::Tensor& hidden, const at::Tensor& weight,
                const at::Tensor& target, const OptionalTensor& bias,
                const LinearCrossEntropyOptions& options) {
+  const ClassShardArguments shard(options.shard());
   return op.call(hidden, weight, target, bias, options.class_weight(),
                  loss_reduction(kOp, options.reduction()), options.ignore_index(),
                  options.label_smoothing(), options.grad_scale(), options.denominator(),
                  options.z_loss(), options.softcap(), options.chunk_rows(),
-                 options.accumulate_into());
+                 options.accumulate_into(), shard.group(), shard.numbers());
 }
 
 }  // namespace

@@ -1,11 +1,16 @@
 """Cross-entropy of hidden states times a weight, without the logits ever being there at once."""
 
-from typing import Any, Literal, overload
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ampfuse._cross_entropy import CrossEntropyMetrics, _correct, _options, _scale_of, _told
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
 
 
 @overload
@@ -25,6 +30,9 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_rows: int | None = None,
     accumulate_into: Tensor | None = None,
+    process_group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
     return_metrics: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -46,6 +54,9 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_rows: int | None = None,
     accumulate_into: Tensor | None = None,
+    process_group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
     return_metrics: Literal[True],
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
@@ -66,6 +77,9 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_rows: int | None = None,
     accumulate_into: Tensor | None = None,
+    process_group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
     return_metrics: bool = False,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """`cross_entropy(hidden @ weight.T + bias, target)` in a fraction of the memory.
@@ -92,6 +106,13 @@ def linear_cross_entropy(
       are. The same rows in the same chunks make the same bits.
     - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
       The weight gets none then, which tools that wait for it (DDP) do not expect.
+    - `process_group`, of `torch.distributed`: the processes that share the classes out (tensor
+      parallelism). Weight and bias, and probabilities, are those of the classes here: as many as
+      each of the others has, in the order of ranks, or from `first_class` on of `num_classes` in
+      all. All processes pass the same hidden states and targets, numbered among all classes, and
+      `class_weight` of all of them. All get the same loss, to the last bit, and the whole gradient
+      of the hidden states, summed in their dtype. Ten numbers per row are all that they exchange
+      besides.
 
     There is no second derivative, no forward mode and no `torch.func.grad`. Targets that are no
     class are treated as there.
@@ -113,6 +134,11 @@ def linear_cross_entropy(
         "chunk_rows": chunk_rows,
         "accumulate_into": accumulate_into,
     }
+    if process_group is not None:
+        options["group"] = process_group.group_name
+        options["class_shard"] = _class_shard(process_group, weight, first_class, num_classes)
+    elif first_class is not None or num_classes is not None:
+        raise ValueError("first_class, num_classes: are for weights shared out, by process_group")
     if not return_metrics:
         loss: Tensor = torch.ops.ampfuse.linear_cross_entropy(
             hidden, weight, target, bias, **options
@@ -200,6 +226,18 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         )
 
 
+def _class_shard(
+    process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
+) -> list[int]:
+    """Equal ones in the order of ranks, where nobody says otherwise."""
+    if (first_class is None) != (num_classes is None):
+        raise ValueError("first_class, num_classes: expected both or none")
+    size, classes = process_group.size(), weight.shape[0]
+    if first_class is None or num_classes is None:
+        first_class, num_classes = process_group.rank() * classes, size * classes
+    return [size, first_class, num_classes]
+
+
 def _refuse_sharded(**tensors: Tensor | None) -> None:
     """Refuse DTensors, which are known by their mesh."""
     for name, tensor in tensors.items():
@@ -207,5 +245,6 @@ def _refuse_sharded(**tensors: Tensor | None) -> None:
             raise TypeError(
                 f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor: pass "
                 f"{name}.full_tensor(), or make the layer a module of its own that fully_shard "
-                "gathers, as LinearCrossEntropyLoss is"
+                "gathers, as LinearCrossEntropyLoss is; for tensor parallelism pass "
+                f"{name}.to_local() and the process_group"
             )

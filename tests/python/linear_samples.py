@@ -18,7 +18,7 @@ def forward(dtype, device, count, reduction=SUM):
     (hidden, weight, bias), target = rows(dtype, device, count)
     one = torch.ones((), device=device)
     options = (None, reduction, -100, 0.1, one, None, 1e-3, None)
-    return (hidden, weight, bias, target, *options, dtype, 3, WANTED, True)
+    return (hidden, weight, bias, target, *options, dtype, 3, None, None, WANTED, True)
 
 
 def backward(dtype, device, count):
@@ -29,7 +29,21 @@ def backward(dtype, device, count):
     upstream = torch.ones(count, device=device, dtype=results[0].dtype)
     saved = (results[5], results[6])
     options = (NONE, -100, 0.1, 1e-3, None)
-    return (upstream, hidden, weight, bias, target, None, *saved, *options, dtype, 3, WANTED)
+    return (
+        upstream,
+        hidden,
+        weight,
+        bias,
+        target,
+        None,
+        *saved,
+        *options,
+        dtype,
+        3,
+        None,
+        None,
+        WANTED,
+    )
 
 
 def public(dtype, device, count):

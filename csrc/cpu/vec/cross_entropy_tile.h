@@ -45,7 +45,7 @@ struct TileTargets {
 };
 
 /// In place of a class: of rows that are ignored or not there, and of rows whose target is a
-/// distribution.
+/// distribution, or elsewhere.
 inline constexpr double kIgnored = -1;
 inline constexpr double kNoClass = -2;
 

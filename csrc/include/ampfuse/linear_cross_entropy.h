@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ampfuse/class_shard.h>
 #include <ampfuse/cross_entropy.h>
 #include <ampfuse/export.h>
 #include <torch/arg.h>
@@ -30,6 +31,10 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// Float of the weight's shape (double for doubles), that backward adds the weight's gradient to.
   /// The weight gets none then.
   TORCH_ARG(std::optional<at::Tensor>, accumulate_into) = std::nullopt;
+  /// Where weight, bias and probabilities are those of some classes, and other processes have the
+  /// rest. All have the same hidden states and targets, indices among all classes, and class
+  /// weights of all of them; all get the same loss, and the hidden states' whole gradient.
+  TORCH_ARG(std::optional<ClassShard>, shard) = std::nullopt;
 };
 
 /// ampfuse::cross_entropy of torch::nn::functional::linear(hidden, weight, bias), of whose logits

@@ -1,0 +1,57 @@
+// Rows whose classes other processes have, too: what those here tell, and what all tell together.
+#include "../ops/class_shards.h"
+
+#include <ATen/Parallel.h>
+
+#include "cross_entropy_passes.h"
+
+namespace ampfuse {
+
+namespace {
+
+void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
+  check_cross_entropy_memory(arguments);
+  const CpuRows rows(arguments);
+  const ShardResults results = {
+      static_cast<math::ShardPart*>(outputs.parts.mutable_data_ptr()),
+      outputs.argmax.numel() > 0 ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
+  rows.are_tiled() ? shard_by_tile(rows, results) : shard_by_row(rows, results);
+}
+
+void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
+          const JoinedOutputs& outputs) {
+  const CpuRows rows(arguments);
+  const auto* const first = static_cast<const math::ShardPart*>(parts.const_data_ptr());
+  auto* const statistics = static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr());
+  const bool with_metrics = outputs.lse.numel() > 0;
+  const NumberWriter loss(outputs.loss);
+  const NumberWriter lse(outputs.lse);
+  const NumberWriter entropy(outputs.entropy);
+  auto* const argmax = outputs.argmax.mutable_data_ptr<int64_t>();
+  const auto shards = static_cast<int>(parts.size(0));
+  at::parallel_for(0, rows.count(), 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const bool is_ignored = rows.is_ignored(row);
+      const bool is_index = !rows.has_probabilities() && !is_ignored;
+      const math::WholeRow whole = math::join_shards(first + row, rows.count(), shards, is_index);
+      const auto known = math::row_loss(whole.others, whole.target, rows.z_loss());
+      if (with_metrics) {
+        lse.put(row, known.lse);
+        entropy.put(row, known.entropy);
+        argmax[row] = static_cast<int64_t>(whole.argmax);
+      }
+      loss.put(row, is_ignored ? 0 : known.loss);
+      if (statistics == nullptr) continue;
+      statistics[row] = {};
+      if (is_ignored) continue;
+      const bool is_here = !rows.has_probabilities() && rows.target(row) >= 0;
+      statistics[row] = math::shard_statistics(known.statistics, whole.target, is_here);
+    }
+  });
+}
+
+}  // namespace
+
+constexpr ClassShardKernels kClassShardsCpu = {look, join};
+
+}  // namespace ampfuse

@@ -1,0 +1,75 @@
+// Rows whose classes other processes have, too: what those here tell, and what all tell together.
+//
+// Bytes of device memory: itemsize per logit and 80 per row for the one, 80 per row and process for
+// the other.
+#pragma once
+
+#include "../math/class_shards.h"
+#include "cross_entropy_row.cuh"
+
+namespace ampfuse {
+
+// A team per row.
+template <typename scalar_t, typename Team, RowWork kWork>
+__global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
+    class_shards_look_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
+                             math::ShardPart* parts, int64_t* argmax) {
+  AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
+  const Team team(scratch);
+  const auto nothing_kept = kept_packs<scalar_t>(team, 0);
+  const bool with_metrics = argmax != nullptr;
+  const bool is_first = team.index() == 0;
+  for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
+    if (table.is_ignored(row) && !with_metrics) continue;
+    ThreadPart<scalar_t> mine =
+        read_row<kWork>(team, table, row, table.target_class(row), with_metrics, nothing_kept);
+    const auto others = team_part(team, mine, kWork);
+    if (is_first) {
+      parts[row] = math::shard_part(others, table.template row_target<Team>(row));
+    }
+    if constexpr (kWork == RowWork::kAny) {
+      if (!with_metrics) continue;
+      const int64_t best = team_argmax(team, mine);
+      if (is_first) argmax[row] = best;
+    }
+  }
+}
+
+// What is known of rows of all classes; null where it is not asked for.
+template <typename acc_t>
+struct JoinedResults {
+  double* loss;
+  math::RowStatistics* statistics;
+  acc_t* lse;
+  acc_t* entropy;
+  int64_t* argmax;
+};
+
+// A thread per row.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    class_shards_join_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
+                             const math::ShardPart* parts, int shards,
+                             const __grid_constant__ JoinedResults<RowAcc<scalar_t>> results) {
+  using acc_t = RowAcc<scalar_t>;
+  for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < table.rows;
+       row += int64_t{gridDim.x} * blockDim.x) {
+    const bool is_ignored = table.is_ignored(row);
+    const bool is_index = table.target != nullptr && !is_ignored;
+    const math::WholeRow whole = math::join_shards(parts + row, table.rows, shards, is_index);
+    const auto known = math::row_loss(whole.others, whole.target, double(table.z_loss));
+    results.loss[row] = is_ignored ? 0 : known.loss;
+    if (results.argmax != nullptr) {
+      results.lse[row] = static_cast<acc_t>(known.lse);
+      results.entropy[row] = static_cast<acc_t>(known.entropy);
+      results.argmax[row] = static_cast<int64_t>(whole.argmax);
+    }
+    if (results.statistics == nullptr) continue;
+    const bool is_here = table.target_class(row) >= 0;
+    results.statistics[row] = is_ignored
+                                  ? math::RowStatistics{}
+                                  : math::shard_statistics(known.statistics, whole.target, is_here);
+  }
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,87 @@
+// Classes that a group of processes shares out: each has the logits of its own, and what all have
+// to say of a row is put together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ampfuse/class_shard.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cross_entropy.h"
+
+namespace ampfuse {
+
+/// For a group and {group_size, first_class, num_classes}; none without a group.
+std::optional<ClassShard> class_shard_of(std::optional<c10::string_view> group,
+                                         at::OptionalIntArrayRef numbers);
+
+/// The same as arguments of an operator.
+class ClassShardArguments {
+ public:
+  explicit ClassShardArguments(const std::optional<ClassShard>& shard);
+
+  std::optional<c10::string_view> group() const { return group_; }
+  at::OptionalIntArrayRef numbers() const {
+    return group_ ? at::OptionalIntArrayRef(numbers_) : std::nullopt;
+  }
+
+ private:
+  std::optional<c10::string_view> group_;
+  std::array<int64_t, 3> numbers_ = {};
+};
+
+/// As a shard of so many classes sees targets that are numbered among all: numbered among its own.
+/// Those that are not among them are math::kElsewhere, ignored ones kIgnoredTarget.
+inline constexpr int64_t kIgnoredTarget = -1;
+at::Tensor targets_of_shard(const ClassShard& shard, const at::Tensor& targets,
+                            int64_t ignore_index, int64_t classes);
+
+/// [group_size, ...]: what each process has, which waits for none on the host of a GPU.
+at::Tensor gather(const ClassShard& shard, const at::Tensor& mine);
+
+/// Sums over processes, in place and each begun when it is known.
+class ShardSums {
+ public:
+  explicit ShardSums(const std::optional<ClassShard>& shard) : shard_(shard) {}
+
+  void begin(at::Tensor sum);
+  void finish();
+
+ private:
+  const std::optional<ClassShard>& shard_;
+  std::vector<at::Tensor> begun_;
+};
+
+/// Of a shard. parts: [rows, math::kShardPart] double; argmax: [rows] among the classes here, or
+/// [0]. Of rows that are ignored, only with argmax.
+struct ShardOutputs {
+  at::Tensor parts;
+  at::Tensor argmax;
+};
+
+/// Of all shards together. loss: [rows] double, zeros where rows are ignored; the others as
+/// CrossEntropyOutputs has them, statistics as the gradient of the shard's logits needs them.
+struct JoinedOutputs {
+  at::Tensor loss;
+  at::Tensor statistics;
+  at::Tensor lse;
+  at::Tensor entropy;
+  at::Tensor argmax;
+};
+
+/// What a backend brings beside CrossEntropyKernels.
+struct ClassShardKernels {
+  void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
+  /// `parts`: [shards, rows, math::kShardPart].
+  void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& parts,
+               const JoinedOutputs& outputs);
+};
+
+/// Those there are.
+extern const ClassShardKernels kClassShardsCpu;
+extern const ClassShardKernels kClassShardsCuda;
+
+}  // namespace ampfuse

@@ -1,0 +1,44 @@
+// The rows of a linear cross-entropy, a chunk at a time, and the memory that chunks share.
+//
+// Beside the gradients there is memory for a chunk's logits, 4 bytes each, and for their gradient
+// of 16 bits 2 more.
+#pragma once
+
+#include <functional>
+
+#include "linear_cross_entropy.h"
+#include "linear_head.h"
+
+namespace ampfuse {
+
+class LinearChunks {
+ public:
+  LinearChunks(const LinearCrossEntropyArguments& arguments, bool with_gradient);
+
+  /// Of rows, and of chunks.
+  int64_t count() const { return arguments_.hidden.size(0); }
+  int64_t number() const { return (count() + rows_ - 1) / rows_; }
+
+  struct Chunk {
+    int64_t number;
+    int64_t first_row;
+    int64_t rows;
+    CrossEntropyArguments loss;  // of its logits, of the classes that are here
+    at::Tensor grad;             // where their gradient goes
+  };
+
+  /// Visits each, and adds up what that left as its logits' gradient in `gradients`: the hidden
+  /// states' is the sum over all processes that have classes.
+  void each(const LinearGradientMask& wanted, const LinearCrossEntropyGradients& gradients,
+            const std::function<void(const Chunk&)>& visit) const;
+
+ private:
+  const LinearCrossEntropyArguments& arguments_;
+  LinearHead head_;
+  CrossEntropyArguments loss_;
+  int64_t rows_;
+  at::Tensor logits_;
+  at::Tensor grad_;
+};
+
+}  // namespace ampfuse
