@@ -4,7 +4,7 @@ A benchmark lists its cases and calls `main`; everything else (command line, int
 cold caches, CUDA graphs, ceilings, table, CSV, plot) is here and the same for all of them.
 """
 
-from harness.case import OURS, Case, Provider, Settings, Traffic
+from harness.case import OURS, Case, Products, Provider, Settings, Traffic
 from harness.cli import main
 
-__all__ = ["OURS", "Case", "Provider", "Settings", "Traffic", "main"]
+__all__ = ["OURS", "Case", "Products", "Provider", "Settings", "Traffic", "main"]

@@ -10,7 +10,8 @@ import torch
 OURS = "ampfuse"  # the provider every ratio is taken against
 
 CeilingKind = Literal["read", "copy", "update"]
-Ceilings = Mapping[CeilingKind, float]  # GB/s, measured
+# Measured: GB/s of each kind, and GFLOP/s of a product in each dtype that cases multiply in.
+Ceilings = Mapping[CeilingKind | torch.dtype, float]
 
 # Two providers may round a 16-bit result at different places: a bfloat16 rounding is 2^-9, and
 # norm, factor and product make a few of them.
@@ -50,12 +51,30 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Products:
+    """What an operation multiplies, where that and not memory decides how long it takes.
+
+    `flops` are of the fewest products there can be: what a provider multiplies besides shows as
+    fewer FLOP/s. The ceiling is one large product in this dtype, measured in the same run.
+    """
+
+    flops: int
+    against: torch.dtype
+
+    @property
+    def total(self) -> int:
+        """Multiplications and additions."""
+        return self.flops
+
+
+@dataclass(frozen=True)
 class Provider:
     """One competitor in a case.
 
     `run` is timed. `restore` puts back what `run` overwrote, and is not. `mutates` lists the
     tensors `run` writes to: their values, and what `run` returns when it is a tensor or a tuple of
-    them, must agree with those of the first provider of the case, up to the relative `agreement`.
+    them, must agree with those of the first provider of the case, up to the relative `agreement`,
+    and up to `slack` times the largest of them where terms cancel that providers round differently.
     `moves` is what its passes read and write, in bytes per element, where that is known. `skipped`,
     when set, says why it does not run.
     """
@@ -67,6 +86,7 @@ class Provider:
     skipped: str = ""
     moves: float | None = None
     agreement: float = AGREEMENT
+    slack: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,17 +94,19 @@ class Case:
     """One operation on one list of shapes in one dtype.
 
     `memory` is what `setup` allocates, in bytes; `setup` makes the inputs and the providers, the
-    trusted reference first. `quick` keeps the case in a `--quick` run.
+    trusted reference first. `quick` keeps the case in a `--quick` run. `weighs_memory` has the
+    memory measured that a run holds at its peak, in a run of its own.
     """
 
     operation: str
     shape: str
     dtype: torch.dtype
     elements: int
-    traffic: Traffic
+    traffic: Traffic | Products
     memory: int
     setup: Callable[[Settings], Sequence[Provider]]
     quick: bool = False
+    weighs_memory: bool = False
 
     @property
     def dtype_name(self) -> str:

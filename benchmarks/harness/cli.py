@@ -2,13 +2,13 @@
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
-from harness.case import Case, Ceilings, Settings
+from harness.case import Case, CeilingKind, Ceilings, Products, Settings
 from harness.console import Progress, progress, show_table
 from harness.machine import (
     Machine,
@@ -26,6 +26,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS = {"cpu": 21, "cuda": 81}  # a round on a GPU is milliseconds
 INTERRUPTED = "skipped: interrupted"
 GIB = 2**30
+
+Plot = Callable[[Path, str, Machine, Sequence[Row]], bool]
 
 
 def parse(name: str, arguments: Sequence[str] | None) -> Settings:
@@ -70,7 +72,14 @@ def run_case(case: Case, settings: Settings, ceilings: Ceilings, bar: Progress) 
         return [unmeasured(case, EVERY_PROVIDER, f"skipped: {need}")]
     try:
         providers = case.setup(settings)
-        result = measure(providers, settings.device, settings.rounds, bar.advance, bar.stage)
+        result = measure(
+            providers,
+            settings.device,
+            settings.rounds,
+            bar.advance,
+            bar.stage,
+            weighs_memory=case.weighs_memory,
+        )
     except Exception as error:
         return [unmeasured(case, EVERY_PROVIDER, f"failed: {first_line(error)}")]
     return rows_of(case, providers, result, ceilings)
@@ -103,7 +112,18 @@ def run_cases(
     return rows
 
 
-def main(name: str, cases: Sequence[Case], arguments: Sequence[str] | None = None) -> int:
+def told(kind: CeilingKind | torch.dtype, rate: float) -> str:
+    if isinstance(kind, torch.dtype):
+        return f"{str(kind).removeprefix('torch.')} product {rate:.0f} GFLOP/s"
+    return f"{kind} {rate:.1f} GB/s"
+
+
+def main(
+    name: str,
+    cases: Sequence[Case],
+    arguments: Sequence[str] | None = None,
+    draw: Plot = plot,
+) -> int:
     """Runs the benchmark; 0 when every provider of every case ran or was skipped for a reason."""
     settings = parse(name, arguments)
     torch.set_num_threads(settings.threads)
@@ -114,10 +134,11 @@ def main(name: str, cases: Sequence[Case], arguments: Sequence[str] | None = Non
         return 2
     settings.out.mkdir(parents=True, exist_ok=True)
 
-    ceilings = measure_ceilings(settings.device)
+    products = {c.traffic.against for c in chosen if isinstance(c.traffic, Products)}
+    ceilings = measure_ceilings(settings.device, sorted(products, key=str))
     machine = describe(settings.device)  # after the ceilings: clocks of a warm device
     print(f"{machine.name}, torch {machine.torch}, ampfuse {machine.ampfuse}; measured ceilings:")
-    print(", ".join(f"{kind} {rate:.1f} GB/s" for kind, rate in ceilings.items()), flush=True)
+    print(", ".join(told(kind, rate) for kind, rate in ceilings.items()), flush=True)
 
     rows = run_cases(name, chosen, settings, machine, ceilings)
     how = f"medians of {settings.rounds} rounds, caches cold; ceiling: share of it reached"
@@ -125,7 +146,7 @@ def main(name: str, cases: Sequence[Case], arguments: Sequence[str] | None = Non
     if left_out:
         shapes = dict.fromkeys(f"{case.shape}/{case.dtype_name}" for case in left_out)
         print(f"--quick left out {len(left_out)} cases:", ", ".join(shapes))
-    drawn = plot(settings.out / f"{name}.png", name, machine, rows)
+    drawn = draw(settings.out / f"{name}.png", name, machine, rows)
     print(f"wrote {settings.out / name}.csv", "and .png" if drawn else "")
     if not drawn:
         print("no plot: nothing was measured, or matplotlib is not installed")

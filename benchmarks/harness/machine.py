@@ -3,8 +3,10 @@
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from harness.case import OURS, CeilingKind, Ceilings, Provider
 from harness.timing import cache_flusher, cpu_clock, cuda_clock, interleaved
 
 CEILING_ROUNDS = 9
+CEILING_SIDE = {"cpu": 2048, "cuda": 8192}  # of a matrix
 CEILING_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}  # many times any cache
 
 
@@ -95,20 +98,32 @@ def available_bytes(device: torch.device) -> int:
     return int(match.group(1)) * 1024
 
 
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """GB/s of the three plainest kernels there are; bytes read and bytes written both count."""
+def measure_ceilings(device: torch.device, products: Iterable[torch.dtype] = ()) -> Ceilings:
+    """GB/s of the three plainest kernels there are; bytes read and bytes written both count.
+
+    And GFLOP/s of a product of two large matrices in each of these dtypes.
+    """
     size = CEILING_BYTES[device.type]
     source = torch.rand(size // 4, device=device)
     target = torch.rand(size // 4, device=device)
     total = torch.empty((), device=device)
-    moved: dict[CeilingKind, int] = {"read": size, "copy": 2 * size, "update": 2 * size}
+    work: dict[CeilingKind | torch.dtype, int] = {
+        "read": size,
+        "copy": 2 * size,
+        "update": 2 * size,
+    }
     runs: list[Provider] = [
         Provider("read", lambda: torch.sum(source, dim=0, out=total)),
         Provider("copy", lambda: target.copy_(source)),
         Provider("update", lambda: target.mul_(0.999)),
     ]
+    for dtype in products:
+        side = CEILING_SIDE[device.type]
+        factor = torch.rand(side, side, device=device).to(dtype)
+        runs.append(Provider(str(dtype), partial(torch.mm, factor, factor)))
+        work[dtype] = 2 * side**3
     clock = (cuda_clock if device.type == "cuda" else cpu_clock)(cache_flusher(device))
     for run in runs:
         clock(run)
     timings = interleaved(runs, clock, CEILING_ROUNDS)
-    return {kind: moved[kind] / timings[kind].median / 1e9 for kind in moved}
+    return {kind: work[kind] / timings[str(kind)].median / 1e9 for kind in work}

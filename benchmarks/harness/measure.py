@@ -7,6 +7,7 @@ import torch
 
 from harness.case import Provider
 from harness.contention import CpuUse
+from harness.memory import extra_peak
 from harness.timing import (
     GRAPH_BELOW_SECONDS,
     WARM_UPS,
@@ -34,13 +35,15 @@ def outcome(provider: Provider) -> list[torch.Tensor]:
 
 
 def disagreement(
-    result: list[torch.Tensor], reference: list[torch.Tensor], agreement: float
+    result: list[torch.Tensor], reference: list[torch.Tensor], provider: Provider
 ) -> str:
     """Why `result` is not the reference's, or an empty string."""
     if len(result) != len(reference):
         return f"gave {len(result)} results where the reference gave {len(reference)}"
     for index, (got, expected) in enumerate(zip(result, reference, strict=True)):
-        if not torch.allclose(got, expected, rtol=agreement, atol=0.0, equal_nan=True):
+        largest = expected.abs().max().item() if provider.slack else 0.0
+        tolerance = {"rtol": provider.agreement, "atol": provider.slack * largest}
+        if not torch.allclose(got, expected, **tolerance, equal_nan=True):
             return f"result {index} differs from the reference's"
     return ""
 
@@ -65,7 +68,7 @@ def warm_up(
             failed[provider.name] = first_line(error)
             continue
         reference = result if reference is None else reference
-        if difference := disagreement(result, reference, provider.agreement):
+        if difference := disagreement(result, reference, provider):
             failed[provider.name] = difference
         else:
             ready.append(provider)
@@ -97,21 +100,32 @@ def device_clock(
     return "graph", clock, replayed
 
 
+def peaks_of(providers: Sequence[Provider], device: torch.device) -> dict[str, int]:
+    peaks = {}
+    for provider in providers:
+        provider.restore()
+        peaks[provider.name] = extra_peak(device, provider.run)
+    return peaks
+
+
 def measure(
     providers: Sequence[Provider],
     device: torch.device,
     rounds: int,
     tick: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = lambda _: None,
+    *,
+    weighs_memory: bool = False,
 ) -> Measurement:
     """Times the providers of one case. `tick` is called once a round, `tell` at each stage."""
     skipped = {provider.name: provider.skipped for provider in providers if provider.skipped}
     failed: dict[str, str] = {}
     runnable = [provider for provider in providers if not provider.skipped]
     ready = warm_up(runnable, failed, tell)
+    peaks = peaks_of(ready, device) if weighs_memory else {}
     method, clock, ready = device_clock(ready, device)
     tell("timing")
     start = CpuUse.now()
     timings = interleaved(ready, clock, rounds, tick)
     other_cores = CpuUse.now().other_cores_since(start)
-    return Measurement(method, other_cores, timings, skipped, failed)
+    return Measurement(method, other_cores, timings, skipped, failed, peaks)

@@ -69,9 +69,7 @@ def plot(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
 
 
 def ceiling_label(rows: Sequence[Row]) -> str:
-    kinds = {
-        f"100% = {row.ceiling}, {row.ceiling_gb_per_s:.0f} GB/s" for row in rows if row.ceiling
-    }
+    kinds = {f"100% = {row.ceiling}, {row.ceiling_rate}" for row in rows if row.ceiling}
     return ", ".join(sorted(kinds))
 
 

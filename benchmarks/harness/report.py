@@ -6,12 +6,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from harness.case import OURS, Case, Ceilings, Provider
+from harness.case import OURS, Case, Ceilings, Products, Provider
 from harness.contention import BUSY_CORES
 from harness.machine import Machine
 from harness.timing import Measurement
 
 EVERY_PROVIDER = "(all)"  # the provider column of a case that could not be set up
+
+
+def rate_text(gb_per_s: float | None, gflop_per_s: float | None) -> str:
+    if gflop_per_s is not None:
+        return f"{gflop_per_s:.0f} GFLOP/s"
+    return "" if gb_per_s is None else f"{gb_per_s:.1f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,24 @@ class Row:
     bytes_per_element: float | None = None  # of the floor
     moved_per_element: float | None = None  # bytes that this provider's passes read and write
     gb_per_s: float | None = None
+    gflop_per_s: float | None = None  # of the fewest products, where these decide
     ceiling: str = ""
     ceiling_gb_per_s: float | None = None
+    ceiling_gflop_per_s: float | None = None
     of_ceiling: float | None = None
+    peak_mib: float | None = None  # memory held at a time, besides what is passed
     time_over_ampfuse: float | None = None  # above 1: slower than ampfuse
     other_cores: float | None = None  # kept busy by other processes while the case was timed
+
+    @property
+    def rate(self) -> str:
+        """With its unit."""
+        return rate_text(self.gb_per_s, self.gflop_per_s)
+
+    @property
+    def ceiling_rate(self) -> str:
+        """The same of the ceiling."""
+        return rate_text(self.ceiling_gb_per_s, self.ceiling_gflop_per_s)
 
 
 COLUMNS = [field.name for field in fields(Row)] + [field.name for field in fields(Machine)]
@@ -55,6 +74,8 @@ def measured(
     timing = measurement.timings[provider.name]
     ours = measurement.timings.get(OURS)
     rate = case.traffic.total / timing.median / 1e9
+    is_product = isinstance(case.traffic, Products)
+    peak = measurement.peaks.get(provider.name)
     return Row(
         operation=case.operation,
         shape=case.shape,
@@ -67,12 +88,15 @@ def measured(
         median_ms=timing.median * 1e3,
         lower_ms=timing.lower * 1e3,
         upper_ms=timing.upper * 1e3,
-        bytes_per_element=case.traffic.total / case.elements,
+        bytes_per_element=None if is_product else case.traffic.total / case.elements,
         moved_per_element=provider.moves,
-        gb_per_s=rate,
-        ceiling=case.traffic.against,
-        ceiling_gb_per_s=ceiling,
+        gb_per_s=None if is_product else rate,
+        gflop_per_s=rate if is_product else None,
+        ceiling="product" if is_product else str(case.traffic.against),
+        ceiling_gb_per_s=None if is_product else ceiling,
+        ceiling_gflop_per_s=ceiling if is_product else None,
         of_ceiling=rate / ceiling,
+        peak_mib=None if peak is None else peak / 2**20,
         time_over_ampfuse=timing.median / ours.median if ours else None,
         other_cores=measurement.other_cores,
     )
@@ -119,23 +143,28 @@ def csv_file(path: Path, machine: Machine) -> Iterator[Callable[[Sequence[Row]],
 
 
 TABLE_HEADINGS = ["operation", "case", "provider", "ms", "quartiles"]
-TABLE_HEADINGS += ["B/elem", "moves", "GB/s", "ceiling", "ampfuse"]
+TABLE_HEADINGS += ["B/elem", "moves", "rate", "ceiling", "MiB", "ampfuse"]
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def table_cells(row: Row) -> list[str]:
     """The row as the terminal shows it: rounded, and one word where nothing was measured."""
     start = [row.operation, f"{row.shape} {row.dtype}", row.provider]
     if row.median_ms is None or row.lower_ms is None or row.upper_ms is None:
-        return [*start, row.status.partition(":")[0], "", "", "", "", "", ""]
+        return [*start, row.status.partition(":")[0], *[""] * (len(TABLE_HEADINGS) - 4)]
     ratio = "" if row.time_over_ampfuse is None else f"{row.time_over_ampfuse:.2f}x"
     return [
         *start,
         f"{row.median_ms:.3f}",
         f"{row.lower_ms:.3f} - {row.upper_ms:.3f}",
-        f"{row.bytes_per_element:.3g}",
-        "" if row.moved_per_element is None else f"{row.moved_per_element:.3g}",
-        f"{row.gb_per_s:.1f}",
+        number(row.bytes_per_element, ".3g"),
+        number(row.moved_per_element, ".3g"),
+        row.rate,
         f"{row.of_ceiling:.0%}",
+        number(row.peak_mib, ".0f"),
         ratio,
     ]
 

@@ -5,7 +5,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -45,6 +45,7 @@ class Measurement:
     timings: dict[str, Timing]
     skipped: dict[str, str]
     failed: dict[str, str]
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes held, where that was asked for
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -1,30 +1,13 @@
 """What cross_entropy allocates: the gradient, in place of the logits not even that."""
 
-from itertools import accumulate
-
 import ampfuse
 import pytest
 import torch
+from harness.memory import extra_peak as peak
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 ROWS, CLASSES = 1024, 4096
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-
-
-def peak(device, call):
-    """Bytes that a call holds at most, besides what was there before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        call()
-    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in events), default=0)
 
 
 def few(device):

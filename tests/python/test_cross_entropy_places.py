@@ -4,7 +4,7 @@ import ampfuse
 import pytest
 import torch
 from cross_entropy_reference import ULPS, exact, relatively_off, ulps_off
-from test_cross_entropy_memory import peak
+from harness.memory import extra_peak as peak
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)

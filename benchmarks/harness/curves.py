@@ -1,0 +1,70 @@
+"""Time and memory against the number of rows, one pair of panels for each operation and layer."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness.case import OURS
+from harness.machine import Machine
+from harness.plot import OUR_COLOUR, PEER_COLOURS
+from harness.report import Row
+
+COLUMN_INCHES, PANEL_INCHES = 3.4, 2.6
+
+
+def rows_and_layer(row: Row) -> tuple[int, str]:
+    """Of a shape `rows x ...`."""
+    rows, _, layer = row.shape.partition("x")
+    return int(rows), f"{layer.replace('x', ' features, ')} classes\n{row.dtype}"
+
+
+def curves(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
+    """Writes the plot; False where matplotlib is missing or nothing was measured."""
+    measured = [row for row in rows if row.median_ms is not None and row.peak_mib is not None]
+    if not measured or find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    groups = list(dict.fromkeys((row.operation, rows_and_layer(row)[1]) for row in measured))
+    providers = list(dict.fromkeys(row.provider for row in measured))
+    peers = [name for name in providers if name != OURS]
+    colours = dict(zip(peers, PEER_COLOURS * len(peers), strict=False)) | {OURS: OUR_COLOUR}
+    size = (COLUMN_INCHES * len(groups), 2 * PANEL_INCHES + 1)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, len(groups), squeeze=False, sharey="row")
+    for column, (operation, layer) in enumerate(groups):
+        memory, time = panels[0][column], panels[1][column]
+        for provider in providers:
+            own = sorted(
+                (rows_and_layer(row)[0], row.peak_mib, row.median_ms)
+                for row in measured
+                if (row.operation, rows_and_layer(row)[1], row.provider)
+                == (operation, layer, provider)
+            )
+            style = {"color": colours[provider], "marker": "o", "markersize": 4}
+            counts = [count for count, _, _ in own]
+            memory.plot(counts, [peak for _, peak, _ in own], **style)
+            time.plot(counts, [ms for _, _, ms in own], **style)
+        memory.set_title(f"{operation}: {layer}", fontsize=9)
+        time.set_xlabel("rows", fontsize=9)
+        for panel in (memory, time):
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.grid(visible=True, linewidth=0.4)
+            panel.tick_params(labelsize=8)
+            panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("memory held at the peak, MiB", fontsize=9)
+    panels[1][0].set_ylabel("median, ms", fontsize=9)
+    figure.legend(
+        [Line2D([], [], color=colours[name], marker="o", markersize=4) for name in providers],
+        providers,
+        loc="outside lower center",
+        ncols=len(providers),
+        frameon=False,
+    )
+    figure.suptitle(f"{title} on {machine.name}, torch {machine.torch}", fontsize=10)
+    figure.savefig(path, dpi=150)
+    return True

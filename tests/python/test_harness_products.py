@@ -1,0 +1,60 @@
+"""The benchmark harness where products and memory decide: rates, peaks and their curves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import OURS, Products, Provider
+from harness.case import Ceilings
+from harness.curves import curves
+from harness.measure import measure
+from harness.memory import extra_peak
+from harness.report import Row, rows_of, table_cells
+from harness.timing import Measurement, Timing
+from test_harness import MACHINE, make_case, nothing
+
+
+def test_products_are_rated_against_a_product_of_their_dtype_and_memory_is_told() -> None:
+    timings = {OURS: Timing(2e-3, 1e-3, 3e-3, 7)}
+    measurement = Measurement("wall", 0.0, timings, {}, {}, peaks={OURS: 3 * 2**20})
+    case = replace(make_case(), traffic=Products(8_000_000, torch.bfloat16))
+    ceilings: Ceilings = {"read": 1.0, torch.bfloat16: 16.0, torch.float32: 5.0}
+
+    [row] = rows_of(case, [Provider(OURS, nothing)], measurement, ceilings)
+
+    assert (row.gflop_per_s, row.ceiling_gflop_per_s) == (pytest.approx(4.0), 16.0)
+    assert row.of_ceiling == pytest.approx(0.25)
+    assert (row.gb_per_s, row.bytes_per_element, row.ceiling_gb_per_s) == (None, None, None)
+    assert (row.ceiling, row.peak_mib) == ("product", 3.0)
+    assert table_cells(row)[-5:] == ["", "4 GFLOP/s", "25%", "3", "1.00x"]
+
+
+def test_the_peak_is_what_is_held_at_a_time() -> None:
+    def call() -> None:
+        for _ in range(3):
+            torch.ones(2**20).add(1)  # one beside the other, then neither
+
+    assert 0 <= extra_peak(torch.device("cpu"), call) - 2 * 4 * 2**20 < 256  # a number or two
+
+
+def test_memory_is_weighed_where_that_is_asked_for() -> None:
+    provider = Provider("torch", lambda: torch.ones(2**20))
+
+    def peaks(weighs_memory: bool) -> dict[str, int]:
+        return measure([provider], torch.device("cpu"), 3, weighs_memory=weighs_memory).peaks
+
+    assert peaks(True)["torch"] >= 4 * 2**20
+    assert peaks(False) == {}
+
+
+def test_curves_are_drawn_of_what_was_measured(tmp_path: Path) -> None:
+    def row(rows: int, provider: str, peak: float | None) -> Row:
+        shape = f"{rows}x96x50257"
+        return Row("train", shape, "bfloat16", 1, provider, "ok", median_ms=1.0, peak_mib=peak)
+
+    measured = [row(rows, name, 8.0) for rows in (256, 1024) for name in ("torch", OURS)]
+
+    assert curves(tmp_path / "curves.png", "example", MACHINE, measured)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not curves(tmp_path / "none.png", "example", MACHINE, [row(256, OURS, None)])
