@@ -128,8 +128,9 @@ def test_any_number_of_classes(device, dtype, classes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_classes_of_many_blocks(device, dtype):
-    # Blocks of classes of which CPUs have products are of 8192.
-    check(head(device, dtype, rows=5, features=8, classes=20011), chunk_rows=2)
+    # Blocks of classes of which CPUs have products are of 8192. Some libraries' products add up
+    # so many terms of float32 with an error of 4e-6, eager torch's among them.
+    check(head(device, dtype, rows=5, features=8, classes=20011), chunk_rows=2, tolerance=4)
 
 
 @EVERY_DTYPE

@@ -1,0 +1,79 @@
+"""linear_cross_entropy asks hosts for nothing: on a GPU none waits, and a graph replays it."""
+
+import pytest
+import torch
+from linear_reference import head
+from torch.profiler import ProfilerActivity, profile
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+# For each of which a host would wait.
+WAITS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+CALLS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "half": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0},
+    "denominator": {"denominator": 7.0, "grad_scale": 8.0},
+    "metrics": {"return_metrics": True},
+}
+EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
+
+
+class Step:
+    """A call with its backward, on the same memory again and again."""
+
+    def __init__(self, device, dtype=torch.float32, **options):
+        self.batch = head(device, dtype)
+        self.options = {"chunk_rows": 8} | options
+
+    def forward(self):
+        loss = self.batch.loss(**self.options)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    def __call__(self):
+        loss = self.forward()
+        return [loss, *self.batch.grads(loss)]
+
+
+@EVERY_CALL
+def test_no_number_is_read_on_the_way_to_the_loss(options):
+    step = Step(CPU, **options)
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        step.forward()
+    assert WAITS & {event.key for event in watched.key_averages()} == set()
+
+
+@pytest.mark.needs_cuda
+@EVERY_CALL
+def test_nothing_is_waited_for(options):
+    step = Step(CUDA, **options)
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.needs_cuda
+@EVERY_CALL
+def test_replays_are_calls_with_what_is_in_memory_then(options):
+    step = Step(CUDA, **options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for seed in (1, 2):
+        with torch.no_grad():
+            step.batch.hidden.copy_(head(CUDA, step.batch.hidden.dtype, seed=seed).hidden)
+        graph.replay()
+        replayed = [result.clone() for result in results]
+        assert all(map(torch.equal, replayed, step()))
