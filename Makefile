@@ -12,6 +12,11 @@ export AMPFUSE_WITH_CUDA ?= AUTO
 READY := .venv/.ready-$(AMPFUSE_WITH_CUDA)
 export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
 export CTEST_PARALLEL_LEVEL ?= 2
+# What the packaging tests build, in a copy of this checkout, was mostly compiled here before.
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell ls $(CURDIR)/$(BIN)/sccache 2>/dev/null)
+export SCCACHE_DIR ?= $(CURDIR)/build/sccache
+export SCCACHE_BASEDIRS ?= $(CURDIR)/build/packaging:$(CURDIR)
+export SCCACHE_IGNORE_SERVER_IO_ERROR ?= 1
 BENCH_FLAGS ?= --quick
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
