@@ -39,7 +39,7 @@ AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPart* parts, int64_t stride,
   WholeRow whole;
   double found = 0;
   for (int shard = 0; shard < count; ++shard) {
-    const ShardPart& part = parts[shard * stride];
+    const ShardPart part = parts[shard * stride];
     const double best = whole.others.largest;
     const double here = part.others.largest;
     // The first of the largest; a NaN is larger than all numbers.

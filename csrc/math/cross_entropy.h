@@ -45,12 +45,21 @@ AMPFUSE_HOST_DEVICE V times_or_zero(V x, V y) {
   return Lane<V>::choose(x == V(0), V(0), x * y);
 }
 
+// One of two, number by number: an address that depends on a condition would have both lie in
+// memory, which registers are not.
+template <typename T>
+AMPFUSE_HOST_DEVICE RowPart<T> choose(bool is_first, const RowPart<T>& a, const RowPart<T>& b) {
+  return {is_first ? a.largest : b.largest, is_first ? a.reference : b.reference,
+          is_first ? a.sum : b.sum,         is_first ? a.shares : b.shares,
+          is_first ? a.spread : b.spread,   is_first ? a.entropy : b.entropy};
+}
+
 // The same of classes of both.
 template <typename T>
 AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
   const bool b_is_above = b.largest > a.largest || b.largest != b.largest;
-  RowPart<T> both = b_is_above ? b : a;
-  const RowPart<T>& other = b_is_above ? a : b;
+  RowPart<T> both = choose(b_is_above, b, a);
+  const RowPart<T> other = choose(b_is_above, a, b);
   both.shares += other.shares;
   // Nothing but −∞ has no exponentials, and no reference either.
   const bool is_nothing = other.largest == minus_infinity<T>();

@@ -64,12 +64,17 @@ def _verdict(device: str) -> str:
         logits = torch.zeros(1, 2, device=device, requires_grad=True)
         loss = ampfuse.cross_entropy(logits, torch.tensor([0], device=device))
         (grad,) = torch.autograd.grad(loss, logits)
+        hidden = torch.zeros(1, 1, device=device, requires_grad=True)
+        weight = torch.tensor([[0.0], [2.0]], device=device)
+        loss = ampfuse.linear_cross_entropy(hidden, weight, torch.tensor([0], device=device))
+        (of_hidden,) = torch.autograd.grad(loss, hidden)
     except RuntimeError as error:
         return f"no: {str(error).splitlines()[0]}"
     right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
     right = right and stepped.tolist() == [0.75, 0.75] and scaler.get_scale() == 8.0
-    right = right and grad.tolist() == [[-0.5, 0.5]]
-    names = "norm, unscale, unscale_norm, clip, fused_adam, update_scale, cross_entropy"
+    right = right and grad.tolist() == [[-0.5, 0.5]] and of_hidden.tolist() == [[1.0]]
+    names = "norm, unscale, unscale_norm, clip, fused_adam, update_scale, cross_entropy, "
+    names += "linear_cross_entropy"
     return names if right else "no: the results are wrong"
 
 

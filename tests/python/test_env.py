@@ -23,6 +23,7 @@ def test_env_shows_versions_kernels_and_what_works():
         assert fact in done.stdout
     assert "works on CPU" in done.stdout
     assert "norm, unscale, unscale_norm, clip, fused_adam" in done.stdout
+    assert "cross_entropy, linear_cross_entropy" in " ".join(done.stdout.split())
 
 
 def test_env_shows_the_same_rows_without_rich(monkeypatch, capsys):
