@@ -5,9 +5,11 @@
 
 #include <limits>
 
-// MKL's, which torch's CPU library brings along on x86 and has no operator for. On processors that
-// multiply bfloat16 numbers themselves it is many times as fast as what widens them, and nowhere
-// slower. Where there is none this is null.
+#include "../cpu/bfloat16_product.h"
+
+// MKL's, which torch's CPU library brings along on x86 and has no operator for. On Intel's
+// processors that multiply bfloat16 numbers themselves it is many times as fast as what widens
+// them, and on none slower. Where there is none this is null.
 extern "C" [[gnu::weak]] void cblas_gemm_bf16bf16f32(int layout, int a_is_transposed,
                                                      int b_is_transposed, int m, int n, int k,
                                                      float alpha, const void* a, int a_stride,
@@ -40,7 +42,19 @@ struct BlasMatrix {
   }
 };
 
-void bfloat16_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, float beta) {
+bool has_mkl() {
+  return cblas_gemm_bf16bf16f32 != nullptr;
+}
+
+// MKL uses such instructions of Intel's alone.
+bool is_for_mkl() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_is("intel")) return has_mkl();
+#endif
+  return !has_bfloat16_product();
+}
+
+void mkl_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, float beta) {
   constexpr int kRowMajor = 101;
   const BlasMatrix a_matrix(a);
   const BlasMatrix b_matrix(b);
@@ -51,6 +65,15 @@ void bfloat16_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                          BlasMatrix(out).stride);
 }
 
+void narrow_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool add) {
+  if (is_for_mkl()) return mkl_product(out, a, b, add ? 1 : 0);
+  const auto matrix = [](const at::Tensor& of) {
+    return BFloat16Matrix{of.const_data_ptr(), of.stride(0), of.stride(1)};
+  };
+  bfloat16_product(matrix(a), matrix(b), a.size(0), b.size(1), a.size(1), add,
+                   out.mutable_data_ptr<float>(), out.stride(0));
+}
+
 }  // namespace
 
 at::ScalarType wide_dtype(at::ScalarType dtype) {
@@ -59,7 +82,7 @@ at::ScalarType wide_dtype(at::ScalarType dtype) {
 
 bool has_wide_product(at::ScalarType dtype, at::Device device) {
   if (!is_narrow(dtype) || device.is_cuda()) return true;
-  return dtype == at::kBFloat16 && cblas_gemm_bf16bf16f32 != nullptr;
+  return dtype == at::kBFloat16 && (has_mkl() || has_bfloat16_product());
 }
 
 void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
@@ -68,7 +91,9 @@ void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
     plus ? at::addmm_out(out, *plus, a, b) : at::mm_out(out, a, b);
   } else if (out.is_cuda()) {
     const at::ScalarType dtype = out.scalar_type();
-    plus ? at::addmm_outf(*plus, a, b, dtype, 1, 1, out) : at::mm_outf(a, b, dtype, out);
+    // Some ways to add a vector refuse results of another dtype: it is there before.
+    if (plus && !plus->is_same(out)) out.copy_(*plus);
+    plus ? at::addmm_outf(out, a, b, dtype, 1, 1, out) : at::mm_outf(a, b, dtype, out);
   } else {
     if (plus && !plus->is_same(out)) out.copy_(*plus);
     if (out.numel() == 0) return;
@@ -76,7 +101,7 @@ void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
       if (!plus) out.zero_();
       return;
     }
-    bfloat16_product(out, a, b, plus ? 1 : 0);
+    narrow_product(out, a, b, plus.has_value());
   }
 }
 

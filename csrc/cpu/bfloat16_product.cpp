@@ -1,0 +1,191 @@
+// A panel is some rows of a, or columns of b, with their numbers in the order in which they are
+// multiplied: two neighbours in k of each row, then the next two. One instruction multiplies a pair
+// of one row of a by pairs of 16 columns of b and adds both to 16 sums.
+//
+// The operand that is the smaller, and so is read again and again, becomes panels first. Threads
+// then go through the other, some lines of it and a block of k at a time, whose panels stay in
+// their caches.
+#include "bfloat16_product.h"
+
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "capability.h"
+
+#if defined(AMPFUSE_X86)
+#include <immintrin.h>
+// Of these functions alone: what headers bring along inline shall run anywhere.
+#define AMPFUSE_BF16_INSTRUCTIONS \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#endif
+
+namespace ampfuse {
+
+#if defined(AMPFUSE_X86)
+
+namespace {
+
+using Pair = uint32_t;  // of bfloat16 numbers
+constexpr int64_t kLanes = 16;
+constexpr int64_t kRows = 8;              // of a panel of a
+constexpr int64_t kColumns = 3 * kLanes;  // of a panel of b: 24 sums are in registers
+constexpr int64_t kBlock = 512;           // pairs: 16 KiB of a panel of a, 96 of one of b
+constexpr int64_t kKeptPairs = 4096;      // of what is read again and again
+constexpr int64_t kGroup = 48;            // rows or columns that a thread takes at a time
+
+// An operand as rows whose numbers are added up along k.
+struct Lines {
+  const uint16_t* data;
+  int64_t line_stride;
+  int64_t k_stride;
+  int64_t count;
+  int64_t k;
+};
+
+// Of `width` lines from `first` on, pairs from `first_k` on; zeros where there are none.
+AMPFUSE_BF16_INSTRUCTIONS void pack_panel(const Lines& lines, int64_t first, int64_t width,
+                                          int64_t first_k, int64_t pairs, Pair* panel) {
+  const int64_t here = std::min(width, lines.count - first);
+  const int64_t whole = std::min(pairs, (lines.k - first_k) / 2);
+  if (here < width || whole < pairs) std::memset(panel, 0, width * pairs * sizeof(Pair));
+  if (lines.k_stride == 1) {
+    for (int64_t line = 0; line < here; ++line) {
+      const uint16_t* const from = lines.data + (first + line) * lines.line_stride + first_k;
+      for (int64_t p = 0; p < whole; ++p) {
+        std::memcpy(panel + p * width + line, from + 2 * p, sizeof(Pair));
+      }
+    }
+  } else {
+    for (int64_t p = 0; p < whole; ++p) {
+      const uint16_t* const low = lines.data + (first_k + 2 * p) * lines.k_stride + first;
+      const uint16_t* const high = low + lines.k_stride;
+      Pair* const to = panel + p * width;
+      for (int64_t line = 0; line < here; ++line) {
+        to[line] = Pair{low[line]} | Pair{high[line]} << 16;
+      }
+    }
+  }
+  if (whole == pairs) return;
+  for (int64_t line = 0; line < here; ++line) {  // the last of an odd number
+    panel[whole * width + line] =
+        lines.data[(first + line) * lines.line_stride + (first_k + 2 * whole) * lines.k_stride];
+  }
+}
+
+// Sums of kRows rows and kColumns columns.
+AMPFUSE_BF16_INSTRUCTIONS void multiply(const Pair* a, const Pair* b, int64_t pairs, int64_t rows,
+                                        int64_t columns, bool add, float* c, int64_t c_stride) {
+  __m512 sums[kRows][3];
+#pragma GCC unroll 8
+  for (int64_t row = 0; row < kRows; ++row) {
+#pragma GCC unroll 3
+    for (int64_t v = 0; v < 3; ++v) sums[row][v] = _mm512_setzero_ps();
+  }
+  for (int64_t p = 0; p < pairs; ++p, a += kRows, b += kColumns) {
+    const auto b0 = (__m512bh)_mm512_loadu_si512(b);
+    const auto b1 = (__m512bh)_mm512_loadu_si512(b + kLanes);
+    const auto b2 = (__m512bh)_mm512_loadu_si512(b + 2 * kLanes);
+#pragma GCC unroll 8
+    for (int64_t row = 0; row < kRows; ++row) {
+      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[row]));
+      sums[row][0] = _mm512_dpbf16_ps(sums[row][0], pair, b0);
+      sums[row][1] = _mm512_dpbf16_ps(sums[row][1], pair, b1);
+      sums[row][2] = _mm512_dpbf16_ps(sums[row][2], pair, b2);
+    }
+  }
+#pragma GCC unroll 8
+  for (int64_t row = 0; row < kRows; ++row) {
+    if (row >= rows) break;
+#pragma GCC unroll 3
+    for (int64_t v = 0; v < 3; ++v) {
+      const int64_t left = std::clamp<int64_t>(columns - v * kLanes, 0, kLanes);
+      const auto mask = static_cast<__mmask16>((1u << left) - 1);
+      float* const to = c + row * c_stride + v * kLanes;
+      const __m512 before = add ? _mm512_maskz_loadu_ps(mask, to) : _mm512_setzero_ps();
+      _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(before, sums[row][v]));
+    }
+  }
+}
+
+int64_t panels_of(int64_t count, int64_t width) {
+  return (count + width - 1) / width;
+}
+
+struct Memory {
+  explicit Memory(int64_t pairs) : data(c10::GetCPUAllocator()->allocate(pairs * sizeof(Pair))) {}
+  Pair* get() const { return static_cast<Pair*>(data.get()); }
+  c10::DataPtr data;
+};
+
+}  // namespace
+
+bool has_bfloat16_product() {
+  return capability() == Capability::kAvx512 && __builtin_cpu_supports("avx512bf16");
+}
+
+void bfloat16_product(const BFloat16Matrix& a, const BFloat16Matrix& b, int64_t m, int64_t n,
+                      int64_t k, bool add, float* c, int64_t c_stride) {
+  const Lines rows = {static_cast<const uint16_t*>(a.data), a.row_stride, a.column_stride, m, k};
+  const Lines columns = {static_cast<const uint16_t*>(b.data), b.column_stride, b.row_stride, n, k};
+  const bool a_is_kept = m <= n;
+  const Lines& kept = a_is_kept ? rows : columns;
+  const Lines& passing = a_is_kept ? columns : rows;
+  const int64_t kept_width = a_is_kept ? kRows : kColumns;
+  const int64_t passing_width = a_is_kept ? kColumns : kRows;
+  const int64_t kept_panels = panels_of(kept.count, kept_width);
+  const Memory kept_memory(kept_panels * kept_width * std::min(kKeptPairs, (k + 1) / 2));
+  for (int64_t first_k = 0; first_k < k; first_k += 2 * kKeptPairs) {
+    const int64_t pairs = std::min(kKeptPairs, (k - first_k + 1) / 2);
+    const auto kept_panel = [&](int64_t panel) {
+      return kept_memory.get() + panel * kept_width * pairs;
+    };
+    at::parallel_for(0, kept_panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        pack_panel(kept, panel * kept_width, kept_width, first_k, pairs, kept_panel(panel));
+      }
+    });
+    at::parallel_for(0, panels_of(passing.count, kGroup), 1, [&](int64_t begin, int64_t end) {
+      const Memory memory(kGroup * kBlock);
+      for (int64_t group = begin; group < end; ++group) {
+        const int64_t first = group * kGroup;
+        const int64_t panels = panels_of(std::min(kGroup, passing.count - first), passing_width);
+        for (int64_t done = 0; done < pairs; done += kBlock) {
+          const int64_t some = std::min(kBlock, pairs - done);
+          const auto passing_panel = [&](int64_t panel) {
+            return memory.get() + panel * passing_width * some;
+          };
+          for (int64_t p = 0; p < panels; ++p) {
+            pack_panel(passing, first + p * passing_width, passing_width, first_k + 2 * done, some,
+                       passing_panel(p));
+          }
+          for (int64_t q = 0; q < kept_panels; ++q) {
+            const Pair* const here = kept_panel(q) + done * kept_width;
+            for (int64_t p = 0; p < panels; ++p) {
+              const int64_t row = a_is_kept ? q * kRows : first + p * kRows;
+              const int64_t column = a_is_kept ? first + p * kColumns : q * kColumns;
+              multiply(a_is_kept ? here : passing_panel(p), a_is_kept ? passing_panel(p) : here,
+                       some, std::min(kRows, m - row), std::min(kColumns, n - column),
+                       add || first_k + done > 0, c + row * c_stride + column, c_stride);
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+#else
+
+bool has_bfloat16_product() {
+  return false;
+}
+
+void bfloat16_product(const BFloat16Matrix&, const BFloat16Matrix&, int64_t, int64_t, int64_t, bool,
+                      float*, int64_t) {}
+
+#endif
+
+}  // namespace ampfuse
