@@ -29,16 +29,18 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
   const NumberWriter entropy(outputs.entropy);
   auto* const argmax = outputs.argmax.mutable_data_ptr<int64_t>();
   const auto shards = static_cast<int>(parts.size(0));
+  const int64_t all_classes = *arguments.all_classes;
   at::parallel_for(0, rows.count(), 1024, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const bool is_ignored = rows.is_ignored(row);
       const bool is_index = !rows.has_probabilities() && !is_ignored;
-      const math::WholeRow whole = math::join_shards(first + row, rows.count(), shards, is_index);
+      const math::WholeRow whole =
+          math::join_shards(first + row, rows.count(), shards, all_classes, is_index);
       const auto known = math::row_loss(whole.others, whole.target, rows.z_loss());
       if (with_metrics) {
         lse.put(row, known.lse);
         entropy.put(row, known.entropy);
-        argmax[row] = static_cast<int64_t>(whole.argmax);
+        argmax[row] = whole.argmax;
       }
       loss.put(row, is_ignored ? 0 : known.loss);
       if (statistics == nullptr) continue;

@@ -149,7 +149,7 @@ void shard_by_row(const CpuRows& rows, const ShardResults& results) {
   each_row(rows, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
     if (rows.is_ignored(row) && !with_metrics) return;
     const RowPart part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
-    results.parts[row] = math::shard_part(part, rows.row_target(row));
+    results.parts[row] = math::shard_part(part, rows.row_target(row), rows.classes(), with_metrics);
     if (with_metrics) results.argmax[row] = argmax_of(rows, row);
   });
 }

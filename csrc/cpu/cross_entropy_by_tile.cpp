@@ -83,17 +83,19 @@ void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& re
 
 void shard_by_tile(const CpuRows& rows, const ShardResults& results) {
   const auto part_of = AMPFUSE_CHOOSE(tile_part);
+  const bool with_metrics = results.argmax != nullptr;
   each_tile(rows, [&](const Tile& tile, int64_t, const RowPlace& first, void* memory) {
     TilePart part;
     int64_t argmax[kTileRows];
     TileTargets targets;
-    part_of(tile, memory, part, targets, results.argmax != nullptr ? argmax : nullptr);
+    part_of(tile, memory, part, targets, with_metrics ? argmax : nullptr);
     for (int64_t i = 0; i < tile.rows; ++i) {
       const math::RowPart<double> others = {part.largest[i], part.reference[i], part.sum[i],
                                             part.shares[i],  part.spread[i],    part.entropy[i]};
-      results.parts[first.row + i] = math::shard_part(others, rows.row_target(first.row + i));
+      results.parts[first.row + i] =
+          math::shard_part(others, rows.row_target(first.row + i), rows.classes(), with_metrics);
     }
-    if (results.argmax != nullptr) {
+    if (with_metrics) {
       std::copy_n(argmax, tile.rows, results.argmax + first.row);
     }
   });

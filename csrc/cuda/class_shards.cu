@@ -55,7 +55,7 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
         data_or_null<int64_t>(outputs.argmax)};
     stream.launch(class_shards_join_kernel<scalar_t>, (table.rows + kWarp - 1) / kWarp, table,
                   static_cast<const math::ShardPart*>(parts.const_data_ptr()),
-                  static_cast<int>(parts.size(0)), results);
+                  static_cast<int>(parts.size(0)), *arguments.all_classes, results);
   });
 }
 

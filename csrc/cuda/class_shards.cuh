@@ -1,6 +1,6 @@
 // Rows whose classes other processes have, too: what those here tell, and what all tell together.
 //
-// Bytes of device memory: itemsize per logit and 80 per row for the one, 80 per row and process for
+// Bytes of device memory: itemsize per logit and 88 per row for the one, 88 per row and process for
 // the other.
 #pragma once
 
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
         read_row<kWork>(team, table, row, table.target_class(row), with_metrics, nothing_kept);
     const auto others = team_part(team, mine, kWork);
     if (is_first) {
-      parts[row] = math::shard_part(others, table.template row_target<Team>(row));
+      parts[row] = math::shard_part(others, table.template row_target<Team, true>(row),
+                                    table.classes, with_metrics);
     }
     if constexpr (kWork == RowWork::kAny) {
       if (!with_metrics) continue;
@@ -49,20 +50,21 @@ struct JoinedResults {
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
     class_shards_join_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
-                             const math::ShardPart* parts, int shards,
+                             const math::ShardPart* parts, int shards, int64_t all_classes,
                              const __grid_constant__ JoinedResults<RowAcc<scalar_t>> results) {
   using acc_t = RowAcc<scalar_t>;
   for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < table.rows;
        row += int64_t{gridDim.x} * blockDim.x) {
     const bool is_ignored = table.is_ignored(row);
     const bool is_index = table.target != nullptr && !is_ignored;
-    const math::WholeRow whole = math::join_shards(parts + row, table.rows, shards, is_index);
+    const math::WholeRow whole =
+        math::join_shards(parts + row, table.rows, shards, all_classes, is_index);
     const auto known = math::row_loss(whole.others, whole.target, double(table.z_loss));
     results.loss[row] = is_ignored ? 0 : known.loss;
     if (results.argmax != nullptr) {
       results.lse[row] = static_cast<acc_t>(known.lse);
       results.entropy[row] = static_cast<acc_t>(known.entropy);
-      results.argmax[row] = static_cast<int64_t>(whole.argmax);
+      results.argmax[row] = whole.argmax;
     }
     if (results.statistics == nullptr) continue;
     const bool is_here = table.target_class(row) >= 0;

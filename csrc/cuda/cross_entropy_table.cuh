@@ -86,12 +86,13 @@ struct CrossEntropyTable {
     return math::softcapped(static_cast<acc_t>(logit), softcap);
   }
 
-  // A target that is no class makes its row no number.
-  template <typename Team>
+  // A target that is no class makes its row no number. Where all classes are here, no registers are
+  // spent on targets elsewhere.
+  template <typename Team, bool kMayBeElsewhere = false>
   __device__ math::RowTarget<Number> row_target(int64_t row) const {
     if (target == nullptr || is_ignored(row)) return {};
     const int64_t at = index(row);
-    if (is_shard && at == math::kElsewhere) return {};
+    if (kMayBeElsewhere && is_shard && at == math::kElsewhere) return {};
     if (!is_class(at)) return {true, NAN, NAN};
     const auto x =
         static_cast<Number>(static_cast<acc_t>(logits_of<Team>(row)[at * input_at.class_stride]));

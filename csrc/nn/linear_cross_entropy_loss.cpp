@@ -25,10 +25,12 @@ void LinearCrossEntropyLossImpl::reset() {
 void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
   stream << "ampfuse::LinearCrossEntropyLoss(in_features=" << linear_options.in_features()
          << ", out_features=" << linear_options.out_features()
+         << ", bias=" << (linear_options.bias() ? "true" : "false")
          << ", reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()
          << ", label_smoothing=" << options.label_smoothing();
   if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
   if (options.softcap()) stream << ", softcap=" << *options.softcap();
+  if (options.chunk_rows()) stream << ", chunk_rows=" << *options.chunk_rows();
   stream << ")";
 }
 

@@ -2,7 +2,11 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "../math/class_shards.h"
 
@@ -21,6 +25,7 @@ at::Tensor finished(const at::Tensor& begun) {
 
 std::optional<ClassShard> class_shard_of(std::optional<c10::string_view> group,
                                          at::OptionalIntArrayRef numbers) {
+  TORCH_CHECK_VALUE(group || !numbers, "class_shard: expected a group, too");
   if (!group) return std::nullopt;
   TORCH_CHECK_VALUE(numbers && numbers->size() == 3,
                     "class_shard: expected [group_size, first_class, num_classes]");
@@ -40,10 +45,12 @@ ClassShardArguments::ClassShardArguments(const std::optional<ClassShard>& shard)
 
 at::Tensor targets_of_shard(const ClassShard& shard, const at::Tensor& targets,
                             int64_t ignore_index, int64_t classes) {
-  const at::Tensor among = targets.to(at::kLong) - shard.first_class;
+  // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+  const at::Tensor wide = targets.to(at::kLong);
+  const at::Tensor among = wide - shard.first_class;
   const at::Tensor is_here = among.ge(0).logical_and(among.lt(classes));
   const at::Tensor here = at::where(is_here, among, math::kElsewhere);
-  return at::where(targets.eq(ignore_index), kIgnoredTarget, here);
+  return at::where(wide.eq(ignore_index), kIgnoredTarget, here);
 }
 
 at::Tensor gather(const ClassShard& shard, const at::Tensor& mine) {
@@ -55,18 +62,53 @@ at::Tensor gather(const ClassShard& shard, const at::Tensor& mine) {
   return finished(op.call(mine, shard.group_size, shard.group)).view(shape);
 }
 
-void ShardSums::begin(at::Tensor sum) {
-  if (!shard_) return;
+void check_agreement(const ClassShard& shard, const at::Tensor& weight,
+                     const std::vector<int64_t>& numbers) {
+  if (!weight.is_cpu()) return;
+  std::vector<int64_t> mine = {shard.first_class, weight.size(0), shard.num_classes};
+  mine.insert(mine.end(), numbers.begin(), numbers.end());
+  const at::Tensor all = gather(shard, at::tensor(mine, at::kLong));
+  const auto entry = all.accessor<int64_t, 2>();
+  std::vector<std::pair<int64_t, int64_t>> shards;
+  for (int64_t rank = 0; rank < all.size(0); ++rank) {
+    shards.emplace_back(entry[rank][0], entry[rank][0] + entry[rank][1]);
+    for (size_t i = 2; i < mine.size(); ++i) {
+      TORCH_CHECK_VALUE(entry[rank][i] == entry[0][i],
+                        "linear_cross_entropy: expected the same of all processes that share "
+                        "classes out (as many classes in all, rows, options, and tensors that "
+                        "require grad), got ",
+                        entry[0][i], " in the first and ", entry[rank][i], " in process ", rank,
+                        " as number ", i - 2);
+    }
+  }
+  std::sort(shards.begin(), shards.end());
+  int64_t end = 0;
+  for (const auto& [first, last] : shards) {
+    TORCH_CHECK_VALUE(first == end,
+                      "linear_cross_entropy: expected each class in one process, got classes from ",
+                      first, " on after those up to ", end,
+                      ": shards that are not equal want "
+                      "first_class and num_classes");
+    end = last;
+  }
+  TORCH_CHECK_VALUE(end == shard.num_classes, "linear_cross_entropy: num_classes: got ",
+                    shard.num_classes, ", and ", end, " in the processes");
+}
+
+void ShardSums::begin(const ClassShard& shard, at::Tensor part, at::Tensor whole) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("_c10d_functional::all_reduce_", "")
                              .typed<at::Tensor&(at::Tensor&, std::string, std::string)>();
-  op.call(sum, "sum", shard_->group);
-  begun_.push_back(std::move(sum));
+  finish();
+  part_ = std::move(part);
+  whole_ = std::move(whole);
+  op.call(part_, "sum", shard.group);
 }
 
 void ShardSums::finish() {
-  for (const at::Tensor& sum : begun_) finished(sum);
-  begun_.clear();
+  if (!part_.defined()) return;
+  whole_.copy_(finished(part_));
+  part_.reset();
 }
 
 }  // namespace ampfuse

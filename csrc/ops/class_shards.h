@@ -42,21 +42,26 @@ at::Tensor targets_of_shard(const ClassShard& shard, const at::Tensor& targets,
 /// [group_size, ...]: what each process has, which waits for none on the host of a GPU.
 at::Tensor gather(const ClassShard& shard, const at::Tensor& mine);
 
-/// Sums over processes, in place and each begun when it is known.
+/// Refuses what not all processes of a group were called with, or shards that are not all classes
+/// together, where no host of a GPU would
+/// have to wait for it: on CPUs.
+void check_agreement(const ClassShard& shard, const at::Tensor& weight,
+                     const std::vector<int64_t>& numbers);
+
+/// Sums over processes, one of which is under way at a time.
 class ShardSums {
  public:
-  explicit ShardSums(const std::optional<ClassShard>& shard) : shard_(shard) {}
-
-  void begin(at::Tensor sum);
+  /// Of each process's `part`; it goes to `whole`, which may be narrower.
+  void begin(const ClassShard& shard, at::Tensor part, at::Tensor whole);
   void finish();
 
  private:
-  const std::optional<ClassShard>& shard_;
-  std::vector<at::Tensor> begun_;
+  at::Tensor part_;
+  at::Tensor whole_;
 };
 
-/// Of a shard. parts: [rows, math::kShardPart] double; argmax: [rows] among the classes here, or
-/// [0]. Of rows that are ignored, only with argmax.
+/// Of a shard. parts: [rows, math::kShardPart] double, NaN before; argmax: [rows] among the classes
+/// here, or [0]. Of rows that are ignored, only with argmax.
 struct ShardOutputs {
   at::Tensor parts;
   at::Tensor argmax;

@@ -41,27 +41,29 @@ LinearChunks::LinearChunks(const LinearCrossEntropyArguments& arguments, bool wi
       loss_(arguments.loss_of_shard()) {
   loss_.is_weighed = true;
   const auto options = arguments.hidden.options();
-  const bool is_apart = with_gradient && head_.gradient_dtype() != head_.logits_dtype();
-  const int64_t bytes = static_cast<int64_t>(c10::elementSize(head_.logits_dtype())) +
-                        (is_apart ? static_cast<int64_t>(c10::elementSize(arguments.dtype)) : 0);
-  rows_ = chunk_rows(arguments, bytes);
-  const int64_t most = std::min(rows_, count());
+  const bool is_apart = head_.gradient_dtype() != head_.logits_dtype();
+  // With and without gradients, so that the loss has the same bits.
+  const size_t bytes = c10::elementSize(head_.logits_dtype()) +
+                       (is_apart ? c10::elementSize(head_.gradient_dtype()) : 0);
+  rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
+                              std::max<int64_t>(count(), 1));
   const int64_t classes = arguments.weight.size(0);
   // Rows begin at boundaries that products and kernels like, whatever the number of classes.
   constexpr int64_t kAlignment = 64;
   const int64_t stride = (classes + kAlignment - 1) / kAlignment * kAlignment;
   const auto rows_of = [&](at::ScalarType dtype) {
-    return at::empty({most, stride}, options.dtype(dtype)).narrow(1, 0, classes);
+    return at::empty({std::min(rows_, count()), stride}, options.dtype(dtype))
+        .narrow(1, 0, classes);
   };
   logits_ = rows_of(head_.logits_dtype());
-  grad_ = is_apart ? rows_of(head_.gradient_dtype()) : logits_;
+  grad_ = is_apart && with_gradient ? rows_of(head_.gradient_dtype()) : logits_;
 }
 
 void LinearChunks::each(const LinearGradientMask& wanted,
                         const LinearCrossEntropyGradients& gradients,
                         const std::function<void(const Chunk&)>& visit) const {
   auto [of_hidden, of_weight, of_bias] = gradients;
-  ShardSums sums(arguments_.shard);
+  ShardSums sums;
   for (int64_t number = 0; number < this->number(); ++number) {
     const int64_t first = number * rows_;
     const int64_t rows = std::min(rows_, count() - first);
@@ -74,8 +76,15 @@ void LinearChunks::each(const LinearGradientMask& wanted,
     visit(chunk);
     if (wanted[0]) {
       const at::Tensor of_rows = of_hidden.narrow(0, first, rows);
-      head_.hidden_gradient(chunk.grad, of_rows);
-      sums.begin(of_rows);
+      if (arguments_.shard) {
+        // Rounded when it is whole.
+        const auto wide = of_rows.options().dtype(head_.logits_dtype());
+        const at::Tensor part = at::empty(of_rows.sizes(), wide);
+        head_.hidden_gradient(chunk.grad, part);
+        sums.begin(*arguments_.shard, part, of_rows);
+      } else {
+        head_.hidden_gradient(chunk.grad, of_rows);
+      }
     }
     if (wanted[1]) head_.weight_gradient(chunk.grad, hidden, of_weight, number == 0);
     if (wanted[2]) head_.bias_gradient(chunk.grad, of_bias, number == 0);

@@ -26,15 +26,12 @@ void check_matrix(const char* name, const at::Tensor& matrix, at::Device device)
                     " as hidden, got ", matrix.device());
 }
 
-void check_shard(const ClassShard& shard, const LinearCrossEntropyArguments& arguments) {
-  const c10::SymInt classes = arguments.weight.sym_size(0);
-  TORCH_CHECK_VALUE(classes <= shard.num_classes - shard.first_class, kOp, ": weight: ", classes,
-                    " classes from class ", shard.first_class, " on are more than the group's ",
-                    shard.num_classes);
+void check_class_weight_of_all(const LinearCrossEntropyArguments& arguments) {
   const auto& class_weight = arguments.class_weight;
+  const int64_t classes = arguments.shard->num_classes;
   TORCH_CHECK_VALUE(
-      !class_weight || (class_weight->dim() == 1 && class_weight->sym_size(0) == shard.num_classes),
-      kOp, ": class_weight: expected [", shard.num_classes, "], got ", class_weight->sym_sizes());
+      !class_weight || (class_weight->dim() == 1 && class_weight->sym_size(0) == classes), kOp,
+      ": class_weight: expected [", classes, "], got ", class_weight->sym_sizes());
 }
 
 at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
@@ -91,7 +88,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
       kOp, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kOp,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
-  if (arguments.shard) check_shard(*arguments.shard, arguments);
+  if (arguments.shard) check_class_weight_of_all(arguments);
   check_cross_entropy(kOp, arguments.loss());
   check_cross_entropy_scalar(kOp, "grad_scale", grad_scale, at::kFloat, hidden);
   check_cross_entropy_scalar(kOp, "denominator", denominator, at::kDouble, hidden);

@@ -3,14 +3,17 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "../math/class_shards.h"
 #include "linear_chunks.h"
@@ -60,9 +63,16 @@ void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTenso
   arguments.reduction == at::Reduction::Mean ? divisor.copy_(total) : divisor.fill_(1);
 }
 
+// In an order that does not depend on threads.
+at::Tensor sum_of(const at::Tensor& losses) {
+  if (!losses.is_cpu()) return losses.sum();
+  const double* const first = losses.const_data_ptr<double>();
+  return at::scalar_tensor(std::accumulate(first, first + losses.numel(), 0.0), losses.options());
+}
+
 // math::reduced_loss
 at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
-  return at::where(divisor.eq(0), NAN, losses.sum() / divisor);
+  return at::where(divisor.eq(0), NAN, sum_of(losses) / divisor);
 }
 
 // All classes are here.
@@ -95,7 +105,7 @@ void forward_of_shard(const CrossEntropyKernels& kernels, const ClassShardKernel
   const at::Tensor losses = at::empty({chunks.count()}, doubles);
   chunks.each(wanted, {grad_hidden, grad_weight, grad_bias}, [&](const Chunk& chunk) {
     const at::Tensor best = rows_of(argmax, chunk);
-    const at::Tensor parts = at::empty({chunk.rows, math::kShardPart}, doubles);
+    const at::Tensor parts = at::full({chunk.rows, math::kShardPart}, NAN, doubles);
     shard_kernels.look(chunk.loss, {parts, best});
     if (best.numel() > 0) parts.select(1, math::kShardPart - 1).copy_(best + shard.first_class);
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
@@ -121,6 +131,12 @@ LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
   const LinearGradientMask now =
       arguments.reduction == at::Reduction::None ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
+  if (arguments.shard) {
+    check_agreement(*arguments.shard, arguments.weight,
+                    {arguments.hidden.size(0), arguments.chunk_rows.value_or(0),
+                     static_cast<int64_t>(arguments.dtype), arguments.reduction, wanted[0],
+                     any(wanted), with_metrics, arguments.target.is_floating_point()});
+  }
   const LinearChunks chunks(arguments, any(now));
   at::Tensor total = at::empty({}, divisor.options());
   kernels.weigh(arguments.loss(), total);
@@ -149,6 +165,7 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
   const auto gradients = empty_linear_gradients(arguments, wanted);
   check_all_memory(arguments);
   const LinearChunks chunks(arguments, /*with_gradient=*/true);
+  // Which may have been written to since forward looked at them.
   kernels.weigh(arguments.loss(), at::empty({}, divisor.options()));
   at::Tensor upstream = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;

@@ -1,4 +1,5 @@
 // From what people pass to rows of hidden states, and the public functions.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/linear_cross_entropy.h>
@@ -38,9 +39,10 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
   }
   TORCH_CHECK_TYPE(weight.scalar_type() == hidden.scalar_type() &&
                        (!bias || bias->scalar_type() == hidden.scalar_type()),
-                   kOp, ": expected hidden, weight and bias of one dtype, or autocast, got ",
-                   hidden.scalar_type(), " and ", weight.scalar_type(),
-                   bias ? std::string(" and ") + at::toString(bias->scalar_type()) : "");
+                   kOp,
+                   ": expected hidden, weight and bias of one dtype, or autocast, got hidden of ",
+                   hidden.scalar_type(), ", weight of ", weight.scalar_type(),
+                   bias ? std::string(", bias of ") + at::toString(bias->scalar_type()) : "");
   return hidden.scalar_type();
 }
 
@@ -80,6 +82,12 @@ OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::Scalar
                     kOp, ": accumulate_into: expected ", loss_dtype, " of shape ",
                     weight.sym_sizes(), " on ", weight.device(), ", got ", buffer->scalar_type(),
                     " of shape ", buffer->sym_sizes(), " on ", buffer->device());
+  TORCH_CHECK_VALUE(
+      buffer->layout() == at::kStrided && at::has_internal_overlap(*buffer) != at::MemOverlap::Yes,
+      kOp, ": accumulate_into: expected strided memory of its own, got ", buffer->layout());
+  TORCH_CHECK_VALUE(
+      !(buffer->is_alias_of(weight) && buffer->sym_storage_offset() == weight.sym_storage_offset()),
+      kOp, ": accumulate_into: is the memory of the weight");
   TORCH_CHECK_VALUE(!buffer->requires_grad(), kOp,
                     ": accumulate_into: expected a tensor that does not require grad");
   TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kOp,

@@ -1,6 +1,7 @@
 #include "linear_head.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 
 #include "wide_product.h"
 
@@ -13,8 +14,8 @@ namespace {
 constexpr int64_t kBlockClasses = 8192;
 
 at::Tensor in_rows(const at::Tensor& matrix) {
-  const bool has_rows = matrix.size(1) <= 1 || matrix.stride(1) == 1;
-  return has_rows && matrix.stride(0) >= matrix.size(1) ? matrix : matrix.contiguous();
+  const bool has_rows = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
+  return has_rows ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
 }
 
 }  // namespace
@@ -81,6 +82,14 @@ void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
 }
 
 void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
+  if (grad.is_cpu() && grad.scalar_type() != logits_dtype_) {
+    // What a CPU sums in another dtype it would copy.
+    at::Tensor row = sum.unsqueeze(0);
+    std::optional<at::Tensor> before;
+    if (!is_first) before = row;
+    wide_product(row, at::ones({1, grad.size(0)}, grad.options()), grad, before);
+    return;
+  }
   const at::Tensor here = grad.sum(0, /*keepdim=*/false, logits_dtype_);
   is_first ? sum.copy_(here) : sum.add_(here);
 }

@@ -53,7 +53,8 @@ at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim) {
   if (target.is_floating_point()) return argmax.eq(target.argmax(class_dim));
-  const at::Tensor classes = target.reshape(argmax.sizes());
+  // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+  const at::Tensor classes = target.reshape(argmax.sizes()).to(at::kLong);
   return argmax.eq(classes).logical_and(classes.ne(ignore_index));
 }
 

@@ -85,7 +85,9 @@ def cross_entropy(
       ratio and rounds once more; what is beyond the range of the logits' dtype by then, above or
       below, stays so.
     - `denominator`: what to divide by instead of the batch's own weight, with `reduction="mean"`.
-      The same one for the parts of a batch makes their gradients add up to the whole batch's.
+      The same one for the parts of a batch makes their gradients add up to the whole batch's, and
+      a part whose rows are all ignored no NaN. Under DDP, which averages gradients: the count of
+      all processes, divided by how many these are.
     - `z_loss`: times the square of each row's log-sum-exp, which is added to its loss, whatever its
       class weighs.
     - `softcap`: logits become `softcap * tanh(logits / softcap)` first.
@@ -278,5 +280,6 @@ def _number(
 def _correct(argmax: Tensor, target: Tensor, ignore_index: int, class_dim: int) -> Tensor:
     if target.is_floating_point():
         return argmax == target.argmax(class_dim)
-    target = target.reshape(argmax.shape)
+    # Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+    target = target.reshape(argmax.shape).long()
     return (argmax == target) & (target != ignore_index)

@@ -100,19 +100,27 @@ def linear_cross_entropy(
       `weight`).
     - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number.
       With any other number in backward the gradients are multiplied by the ratio, in a pass over
-      them. Without it float16 gradients are formed of losses that are not divided yet.
-    - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits hold on a CPU,
-      but at least 128, and 1 GiB on a GPU, but at least 2048, whatever the number of rows there
-      are. The same rows in the same chunks make the same bits.
+      them that rounds those of 16 bits once more: of a loss that is divided by n say `1 / n`, or
+      pass a `denominator`. Without it float16 gradients are formed of losses that are not divided
+      yet.
+    - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits, and of their
+      gradient where that is apart, hold on a CPU, but at least 128, and 1 GiB on a GPU, but at
+      least 2048, whatever the number of rows there are. The same rows in the same chunks make the
+      same bits.
     - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
-      The weight gets none then, which tools that wait for it (DDP) do not expect.
+      The weight gets none then. Optimizers that are to use it want `weight.grad_dtype =
+      torch.float32`, then `weight.grad = buffer`, and `zero_grad(set_to_none=False)`. DDP does not
+      reduce it; of a weight that is an embedding's, too, the embedding's part is in `weight.grad`.
     - `process_group`, of `torch.distributed`: the processes that share the classes out (tensor
       parallelism). Weight and bias, and probabilities, are those of the classes here: as many as
       each of the others has, in the order of ranks, or from `first_class` on of `num_classes` in
-      all. All processes pass the same hidden states and targets, numbered among all classes, and
-      `class_weight` of all of them. All get the same loss, to the last bit, and the whole gradient
-      of the hidden states, summed in their dtype. Ten numbers per row are all that they exchange
-      besides.
+      all. What pads a vocabulary counts as classes. All processes pass the same hidden states and
+      targets, numbered among all classes, `class_weight` of all of them and the same options, ask
+      for the same gradients, and call backward with the same number. All get the same loss, to the
+      last bit, and the whole gradient of the hidden states, summed in float32. A few numbers per
+      row are all that they exchange besides. On CPUs it is refused where they do not agree; on a
+      GPU, where hosts would have to wait to know, losses are NaN where the classes are not all
+      there are, and of rows whose target nobody has.
 
     There is no second derivative, no forward mode and no `torch.func.grad`. Targets that are no
     class are treated as there.
@@ -135,8 +143,8 @@ def linear_cross_entropy(
         "accumulate_into": accumulate_into,
     }
     if process_group is not None:
-        options["group"] = process_group.group_name
         options["class_shard"] = _class_shard(process_group, weight, first_class, num_classes)
+        options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:
         raise ValueError("first_class, num_classes: are for weights shared out, by process_group")
     if not return_metrics:
@@ -154,8 +162,10 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """The last layer of a model and its loss, by `linear_cross_entropy`.
 
-    `linear` is that layer, an `nn.Linear` that is never called: to share its weight with an
-    embedding assign `loss.linear.weight = embedding.weight`. `weight` is what classes weigh. With
+    `linear` is that layer, an `nn.Linear` that is called for logits alone: to share its weight with
+    an embedding assign `loss.linear.weight = embedding.weight`; a model's own last layer may be
+    assigned, too. Its parameters are trained as any module's are, and so this belongs into the
+    model, inside of DDP. `weight` is what classes weigh. With
     `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()` brings.
     The state dict is that of `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
 
@@ -230,6 +240,11 @@ def _class_shard(
     process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
 ) -> list[int]:
     """Equal ones in the order of ranks, where nobody says otherwise."""
+    if not torch.compiler.is_compiling() and not hasattr(process_group, "group_name"):
+        raise TypeError(
+            "process_group: expected a torch.distributed.ProcessGroup that this process is a "
+            f"member of, got {type(process_group).__name__}"
+        )
     if (first_class is None) != (num_classes is None):
         raise ValueError("first_class, num_classes: expected both or none")
     size, classes = process_group.size(), weight.shape[0]

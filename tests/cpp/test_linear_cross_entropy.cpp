@@ -104,7 +104,7 @@ TEST_CASE("tensors that do not fit together are refused") {
   const Head head(torch::kCPU);
   CHECK_THROWS_WITH(
       ampfuse::linear_cross_entropy(head.hidden, head.weight.to(torch::kHalf), head.target),
-      ContainsSubstring("of one dtype, or autocast, got Float and Half"));
+      ContainsSubstring("of one dtype, or autocast, got hidden of Float, weight of Half"));
   CHECK_THROWS_WITH(ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target, {},
                                                   LinearCrossEntropyOptions().reduction("all")),
                     ContainsSubstring("expected none, mean or sum, got all"));

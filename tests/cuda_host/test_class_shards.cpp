@@ -40,7 +40,7 @@ struct Shard {
 
 // Replaces what forward has left by what two shards leave together.
 template <typename scalar_t, typename Team, RowWork kWork>
-void by_shards(Batch<scalar_t>& batch, int middle) {
+void by_shards(Batch<scalar_t>& batch, int middle, int64_t all_classes) {
   const std::vector<Shard<scalar_t>> shards = {{batch, 0, middle}, {batch, middle, batch.classes}};
   const bool with_metrics = batch.options.metrics;
   std::vector<ampfuse::math::ShardPart> parts(2 * batch.rows);
@@ -49,7 +49,9 @@ void by_shards(Batch<scalar_t>& batch, int middle) {
     auto* const mine = parts.data() + i * batch.rows;
     simt::launch(ampfuse::class_shards_look_kernel<scalar_t, Team, kWork>, kGrid, Team::kBlock, 0,
                  shards[i].table(batch), mine, with_metrics ? argmax.data() : nullptr);
-    for (int64_t row = 0; row < batch.rows; ++row) mine[row].argmax = argmax[row] + shards[i].first;
+    for (int64_t row = 0; row < batch.rows && with_metrics; ++row) {
+      mine[row].argmax = static_cast<double>(argmax[row] + shards[i].first);
+    }
   }
   std::vector<double> losses(batch.rows, NAN);
   const double upstream = batch.baked;
@@ -60,7 +62,7 @@ void by_shards(Batch<scalar_t>& batch, int middle) {
         with_metrics ? batch.entropy.data() : nullptr,
         with_metrics ? batch.argmax.data() : nullptr};
     simt::launch(ampfuse::class_shards_join_kernel<scalar_t>, kGrid, ampfuse::kThreads, 0,
-                 shard.table(batch), parts.data(), 2, results);
+                 shard.table(batch), parts.data(), 2, all_classes, results);
     simt::launch(ampfuse::cross_entropy_backward_kernel<scalar_t, Team, kWork, scalar_t>, kGrid,
                  Team::kBlock, 0, shard.table(batch), batch.statistics.data(), &batch.divisor,
                  &upstream, false, batch.grad.data() + shard.first, batch.rows_at(batch.classes));
@@ -80,10 +82,10 @@ void check_shards(int64_t rows, int classes, int middle, const Options& options)
   const std::vector<scalar_t> logits = batch.dense_logits();
   if (options.is_plain()) {
     forward_on_host<scalar_t, Team, RowWork::kPlain>(batch);
-    by_shards<scalar_t, Team, RowWork::kPlain>(batch, middle);
+    by_shards<scalar_t, Team, RowWork::kPlain>(batch, middle, classes);
   } else {
     forward_on_host<scalar_t, Team, RowWork::kAny>(batch);
-    by_shards<scalar_t, Team, RowWork::kAny>(batch, middle);
+    by_shards<scalar_t, Team, RowWork::kAny>(batch, middle, classes);
   }
   check(batch, logits);
 }
@@ -113,7 +115,7 @@ TEST_CASE("a shard of one class, or of almost none of the exponentials") {
   const std::vector<float> logits = batch.dense_logits();
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
   const std::vector<float> losses = batch.losses;
-  by_shards<float, WarpTeam, RowWork::kPlain>(batch, 32);
+  by_shards<float, WarpTeam, RowWork::kPlain>(batch, 32, 64);
   for (int64_t row = 0; row < 8; ++row) {
     CHECK(std::fabs(batch.losses[row] - losses[row]) <= 1e-6f * losses[row]);
     for (int c = 0; c < 32; ++c) CHECK(batch.gradient_of(row, c) == 0);
@@ -125,7 +127,16 @@ TEST_CASE("a target that no shard has, or both, makes its row no number") {
   batch.targets = {5, 30};
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
   batch.targets = {5, 40};
-  by_shards<float, WarpTeam, RowWork::kPlain>(batch, 20);
+  by_shards<float, WarpTeam, RowWork::kPlain>(batch, 20, 40);
   CHECK(std::isfinite(batch.losses[0]));
   CHECK(std::isnan(batch.losses[1]));
+}
+
+TEST_CASE("classes that are not all there are make no number") {
+  Batch<float> batch(8, 40, 0, {});
+  forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
+  by_shards<float, WarpTeam, RowWork::kPlain>(batch, 20, 41);
+  for (int64_t row = 0; row < 8; ++row) {
+    CHECK(std::isnan(batch.losses[row]) == (batch.targets[row] != kIgnored));
+  }
 }

@@ -19,6 +19,7 @@ def test_values_and_gradients_are_as_good(capability):
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     names = ["test_cross_entropy", "test_cross_entropy_autograd", "test_cross_entropy_places"]
+    names += ["test_linear_cross_entropy", "test_linear_cross_entropy_accuracy"]
     files = [TESTS / f"{name}.py" for name in names]
     result = subprocess.run(
         [*command, *files, "-k", "cpu and not compiled"],

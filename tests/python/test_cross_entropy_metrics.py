@@ -167,3 +167,16 @@ def test_metrics_in_a_compiled_function(device):
     torch.testing.assert_close(loss, functional.cross_entropy(logits * 2, target))
     for found, expected in zip(metrics, of(logits, target)[1], strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_no_class_is_taken_for_the_ignored_one_in_a_narrow_dtype(device, dtype):
+    # In bytes -100 is 156, and in 32 bits 2³² + 7 is 7.
+    for index, ignored in ((156, -100), (7, 2**32 + 7)):
+        logits = torch.zeros(1, 200, device=device)
+        logits[0, index] = 1
+        target = torch.tensor([index], dtype=dtype, device=device)
+        _, metrics = ampfuse.cross_entropy(
+            logits, target, ignore_index=ignored, return_metrics=True
+        )
+        assert metrics.correct.tolist() == [True]

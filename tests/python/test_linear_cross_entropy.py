@@ -126,6 +126,16 @@ def test_any_number_of_classes(device, dtype, classes):
     check(head(device, dtype, rows=9, classes=classes), chunk_rows=4)
 
 
+# Pairs of numbers, and blocks of 1024, are added up at a time.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("features", [1, 2, 3, 17, 1023, 1025, 2050])
+@pytest.mark.parametrize("rows", [1, 50])
+def test_any_number_of_features(device, dtype, features, rows):
+    batch = head(device, dtype, rows=rows, features=features, classes=59)
+    batch.weight = (batch.weight.detach() / features**0.5).requires_grad_()
+    check(batch, chunk_rows=33)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_classes_of_many_blocks(device, dtype):
     # Blocks of classes of which CPUs have products are of 8192. Some libraries' products add up

@@ -59,9 +59,11 @@ def test_numbers(batch):
 
 
 def test_dtypes(batch):
-    with pytest.raises(TypeError, match="one dtype, or autocast, got Float and BFloat16"):
+    with pytest.raises(
+        TypeError, match="one dtype, or autocast, got hidden of Float, weight of BFloat16"
+    ):
         call(batch, weight=batch.weight.bfloat16())
-    with pytest.raises(TypeError, match="one dtype, or autocast, got Float and Float and Half"):
+    with pytest.raises(TypeError, match=r"or autocast, got .* weight of Float, bias of Half"):
         call(batch, bias=batch.bias.half())
     with pytest.raises(TypeError, match="hidden: expected a floating dtype, got Long"):
         call(batch, **{name: getattr(batch, name).long() for name in ("hidden", "weight", "bias")})
@@ -110,3 +112,46 @@ def test_storage_that_was_freed_is_refused(batch):
 def test_sparse_and_nested_tensors_are_refused(batch):
     with pytest.raises((ValueError, RuntimeError, TypeError)):
         call(batch, hidden=batch.hidden.detach().to_sparse())
+
+
+@pytest.mark.parametrize("chunk_rows", [22, 2**31, 2**63 - 3, 2**63 - 1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_chunk_may_have_room_for_more_rows_than_there_are(batch, reduction, chunk_rows):
+    whole = call(batch, reduction=reduction, chunk_rows=21)
+    loss = call(batch, reduction=reduction, chunk_rows=chunk_rows)
+    assert torch.equal(loss, whole)
+    upstream = torch.ones_like(loss)
+    assert all(map(torch.equal, batch.grads(loss, upstream), batch.grads(whole, upstream)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_one_feature_may_lie_anywhere(device, dtype):
+    there = torch.randn(50, 8, 3, device=device, dtype=dtype)[:, 2:3, 1]
+    assert there.stride() != (1, 1)
+    hidden = torch.randn(9, 1, device=device, dtype=dtype)
+    target = torch.arange(9, device=device)
+    expected = ampfuse.linear_cross_entropy(hidden, there.contiguous(), target)
+    assert torch.equal(ampfuse.linear_cross_entropy(hidden, there, target), expected)
+
+
+def test_buffers_that_could_not_be_added_to(batch):
+    weight = batch.weight.detach()
+    for message, buffer in {
+        "strided memory of its own": torch.zeros(1, 24, device=weight.device).expand(101, 24),
+        "is the memory of the weight": weight,
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call(batch, accumulate_into=buffer)
+
+
+def test_a_shard_without_its_group_is_refused(batch):
+    with pytest.raises(ValueError, match="class_shard: expected a group"):
+        torch.ops.ampfuse.linear_cross_entropy(
+            batch.hidden, batch.weight, batch.target, class_shard=[2, 0, 202]
+        )
+
+
+@pytest.mark.parametrize("group", [-100, True, "tp"])
+def test_what_is_no_group_is_refused(batch, group):
+    with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.Pro"):
+        call(batch, process_group=group)

@@ -17,8 +17,8 @@ SUM = 4
 LOGIT = {torch.float32: 4, torch.bfloat16: 6}
 
 
-def batch_on(device, dtype):
-    return head(device, dtype, ROWS, FEATURES, CLASSES, bias=False)
+def batch_on(device, dtype, bias=False):
+    return head(device, dtype, ROWS, FEATURES, CLASSES, bias=bias)
 
 
 def size(tensor):
@@ -35,9 +35,10 @@ def most(batch, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_a_step_holds_gradients_and_a_chunk(device, dtype, upstream):
-    batch = batch_on(device, dtype)
+def test_a_step_holds_gradients_and_a_chunk(device, dtype, bias, upstream):
+    batch = batch_on(device, dtype, bias)
 
     def step():
         loss = batch.loss(chunk_rows=CHUNK)

@@ -19,21 +19,23 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(std::string, reduction) = "mean";
   TORCH_ARG(double, label_smoothing) = 0.0;
   /// What backward will be called with. With any other number the gradients are multiplied by the
-  /// ratio, in a pass over them. Without it half gradients are formed of losses that are not
-  /// divided yet.
+  /// ratio, in a pass over them that rounds those of 16 bits once more. Without it half gradients
+  /// are formed of losses that are not divided yet.
   TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, denominator) = std::nullopt;
   TORCH_ARG(double, z_loss) = 0.0;
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
-  /// How many rows at a time. By default as many as 64 MiB of logits hold on a CPU, but at least
-  /// 128, and 1 GiB on a GPU, but at least 2048, whatever the number of rows there are.
+  /// How many rows at a time. By default as many as 64 MiB of logits, and of their gradient where
+  /// that is apart, hold on a CPU, but at least 128, and 1 GiB on a GPU, but at least 2048,
+  /// whatever the number of rows there are.
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
   /// Float of the weight's shape (double for doubles), that backward adds the weight's gradient to.
   /// The weight gets none then.
   TORCH_ARG(std::optional<at::Tensor>, accumulate_into) = std::nullopt;
   /// Where weight, bias and probabilities are those of some classes, and other processes have the
   /// rest. All have the same hidden states and targets, indices among all classes, and class
-  /// weights of all of them; all get the same loss, and the hidden states' whole gradient.
+  /// weights of all of them, and the same options; all get the same loss, and the hidden states'
+  /// whole gradient.
   TORCH_ARG(std::optional<ClassShard>, shard) = std::nullopt;
 };
 

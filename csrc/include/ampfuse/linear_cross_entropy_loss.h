@@ -14,7 +14,8 @@
 namespace ampfuse {
 
 /// The last layer of a model and its loss, by ampfuse::linear_cross_entropy. The layer, `linear`,
-/// is never called; to share its weight with an embedding, assign it.
+/// is never called. To share a weight with an embedding call linear_cross_entropy with it: what is
+/// assigned to `linear->weight` is used, but neither saved, cloned nor among parameters().
 ///
 /// With a scaler it expects the gradient that scaler.scale(loss).backward() brings, and takes no
 /// `grad_scale`. The parts of an accumulated batch are called with its denominator, and their

@@ -1,0 +1,84 @@
+"""A batch of linear cross-entropy whose classes two processes share out."""
+
+import torch
+import torch.distributed as dist
+from linear_reference import LOSS_TOLERANCE, TOLERANCE, Head, exactly, head, off
+
+ROWS = 21
+
+
+def whole_head(dtype, classes, options):
+    """The batch, and the options as they are passed where all classes are."""
+    batch = head(torch.device("cpu"), dtype, rows=ROWS, classes=classes)
+    options = dict(options)
+    generator = torch.Generator().manual_seed(3)
+    if options.pop("class_weight", False):
+        options["class_weight"] = torch.rand(classes, generator=generator)
+    if options.pop("probabilities", False):
+        batch.target = torch.randn(ROWS, classes, generator=generator).softmax(1)
+    if "ignore_index" in options:
+        batch.target.clamp_(min=0)
+        batch.target[::4] = 5
+    return batch, options
+
+
+def split_at(classes, even):
+    return classes // 2 if even else classes // 3
+
+
+def shard_of(batch, first, last):
+    """The classes from one to another."""
+    weight, bias = (
+        None if whole is None else whole.detach()[first:last].clone().requires_grad_()
+        for whole in (batch.weight, batch.bias)
+    )
+    is_index = not batch.target.is_floating_point()
+    target = batch.target if is_index else batch.target[:, first:last]
+    return Head(batch.hidden.detach().requires_grad_(), weight, bias, target)
+
+
+def my_shard(batch, even=True):
+    """This process's, and how it says so."""
+    classes = batch.weight.shape[0]
+    middle = split_at(classes, even)
+    first, last = (0, middle) if dist.get_rank() == 0 else (middle, classes)
+    how = {"process_group": dist.group.WORLD}
+    if not even:
+        how |= {"first_class": first, "num_classes": classes}
+    return shard_of(batch, first, last), how
+
+
+def upstream_of(reduction):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(ROWS, generator=generator) if reduction == "none" else torch.tensor(0.5)
+
+
+def result_of(mine, loss, reduction="mean", **more):
+    hidden, *of_classes = mine.grads(loss, upstream_of(reduction))
+    return {"loss": loss.detach(), "hidden": hidden, "of_classes": of_classes} | more
+
+
+def joined(results):
+    """Loss and gradients of both: what they must agree in, and the classes' one after another."""
+    one, other = results
+    assert torch.equal(one["loss"], other["loss"])
+    assert torch.equal(one["hidden"], other["hidden"])
+    of_classes = [
+        torch.cat(pair) for pair in zip(one["of_classes"], other["of_classes"], strict=True)
+    ]
+    return one["loss"], [one["hidden"], *of_classes]
+
+
+def check_joined(results, batch, reduction="mean", **options):
+    loss, grads = joined(results)
+    expected = exactly(batch, upstream_of(reduction), reduction=reduction, **options)
+    dtype = batch.weight.dtype
+    tolerance = LOSS_TOLERANCE[dtype]
+    torch.testing.assert_close(
+        loss.double(), expected.loss, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+    for tensor, grad, right in zip(batch.tensors(), grads, expected.grads, strict=True):
+        assert grad.dtype == tensor.dtype
+        # Of products that add up thousands of numbers torch's own are as far off.
+        allowed = 2 if batch.weight.shape[0] > 5000 else 1
+        assert off(grad, right) <= TOLERANCE[dtype] * allowed

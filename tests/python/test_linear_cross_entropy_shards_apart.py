@@ -1,0 +1,189 @@
+"""linear_cross_entropy of two processes that do not quite do the same, and compiled."""
+
+import ampfuse
+import pytest
+import torch
+import torch.distributed as dist
+from linear_reference import Head, exactly, head
+from linear_shards import (
+    ROWS,
+    check_joined,
+    my_shard,
+    result_of,
+    whole_head,
+)
+from processes import Scenarios
+from torch.nn import functional
+
+pytestmark = pytest.mark.slow
+
+scenario = Scenarios()
+# Of options that a loss may be made of.
+ALL = {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 4.0}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each process made of a scenario."""
+    scenario.play(tmp_path_factory.mktemp("processes"))
+    return scenario.results
+
+
+def refusal(call):
+    try:
+        call()
+    except (ValueError, IndexError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+@scenario("refusals")
+def refused(_):
+    batch, _ = whole_head(torch.float32, 602, {})
+    mine, how = my_shard(batch)
+    outside = Head(mine.hidden, mine.weight, mine.bias, mine.target.clone().fill_(602))
+    weight = torch.ones(301)
+    at = {"first_class": 301 * dist.get_rank()}
+    wider = torch.ones(301 + 41 * dist.get_rank(), 24)
+    whole = mine.hidden, wider, None, mine.target
+    count = ROWS - dist.get_rank()
+    fewer = Head(mine.hidden[:count], mine.weight, mine.bias, mine.target[:count])
+    frozen = Head(mine.hidden.detach(), mine.weight, mine.bias, mine.target)
+    frozen.hidden.requires_grad_(dist.get_rank() == 0)
+    probable = Head(mine.hidden, mine.weight, mine.bias, torch.ones(ROWS, 301) / 602)
+    return {
+        "target": refusal(lambda: outside.loss(**how)),
+        "class_weight": refusal(lambda: mine.loss(class_weight=weight, **how)),
+        "one of two": refusal(lambda: mine.loss(first_class=0, **how)),
+        "no group": refusal(lambda: mine.loss(first_class=0, num_classes=602)),
+        "a gap": refusal(
+            lambda: mine.loss(first_class=400 * dist.get_rank(), num_classes=602, **how)
+        ),
+        "an overlap": refusal(lambda: mine.loss(first_class=0, num_classes=602, **how)),
+        "too many": refusal(lambda: Head(*whole).loss(num_classes=602, **how | at)),
+        "another number in all": refusal(
+            lambda: mine.loss(num_classes=602 + dist.get_rank(), **how | at)
+        ),
+        "metrics of one": refusal(lambda: mine.loss(return_metrics=dist.get_rank() == 0, **how)),
+        "rows": refusal(lambda: fewer.loss(**how)),
+        "frozen in one": refusal(lambda: frozen.loss(**how)),
+        "chunks": refusal(lambda: mine.loss(chunk_rows=8 + dist.get_rank(), **how)),
+        "metrics": refusal(lambda: probable.loss(return_metrics=True, **how)),
+    }
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(outcomes):
+    for result in outcomes("refused", "refusals"):
+        assert "Target 602 is out of bounds" in result["target"]
+        assert "class_weight" in result["class_weight"]
+        assert "expected both or none" in result["one of two"]
+        assert "are for weights shared out" in result["no group"]
+        assert "each class in one process, got classes from 400" in result["a gap"]
+        assert "each class in one process, got classes from 0" in result["an overlap"]
+        assert "num_classes: got 602, and 643 in the processes" in result["too many"]
+        for different in (
+            "another number in all",
+            "metrics of one",
+            "rows",
+            "frozen in one",
+            "chunks",
+        ):
+            assert "the same of all processes" in result[different], different
+        assert "expected indices as targets" in result["metrics"]
+
+
+@scenario(torch.uint8, torch.int32)
+def narrow_targets(dtype):
+    batch, _ = whole_head(torch.float32, 202, {})
+    batch.target = torch.full((ROWS,), 156, dtype=dtype)  # as a byte, -100
+    mine, how = my_shard(batch)
+    return result_of(mine, mine.loss(**how))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_no_class_is_taken_for_the_ignored_one_in_a_narrow_dtype(outcomes, dtype):
+    batch, _ = whole_head(torch.float32, 202, {})
+    batch.target = torch.full((ROWS,), 156)
+    check_joined(outcomes("narrow_targets", dtype), batch)
+
+
+@scenario(torch.bfloat16, torch.float16)
+def accurate(dtype):
+    batch = head(torch.device("cpu"), dtype, 256, 64, 2002, bias=False)
+    mine, how = my_shard(batch)
+    loss = mine.loss(chunk_rows=64, **how)
+    return {"hidden": mine.grads(loss)[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_processes_are_as_close_as_torch_alone(outcomes, dtype):
+    batch = head(torch.device("cpu"), dtype, 256, 64, 2002, bias=False)
+    right = exactly(batch).grads[0]
+    logits = functional.linear(batch.hidden, batch.weight).float()
+    loss = functional.cross_entropy(logits, batch.target)
+    scale = 2.0**16 if dtype == torch.float16 else 1.0  # without which torch's are zeros
+    torchs = torch.autograd.grad(loss, batch.hidden, torch.tensor(scale))[0].double() / scale
+    for result in outcomes("accurate", dtype):
+        error = (result["hidden"].double() - right).norm()
+        assert error <= 1.1 * (torchs - right).norm()
+
+
+@scenario("tie")
+def equal_logits(_):
+    weight = torch.zeros(100, 4)
+    target = torch.zeros(3, dtype=torch.long)
+    # The second process has the first classes.
+    at = {"first_class": 100 * (1 - dist.get_rank()), "num_classes": 200}
+    _, metrics = ampfuse.linear_cross_entropy(
+        torch.ones(3, 4),
+        weight,
+        target,
+        process_group=dist.group.WORLD,
+        return_metrics=True,
+        **at,
+    )
+    return {"argmax": metrics.argmax}
+
+
+def test_of_equal_logits_the_first_class_is_the_best(outcomes):
+    for result in outcomes("equal_logits", "tie"):
+        assert result["argmax"].tolist() == [0, 0, 0]
+
+
+@scenario("threads")
+def with_other_threads(_):
+    torch.set_num_threads(1 + dist.get_rank())
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(100_000, 2, generator=generator, dtype=torch.float64)
+    weight = torch.randn(6, 2, generator=generator, dtype=torch.float64)
+    target = torch.randint(6, (100_000,), generator=generator)
+    first = 3 * dist.get_rank()
+    loss = ampfuse.linear_cross_entropy(
+        hidden, weight[first : first + 3], target, process_group=dist.group.WORLD
+    )
+    torch.set_num_threads(2)
+    return {"loss": loss}
+
+
+def test_losses_have_the_same_bits_with_other_threads(outcomes):
+    one, other = outcomes("with_other_threads", "threads")
+    assert torch.equal(one["loss"], other["loss"])
+
+
+@scenario("compiled")
+def compiled(_):
+    batch, options = whole_head(torch.float32, 602, ALL)
+    mine, how = my_shard(batch)
+    run = torch.compile(
+        lambda hidden, weight, bias, target: ampfuse.linear_cross_entropy(
+            hidden, weight, target, bias, **options, **how
+        ),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    return result_of(mine, run(mine.hidden, mine.weight, mine.bias, mine.target))
+
+
+def test_compiled(outcomes):
+    batch, options = whole_head(torch.float32, 602, ALL)
+    check_joined(outcomes("compiled", "compiled"), batch, **options)
