@@ -16,6 +16,8 @@ export CTEST_PARALLEL_LEVEL ?= 2
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell ls $(CURDIR)/$(BIN)/sccache 2>/dev/null)
 export SCCACHE_DIR ?= $(CURDIR)/build/sccache
 export SCCACHE_BASEDIRS ?= $(CURDIR)/build/packaging:$(CURDIR)
+# A server of each checkout's own, by a name as short as names of sockets have to be.
+export SCCACHE_SERVER_UDS ?= /tmp/ampfuse-$(shell echo "$(CURDIR) $$USER" | cksum | cut -d' ' -f1)
 export SCCACHE_IGNORE_SERVER_IO_ERROR ?= 1
 BENCH_FLAGS ?= --quick
 
