@@ -12,13 +12,16 @@ export AMPFUSE_WITH_CUDA ?= AUTO
 READY := .venv/.ready-$(AMPFUSE_WITH_CUDA)
 export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
 export CTEST_PARALLEL_LEVEL ?= 2
-# What the packaging tests build, in a copy of this checkout, was mostly compiled here before.
-export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell ls $(CURDIR)/$(BIN)/sccache 2>/dev/null)
-export SCCACHE_DIR ?= $(CURDIR)/build/sccache
-export SCCACHE_BASEDIRS ?= $(CURDIR)/build/packaging:$(CURDIR)
-# A server of each checkout's own, by a name as short as names of sockets have to be.
-export SCCACHE_SERVER_UDS ?= /tmp/ampfuse-$(shell echo "$(CURDIR) $$USER" | cksum | cut -d' ' -f1)
-export SCCACHE_IGNORE_SERVER_IO_ERROR ?= 1
+# What the packaging tests build, in a copy of this checkout, was mostly compiled here before. The
+# server, where one can be started, is the checkout's own, by a name as short as sockets' have to be.
+SCCACHE := $(CURDIR)/$(BIN)/sccache
+export SCCACHE_DIR := $(CURDIR)/build/sccache
+export SCCACHE_BASEDIRS := $(CURDIR)/build/packaging:$(CURDIR)
+export SCCACHE_SERVER_UDS := /tmp/ampfuse-$(shell echo "$(CURDIR) $$USER" | cksum | cut -d' ' -f1)
+export CMAKE_CXX_COMPILER_LAUNCHER = $(shell SCCACHE_DIR="$(SCCACHE_DIR)" \
+	SCCACHE_BASEDIRS="$(SCCACHE_BASEDIRS)" SCCACHE_SERVER_UDS="$(SCCACHE_SERVER_UDS)" \
+	"$(SCCACHE)" --start-server >/dev/null 2>&1; \
+	[ -S "$(SCCACHE_SERVER_UDS)" ] && echo "$(SCCACHE)")
 BENCH_FLAGS ?= --quick
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
