@@ -18,7 +18,7 @@ SCCACHE := $(CURDIR)/$(BIN)/sccache
 export SCCACHE_DIR := $(CURDIR)/build/sccache
 export SCCACHE_BASEDIRS := $(CURDIR)/build/packaging:$(CURDIR)
 export SCCACHE_SERVER_UDS := /tmp/ampfuse-$(shell echo "$(CURDIR) $$USER" | cksum | cut -d' ' -f1)
-export CMAKE_CXX_COMPILER_LAUNCHER = $(shell SCCACHE_DIR="$(SCCACHE_DIR)" \
+build test: export CMAKE_CXX_COMPILER_LAUNCHER = $(shell SCCACHE_DIR="$(SCCACHE_DIR)" \
 	SCCACHE_BASEDIRS="$(SCCACHE_BASEDIRS)" SCCACHE_SERVER_UDS="$(SCCACHE_SERVER_UDS)" \
 	"$(SCCACHE)" --start-server >/dev/null 2>&1; \
 	[ -S "$(SCCACHE_SERVER_UDS)" ] && echo "$(SCCACHE)")
