@@ -54,17 +54,13 @@ class Traffic:
 class Products:
     """What an operation multiplies, where that and not memory decides how long it takes.
 
-    `flops` are of the fewest products there can be: what a provider multiplies besides shows as
-    fewer FLOP/s. The ceiling is one large product in this dtype, measured in the same run.
+    `total` counts multiplications and additions of the fewest products there can be: what a
+    provider multiplies besides shows as fewer FLOP/s. The ceiling is one large product in this
+    dtype, measured in the same run.
     """
 
-    flops: int
+    total: int
     against: torch.dtype
-
-    @property
-    def total(self) -> int:
-        """Multiplications and additions."""
-        return self.flops
 
 
 @dataclass(frozen=True)

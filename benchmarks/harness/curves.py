@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.case import OURS
 from harness.machine import Machine
-from harness.plot import OUR_COLOUR, PEER_COLOURS
+from harness.plot import colours_of
 from harness.report import Row
 
 COLUMN_INCHES, PANEL_INCHES = 3.4, 2.6
@@ -28,23 +27,21 @@ def curves(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> boo
     from matplotlib.lines import Line2D
 
     groups = list(dict.fromkeys((row.operation, rows_and_layer(row)[1]) for row in measured))
-    providers = list(dict.fromkeys(row.provider for row in measured))
-    peers = [name for name in providers if name != OURS]
-    colours = dict(zip(peers, PEER_COLOURS * len(peers), strict=False)) | {OURS: OUR_COLOUR}
+    colours = colours_of(measured)
     size = (COLUMN_INCHES * len(groups), 2 * PANEL_INCHES + 1)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(groups), squeeze=False, sharey="row")
     for column, (operation, layer) in enumerate(groups):
         memory, time = panels[0][column], panels[1][column]
-        for provider in providers:
+        for provider, colour in colours.items():
             own = sorted(
                 (rows_and_layer(row)[0], row.peak_mib, row.median_ms)
                 for row in measured
                 if (row.operation, rows_and_layer(row)[1], row.provider)
                 == (operation, layer, provider)
             )
-            style = {"color": colours[provider], "marker": "o", "markersize": 4}
+            style = {"color": colour, "marker": "o", "markersize": 4}
             counts = [count for count, _, _ in own]
             memory.plot(counts, [peak for _, peak, _ in own], **style)
             time.plot(counts, [ms for _, _, ms in own], **style)
@@ -59,10 +56,10 @@ def curves(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> boo
     panels[0][0].set_ylabel("memory held at the peak, MiB", fontsize=9)
     panels[1][0].set_ylabel("median, ms", fontsize=9)
     figure.legend(
-        [Line2D([], [], color=colours[name], marker="o", markersize=4) for name in providers],
-        providers,
+        [Line2D([], [], color=colour, marker="o", markersize=4) for colour in colours.values()],
+        list(colours),
         loc="outside lower center",
-        ncols=len(providers),
+        ncols=len(colours),
         frameon=False,
     )
     figure.suptitle(f"{title} on {machine.name}, torch {machine.torch}", fontsize=10)

@@ -28,6 +28,14 @@ def case_label(row: Row) -> str:
     return f"{row.shape}\n{row.dtype}"
 
 
+def colours_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Each provider's, in the order of the rows."""
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    peers = [name for name in providers if name != OURS]
+    of_peers = dict(zip(peers, PEER_COLOURS * len(peers), strict=False))
+    return {name: of_peers.get(name, OUR_COLOUR) for name in providers}
+
+
 def milliseconds(value: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"
@@ -43,9 +51,8 @@ def plot(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
 
     operations = list(dict.fromkeys(row.operation for row in measured))
     cases = list(dict.fromkeys(case_label(row) for row in measured))
-    providers = list(dict.fromkeys(row.provider for row in measured))
-    peers = [name for name in providers if name != OURS]
-    colours = dict(zip(peers, PEER_COLOURS * len(peers), strict=False)) | {OURS: OUR_COLOUR}
+    colours = colours_of(measured)
+    providers = list(colours)
 
     height = len(cases) * (len(providers) + 1) * BAR_INCHES + 1.7
     figure = Figure(figsize=(1.6 + PANEL_INCHES * len(operations), height), layout="constrained")

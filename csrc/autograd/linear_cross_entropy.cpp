@@ -39,13 +39,8 @@ LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
 // As forward's inputs are: hidden, weight, bias, the call, what is wanted.
 constexpr size_t kInputs = 5;
 
-Metrics loss_and_metrics(const LinearCrossEntropyOutputs& outputs) {
+variable_list loss_and_metrics(const LinearCrossEntropyOutputs& outputs) {
   return {std::get<0>(outputs), std::get<7>(outputs), std::get<8>(outputs), std::get<9>(outputs)};
-}
-
-variable_list as_list(const Metrics& metrics) {
-  const auto& [loss, lse, entropy, argmax] = metrics;
-  return {loss, lse, entropy, argmax};
 }
 
 LinearCrossEntropyOutputs call_forward(const LinearCrossEntropyCall& call,
@@ -106,7 +101,7 @@ struct LinearGradientInForward : Function<LinearGradientInForward> {
     const auto outputs = forward_of(context, hidden, weight, bias, call, wanted);
     context->save_for_backward(
         {std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs), std::get<4>(outputs)});
-    return as_list(loss_and_metrics(outputs));
+    return loss_and_metrics(outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -145,7 +140,7 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
       data["group"] = std::string(*shard.group());
       data["class_shard"] = shard.numbers()->vec();
     }
-    return as_list(loss_and_metrics(outputs));
+    return loss_and_metrics(outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -186,23 +181,23 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
   }
 };
 
-Metrics differentiable(const LinearCrossEntropyCall& call) {
+variable_list differentiable(const LinearCrossEntropyCall& call) {
   const LinearCrossEntropyArguments& arguments = call.arguments;
   const LinearGradientMask wanted = wanted_of(arguments);
   if (!any(wanted)) return loss_and_metrics(call_forward(call, wanted));
   const OptionalTensor& bias = arguments.bias;
-  const variable_list results =
-      arguments.reduction == at::Reduction::None
-          ? LinearGradientInBackward::apply(arguments.hidden, arguments.weight, bias, call, wanted)
-          : LinearGradientInForward::apply(arguments.hidden, arguments.weight, bias, call, wanted);
-  return {results[0], results[1], results[2], results[3]};
+  return arguments.reduction == at::Reduction::None
+             ? LinearGradientInBackward::apply(arguments.hidden, arguments.weight, bias, call,
+                                               wanted)
+             : LinearGradientInForward::apply(arguments.hidden, arguments.weight, bias, call,
+                                              wanted);
 }
 
 Metrics of_rows(const LinearCrossEntropyRows& rows) {
-  const auto [loss, lse, entropy, argmax] = differentiable(rows.call());
-  if (!rows.call().with_metrics) return {rows.shaped_loss(loss), lse, entropy, argmax};
-  return {rows.shaped_loss(loss), rows.shaped(lse.detach()), rows.shaped(entropy.detach()),
-          rows.shaped(argmax)};
+  const variable_list all = differentiable(rows.call());
+  const at::Tensor loss = rows.shaped_loss(all[0]);
+  if (!rows.call().with_metrics) return {loss, all[1], all[2], all[3]};
+  return {loss, rows.shaped(all[1].detach()), rows.shaped(all[2].detach()), rows.shaped(all[3])};
 }
 
 at::Tensor linear_cross_entropy_composite(

@@ -35,6 +35,7 @@ constexpr int64_t kColumns = 3 * kLanes;  // of a panel of b: 24 sums are in reg
 constexpr int64_t kBlock = 512;           // pairs: 16 KiB of a panel of a, 96 of one of b
 constexpr int64_t kKeptPairs = 4096;      // of what is read again and again
 constexpr int64_t kGroup = 48;            // rows or columns that a thread takes at a time
+static_assert(kGroup % kRows == 0 && kGroup % kColumns == 0);
 
 // An operand as rows whose numbers are added up along k.
 struct Lines {

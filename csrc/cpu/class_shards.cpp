@@ -32,22 +32,15 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
   const int64_t all_classes = *arguments.all_classes;
   at::parallel_for(0, rows.count(), 1024, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const bool is_ignored = rows.is_ignored(row);
-      const bool is_index = !rows.has_probabilities() && !is_ignored;
-      const math::WholeRow whole =
-          math::join_shards(first + row, rows.count(), shards, all_classes, is_index);
-      const auto known = math::row_loss(whole.others, whole.target, rows.z_loss());
-      if (with_metrics) {
-        lse.put(row, known.lse);
-        entropy.put(row, known.entropy);
-        argmax[row] = whole.argmax;
-      }
-      loss.put(row, is_ignored ? 0 : known.loss);
-      if (statistics == nullptr) continue;
-      statistics[row] = {};
-      if (is_ignored) continue;
-      const bool is_here = !rows.has_probabilities() && rows.target(row) >= 0;
-      statistics[row] = math::shard_statistics(known.statistics, whole.target, is_here);
+      const math::JoinedRow known = math::joined_row(
+          first + row, rows.count(), shards, all_classes, !rows.has_probabilities(),
+          rows.is_ignored(row), rows.target(row) >= 0, rows.z_loss());
+      loss.put(row, known.loss);
+      if (statistics != nullptr) statistics[row] = known.statistics;
+      if (!with_metrics) continue;
+      lse.put(row, known.lse);
+      entropy.put(row, known.entropy);
+      argmax[row] = known.argmax;
     }
   });
 }

@@ -55,22 +55,15 @@ __global__ void __launch_bounds__(kThreads)
   using acc_t = RowAcc<scalar_t>;
   for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < table.rows;
        row += int64_t{gridDim.x} * blockDim.x) {
-    const bool is_ignored = table.is_ignored(row);
-    const bool is_index = table.target != nullptr && !is_ignored;
-    const math::WholeRow whole =
-        math::join_shards(parts + row, table.rows, shards, all_classes, is_index);
-    const auto known = math::row_loss(whole.others, whole.target, double(table.z_loss));
-    results.loss[row] = is_ignored ? 0 : known.loss;
-    if (results.argmax != nullptr) {
-      results.lse[row] = static_cast<acc_t>(known.lse);
-      results.entropy[row] = static_cast<acc_t>(known.entropy);
-      results.argmax[row] = whole.argmax;
-    }
-    if (results.statistics == nullptr) continue;
-    const bool is_here = table.target_class(row) >= 0;
-    results.statistics[row] = is_ignored
-                                  ? math::RowStatistics{}
-                                  : math::shard_statistics(known.statistics, whole.target, is_here);
+    const math::JoinedRow known =
+        math::joined_row(parts + row, table.rows, shards, all_classes, table.target != nullptr,
+                         table.is_ignored(row), table.target_class(row) >= 0, double(table.z_loss));
+    results.loss[row] = known.loss;
+    if (results.statistics != nullptr) results.statistics[row] = known.statistics;
+    if (results.argmax == nullptr) continue;
+    results.lse[row] = static_cast<acc_t>(known.lse);
+    results.entropy[row] = static_cast<acc_t>(known.entropy);
+    results.argmax[row] = known.argmax;
   }
 }
 

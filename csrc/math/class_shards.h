@@ -63,12 +63,26 @@ AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPart* parts, int64_t stride,
   return whole;
 }
 
-/// What backward needs of a row's classes here. A target that is elsewhere weighs as much as any of
-/// the others, and like them has no exponential here.
-AMPFUSE_HOST_DEVICE RowStatistics shard_statistics(RowStatistics whole,
-                                                   const RowTarget<double>& target, bool is_here) {
-  if (target.exists && !is_here) whole.shares += target.share;
-  return whole;
+/// What there is to know of a row of all classes.
+struct JoinedRow {
+  double loss;  // 0 where it is ignored
+  double lse;
+  double entropy;
+  RowStatistics statistics;  // as the gradient of the classes here needs them
+  int64_t argmax;
+};
+
+/// As join_shards. `is_here`: whether its target is among the classes here. One that is elsewhere
+/// weighs as much as any of the others here, and like them has no exponential.
+AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPart* parts, int64_t stride, int count,
+                                         int64_t all_classes, bool has_index, bool is_ignored,
+                                         bool is_here, double z_loss) {
+  const WholeRow whole = join_shards(parts, stride, count, all_classes, has_index && !is_ignored);
+  const RowLoss<double> known = row_loss(whole.others, whole.target, z_loss);
+  RowStatistics statistics = known.statistics;
+  if (whole.target.exists && !is_here) statistics.shares += whole.target.share;
+  if (is_ignored) statistics = {};
+  return {is_ignored ? 0 : known.loss, known.lse, known.entropy, statistics, whole.argmax};
 }
 
 }  // namespace ampfuse::math

@@ -43,8 +43,7 @@ at::Tensor targets_of_shard(const ClassShard& shard, const at::Tensor& targets,
 at::Tensor gather(const ClassShard& shard, const at::Tensor& mine);
 
 /// Refuses what not all processes of a group were called with, or shards that are not all classes
-/// together, where no host of a GPU would
-/// have to wait for it: on CPUs.
+/// together, where no host of a GPU would have to wait for it: on CPUs.
 void check_agreement(const ClassShard& shard, const at::Tensor& weight,
                      const std::vector<int64_t>& numbers);
 

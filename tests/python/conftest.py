@@ -48,3 +48,10 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def waits_are_errors() -> Iterator[Callable[[], None]]:
+    """A function that makes torch raise where the host would wait, until the test is over."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")

@@ -22,10 +22,6 @@ def whole_head(dtype, classes, options):
     return batch, options
 
 
-def split_at(classes, even):
-    return classes // 2 if even else classes // 3
-
-
 def shard_of(batch, first, last):
     """The classes from one to another."""
     weight, bias = (
@@ -40,7 +36,7 @@ def shard_of(batch, first, last):
 def my_shard(batch, even=True):
     """This process's, and how it says so."""
     classes = batch.weight.shape[0]
-    middle = split_at(classes, even)
+    middle = classes // 2 if even else classes // 3
     first, last = (0, middle) if dist.get_rank() == 0 else (middle, classes)
     how = {"process_group": dist.group.WORLD}
     if not even:

@@ -3,6 +3,7 @@
 import ampfuse
 import pytest
 import torch
+from cuda_graphs import capture
 from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.needs_cuda
@@ -80,13 +81,6 @@ class Step:
         return loss, *torch.autograd.grad(loss, self.logits, self.upstream), *metrics
 
 
-@pytest.fixture
-def waits_are_errors():
-    """A function that makes torch raise where the host would wait, until the test is over."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @EVERY_CALL
 def test_nothing_is_waited_for(waits_are_errors, options):
     step = Step(**options)
@@ -108,19 +102,6 @@ def test_nor_with_a_scaler(waits_are_errors):
     waits_are_errors()
 
     scaler.scale(criterion(logits, target)).backward()
-
-
-def capture(step):
-    """A graph of it and what replays write, after a call in which torch makes what it needs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
 
 
 # A copy from the host is not captured where its memory may be gone later.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_graphs import capture
 from linear_reference import head
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,29 +49,20 @@ def test_no_number_is_read_on_the_way_to_the_loss(options):
 
 @pytest.mark.needs_cuda
 @EVERY_CALL
-def test_nothing_is_waited_for(options):
+def test_nothing_is_waited_for(waits_are_errors, options):
     step = Step(CUDA, **options)
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    waits_are_errors()
+
+    step()
 
 
 @pytest.mark.needs_cuda
 @EVERY_CALL
 def test_replays_are_calls_with_what_is_in_memory_then(options):
     step = Step(CUDA, **options)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = capture(step)
     for seed in (1, 2):
         with torch.no_grad():
             step.batch.hidden.copy_(head(CUDA, step.batch.hidden.dtype, seed=seed).hidden)

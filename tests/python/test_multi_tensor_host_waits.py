@@ -11,13 +11,6 @@ pytestmark = pytest.mark.needs_cuda
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 
 
-@pytest.fixture
-def waits_are_errors():
-    """A function that makes torch raise where the host would wait, until the test is over."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def gradients():
     """Many tensors of all dtypes, some strided."""
     cuda = torch.device("cuda")
