@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,6 +119,21 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             self._memory.tensors(self._scale.device)
 
     # --- gradients ------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor or an iterable of them, multiplied by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None
+            # torch's scaler does not wait for a scale on its way from a GPU to a CPU.
+            return outputs * on_device(self._scale, outputs.device)
+        if not isinstance(outputs, Iterable):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def _unscale_grads_(
         self,
