@@ -13,7 +13,7 @@ namespace {
 void update_scale_cuda(const UpdateScaleArguments& arguments) {
   std::vector<at::Tensor> found_infs;
   for (const c10::IValue& flag : arguments.found_infs)
-    found_infs.push_back(flag.toTensor().view({}));
+    found_infs.push_back(flag.toTensor().view(at::IntArrayRef()));
   const LaunchStream stream(arguments.scale);
   // A NaN wins over every number, and is not 0.
   if (found_infs.size() > kScaleFlags) found_infs = {at::stack(found_infs).abs().amax()};
