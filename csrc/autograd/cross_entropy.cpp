@@ -42,8 +42,10 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
           at::Tensor()};
 }
 
-// Callers detach the metrics: compiled autograd knows no outputs without derivatives.
-variable_list with_metrics(const CrossEntropyOutputs& outputs) {
+// Callers detach the metrics: compiled autograd knows no outputs without derivatives. Backward has
+// no zeros made for them.
+variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
+  context->set_materialize_grads(false);
   const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
   return {loss, lse, entropy, argmax};
 }
@@ -54,7 +56,7 @@ struct GradientInForward : Function<GradientInForward> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto outputs = cross_entropy_forward(call.on(input), ForBackward::kGradient);
     context->save_for_backward({std::get<1>(outputs), std::get<2>(outputs)});
-    return with_metrics(outputs);
+    return with_metrics(context, outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -103,7 +105,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     context->saved_data["label_smoothing"] = arguments.label_smoothing;
     context->saved_data["z_loss"] = arguments.z_loss;
     context->saved_data["softcap"] = arguments.softcap;
-    return with_metrics(outputs);
+    return with_metrics(context, outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {

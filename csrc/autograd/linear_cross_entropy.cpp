@@ -58,6 +58,7 @@ LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor&
   call.arguments.weight = weight;
   call.arguments.bias = bias;
   context->saved_data["has_bias"] = bias.has_value();
+  context->set_materialize_grads(false);  // of metrics
   // Not saved as the others are: backward writes to it, and may do so again.
   if (call.accumulate_into) context->saved_data["accumulate_into"] = *call.accumulate_into;
   const at::AutoDispatchBelowADInplaceOrView below;
