@@ -1,5 +1,6 @@
 """One read of an optimizer's gradients, wherever they are: unscaled, looked through, measured."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,18 @@ def inspect(
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
     are_whole = gradients.are_whole and process_group is None
     return flags, Inspection(_C.WeakTensors(params), norms, total_norms, are_whole)
+
+
+def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | None:
+    """Of the gradients of all optimizers, as the checks before their steps told it."""
+    norms = []
+    for inspection in inspections:
+        if not inspection.are_whole:
+            return None
+        for norm in inspection.total_norms:
+            norm = on_device(norm, scale.device)
+            norms.append(norm / scale if inspection.is_scaled else norm)
+    return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
 
 
 def shared(

@@ -2,7 +2,6 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse.amp import _policy
-from ampfuse.amp._gradients import Inspection, gather, inspect
+from ampfuse.amp._gradients import Inspection, gather, inspect, unscaled_norm
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
+from ampfuse.amp._outputs import scaled
 from ampfuse.amp._policy import Policy
 from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
 from ampfuse.amp._tensor_step import step_with_tensors, takes_tensors, wants_the_scaler
@@ -122,18 +122,13 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """A tensor or an iterable of them, multiplied by the scale."""
-        if not self._enabled:
-            return outputs
-        if isinstance(outputs, Tensor):
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            assert self._scale is not None
-            # torch's scaler does not wait for a scale on its way from a GPU to a CPU.
-            return outputs * on_device(self._scale, outputs.device)
-        if not isinstance(outputs, Iterable):
-            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        scaled = map(self.scale, outputs)
-        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        return scaled(outputs, self._scale_on) if self._enabled else outputs
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return on_device(self._scale, device)
 
     def _unscale_grads_(
         self,
@@ -256,7 +251,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
                 history=history,
-                norm=None if history is None else self._unscaled_norm(scale),
+                norm=None if history is None else unscaled_norm(self._inspections.values(), scale),
                 **self._policy.options,
             )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -274,17 +269,6 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
     def set_growth_interval(self, new_interval: int) -> None:
         """After how many steps without overflow the scale grows."""
         self._growth_interval = _policy.growth_interval(new_interval)
-
-    def _unscaled_norm(self, scale: Tensor) -> Tensor | None:
-        """Of the gradients of all optimizers, as the checks before their steps told it."""
-        norms = []
-        if not all(inspection.are_whole for inspection in self._inspections.values()):
-            return None
-        for inspection in self._inspections.values():
-            for norm in inspection.total_norms:
-                norm = on_device(norm, scale.device)
-                norms.append(norm / scale if inspection.is_scaled else norm)
-        return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
 
     def scale_tensor(self) -> Tensor:
         """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""
