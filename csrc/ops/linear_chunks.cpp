@@ -57,6 +57,10 @@ LinearChunks::LinearChunks(const LinearCrossEntropyArguments& arguments, bool wi
   };
   logits_ = rows_of(head_.logits_dtype());
   grad_ = is_apart && with_gradient ? rows_of(head_.gradient_dtype()) : logits_;
+  // A GPU's products read what is beside the gradient's classes, though nothing comes of it.
+  if (with_gradient && grad_.is_cuda() && stride > classes) {
+    grad_.as_strided({grad_.size(0), stride - classes}, {stride, 1}, classes).zero_();
+  }
 }
 
 void LinearChunks::each(const LinearGradientMask& wanted,
