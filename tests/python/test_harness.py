@@ -169,12 +169,18 @@ def test_short_kernels_are_replayed_from_a_graph_and_long_ones_timed_by_events(
 @pytest.mark.needs_cuda
 def test_a_short_run_that_waits_for_the_device_keeps_the_case_on_events() -> None:
     tensor = torch.rand(1024, device="cuda")
-    providers = [Provider("sum", lambda: tensor.sum()), Provider("item", lambda: tensor[0].item())]
+
+    def waiting() -> torch.Tensor:
+        total = tensor.sum()
+        torch.cuda.current_stream().synchronize()
+        return total
+
+    providers = [Provider("sum", lambda: tensor.sum()), Provider("waiting", waiting)]
 
     result = measure(providers, torch.device("cuda"), rounds=5)
 
-    assert result.method == "events (item can't be captured)"
-    assert list(result.timings) == ["sum", "item"]
+    assert result.method == "events (waiting can't be captured)"
+    assert list(result.timings) == ["sum", "waiting"]
 
 
 def test_other_work_is_everyones_cpu_time_less_our_own() -> None:
