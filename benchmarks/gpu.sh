@@ -1,24 +1,27 @@
 #!/usr/bin/env bash
-# Builds, tests, sanitizes and measures ampfuse on a machine with a GPU, offline, in ten minutes.
+# Builds, tests, sanitizes and measures ampfuse on a machine with a GPU, offline.
 #
 #   benchmarks/gpu.sh                                  # into benchmarks/results/<gpu-name>
 #   OUT=/tmp/run STAGES="build bench" BENCH_FLAGS="" benchmarks/gpu.sh
 #
 # OUT          where the results go
 # STAGES       some of: build pytest ctest sanitize bench; a later run may reuse an earlier build
+# PYTEST_FLAGS for the tests, as -k "cuda or not cpu" where a CPU was tested elsewhere
 # BENCH_FLAGS  for every benchmark; --quick unless given, as all cases take longer than the rest
 # BUDGET       seconds for everything; a stage gets its limit or what is left, whichever is less
 # WHEELS       a folder of .whl files to use beside what is installed
 #
-# Needs nvcc, cmake, ninja, and in python3 torch, pybind11 and pytest. A failed stage does not stop
-# the next one; the exit status is 1 when any failed. The folder then holds at most eight files:
-# summary.txt, benchmarks.csv (every benchmark's rows), up to five plots and logs.tar.gz.
+# Needs nvcc, cmake, ninja, Catch2, and in python3 torch, pybind11, pytest, hypothesis and expecttest;
+# pytest-xdist helps. A failed stage does not stop the next one; the exit status is 1 when any failed.
+# The folder then holds at most eight files: summary.txt, benchmarks.csv (every benchmark's rows), up to five plots and logs.tar.gz.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 stages=${STAGES:-build pytest ctest sanitize bench}
 budget=${BUDGET:-570} # ten minutes, less what packing the results may take
 wheels=${WHEELS:-wheels}
+pytest_flags=()
+eval "pytest_flags=(${PYTEST_FLAGS-})"
 read -ra bench_flags <<<"${BENCH_FLAGS---quick}"
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
 gpu_slug=$(tr '[:upper:]' '[:lower:]' <<<"${gpu:-no-gpu}" | tr -cs 'a-z0-9\n' '-')
@@ -30,7 +33,7 @@ mkdir -p "$out" "$logs" "$scratch/bench"
 
 export PYTHONPATH=$PWD/python:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 export FAIL_WITHOUT_CUDA=1 # a test that would skip for want of a GPU fails instead
-export AMPFUSE_WITH_CUDA=ON CMAKE_ARGS=-DAMPFUSE_BUILD_TESTS=ON
+export AMPFUSE_WITH_CUDA=ON CMAKE_ARGS="-DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=OFF"
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(python3 -c \
   'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' || echo 9.0)}
@@ -99,20 +102,35 @@ if wanted build; then
   stage build 270 python3 setup.py build_ext --inplace
 fi
 if wanted pytest; then
+  # Most tests are kernels of microseconds between seconds of Python: with pytest-xdist, side by side.
+  workers=()
+  python3 -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
   # Packaging has no GPU side, and wants the network's package index.
-  stage pytest 150 python3 -m pytest tests/python -q --durations=10 \
+  stage pytest 300 env OMP_NUM_THREADS=2 python3 -m pytest tests/python -q --durations=20 \
+    "${workers[@]}" "${pytest_flags[@]}" \
     --ignore tests/python/test_packaging.py --ignore tests/python/test_configure.py
 fi
 if wanted ctest; then
   stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error --parallel "$(nproc)"
 fi
-if wanted sanitize; then
-  # Without torch's caching allocator each tensor is an allocation with bounds of its own.
+# Prints the name of what found errors, or took longer.
+sanitize() {
+  local tool
   for tool in memcheck racecheck initcheck synccheck; do
-    stage "sanitize-$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      python3 -m pytest tests/python -q -m sanitizer
+    # Without torch's caching allocator each tensor is an allocation with bounds of its own.
+    (PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --signal=INT --kill-after=10 230 \
+      compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
+      python3 -m pytest tests/python -q -p no:cacheprovider -m sanitizer \
+      -k "cuda and not none and not sum" >"$logs/$tool.log" 2>&1 || echo "$tool") &
   done
+  wait
+}
+no_complaints() { [[ -z $(sanitize | tee /dev/stderr) ]]; }
+export -f sanitize no_complaints
+export logs
+
+if wanted sanitize; then
+  stage sanitize 240 bash -c no_complaints
 fi
 if wanted bench; then
   benches=(benchmarks/bench_*.py)
