@@ -23,6 +23,19 @@ def exact(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and the gradient for `upstream`, of the same rounded logits."""
+    if logits.dim() == 1 and logits.is_cuda:
+        # torch's mean of one ignored row is 0 on a GPU; of a batch, or on a CPU, it is no number.
+        on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
+        loss, gradient = exact(
+            logits.cpu(),
+            target.cpu(),
+            upstream.cpu() if isinstance(upstream, Tensor) else upstream,
+            denominator=denominator,
+            z_loss=z_loss,
+            softcap=softcap,
+            **on_cpu,
+        )
+        return loss.to(logits.device), gradient.to(logits.device)
     x = logits.detach().double().requires_grad_()
     z = x if softcap is None else softcap * torch.tanh(x / softcap)
     if target.is_floating_point():

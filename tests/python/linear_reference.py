@@ -28,7 +28,10 @@ class Head:
         )
 
     def grads(self, loss: Tensor, upstream: Tensor | float = 1.0, **how: Any) -> list[Tensor]:
-        upstream = torch.as_tensor(upstream).to(loss).expand(loss.shape)
+        if isinstance(upstream, Tensor):
+            upstream = upstream.to(loss).expand(loss.shape)
+        else:  # of what a float32 has; filled in there: a copy to a GPU would be waited for
+            upstream = torch.full_like(loss, torch.tensor(upstream).item())
         return list(torch.autograd.grad(loss, self.tensors(), upstream, **how))
 
     def as_leaves(self, dtype: torch.dtype) -> "Head":

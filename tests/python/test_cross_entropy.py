@@ -23,6 +23,7 @@ def targets_of(rows, classes, device, seed=1):
     return torch.randint(classes, (rows,), generator=generator).to(device)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])

@@ -29,6 +29,7 @@ SHAPES = [(7,), (6, 50), (6, 5000), (2, 5, 3), (2, 5, 3, 4), (0, 5), (2, 5, 0)]
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
+@pytest.mark.sanitizer
 @EVERY_SHAPE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_metrics_of_indices(device, shape, dtype):

@@ -33,6 +33,7 @@ def of_rows(logits, target, upstream, **options):
     return loss, torch.autograd.grad(loss, rows, upstream.expand(loss.shape))[0]
 
 
+@pytest.mark.sanitizer
 @EVERY_SHAPE
 @EVERY_DTYPE
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -246,7 +247,8 @@ def test_targets_gradients_keep_their_digits_under_a_softcap(device, softcap, sc
     at = target.clamp(min=0).unsqueeze(1)
     is_target = target.unsqueeze(1) >= 0
     of_targets = (logits.grad.gather(1, at)[is_target], gradient.gather(1, at)[is_target])
-    assert ulps_off(*of_targets) <= 1.5
+    # A GPU's tanh may be off by 2 ulps.
+    assert ulps_off(*of_targets) <= (1.5 if device.type == "cpu" else 3.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -92,8 +92,8 @@ def test_gradients_written_back_are_unscaled_clipped_and_rounded_once(device, dt
 
     # The factor is made in double, of two roundings or three: in float32 that is one.
     rtol = 4 * 2.0**-53 if wide == torch.float64 else 0
-    for grad, found in zip(lists.grads, before.grads, strict=True):
-        torch.testing.assert_close(grad, (found * factor).to(dtypes.grad), rtol=rtol, atol=0)
+    expected = [(grad.to(wide) * factor).to(dtypes.grad) for grad in before.grads]
+    torch.testing.assert_close(lists.grads, expected, rtol=rtol, atol=0)
     assert all(map(same_bits, read_only.grads, before.grads))
     lists.grads = read_only.grads
     assert_same_lists(lists, read_only)

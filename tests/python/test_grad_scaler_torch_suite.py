@@ -282,7 +282,9 @@ def test_run_with_an_overflow_and_a_pickled_scaler_is_its_control(device, make, 
 
     # It grew after the second batch, the fourth and the seventh, and backed off at the fifth.
     assert settings(scaler) == (512.0, 2.0, 0.5, 2, 0)
-    tolerance = RECIPES[recipe][-1]
+    # torch's kernel of SGD that unscales has its products and sums joined otherwise.
+    is_joined = device.type == "cuda" and isinstance(optimizer, torch.optim.SGD)
+    tolerance = max(RECIPES[recipe][-1], 1e-6 * is_joined)
     for param, expected in zip(*(network.parameters() for network in networks), strict=True):
         torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
 

@@ -53,7 +53,9 @@ CHANGES = {
     "a gradient is gone": lambda params: setattr(params[1], "grad", None),
     "a backward pass has added to them": lambda params: sum(p.sum() for p in params).backward(),
     "they were clipped": lambda params: ampfuse.clip_grad_norm_(params, 0.1),
-    "a gradient got other memory": lambda params: params[1].grad.set_(torch.ones(5)),
+    "a gradient got other memory": lambda params: params[1].grad.set_(
+        torch.ones_like(params[1].grad)
+    ),
     "a gradient's data was replaced": lambda params: setattr(
         params[1].grad, "data", torch.ones_like(params[1])
     ),

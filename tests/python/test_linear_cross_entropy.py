@@ -120,6 +120,7 @@ def test_tensors_may_be_strided(device, dtype):
     check(Head(expanded, weight, bias, target), chunk_rows=8)
 
 
+@pytest.mark.sanitizer
 @EVERY_DTYPE
 @pytest.mark.parametrize("classes", [1, 2, 63, 64, 257, 1031])
 def test_any_number_of_classes(device, dtype, classes):
@@ -165,6 +166,7 @@ def test_no_rows(device, dtype, reduction):
         assert (grad == 0).all()
 
 
+@pytest.mark.sanitizer
 def test_no_rows_of_a_part_weigh_nothing(device):
     batch = head(device, torch.float32, rows=0)
     assert batch.loss(denominator=8.0) == 0

@@ -1,5 +1,7 @@
 """How far linear_cross_entropy is from float64, beside torch, and with logits that hurt."""
 
+import math
+
 import pytest
 import torch
 from linear_reference import Head, exactly, head, off
@@ -90,8 +92,12 @@ def test_rows_that_are_sure_of_their_target_have_gradients(device, dtype, ahead)
     expected = exactly(batch, 2.0**10)
     loss = batch.loss(chunk_rows=10)
     assert off(loss, expected.loss) <= 1e-6
+    allowed = 1e-5 if dtype == torch.float32 else 1.5e-2
+    if device.type == "cuda" and dtype == torch.float16:
+        # Products take gradients of logits in their own dtype there: halves are 6e-8 apart.
+        allowed += 6e-8 / math.exp(-ahead) / 64
     for grad, right in zip(batch.grads(loss, 2.0**10), expected.grads, strict=True):
-        assert off(grad, right) <= (1e-5 if dtype == torch.float32 else 1.5e-2)
+        assert off(grad, right) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

