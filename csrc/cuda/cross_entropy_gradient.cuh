@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cross_entropy_row.cuh"
+#include "rounding.cuh"
 
 namespace ampfuse {
 
@@ -12,17 +13,14 @@ inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
 
 // Wide teams rely on the L2 cache for what of their rows is not kept: what is written shall leave
 // it first.
-template <bool kPassing, typename grad_t, typename scalar_t, int kCount>
-__device__ __forceinline__ void store_gradient(grad_t* to, const Pack<scalar_t, kCount>& pack) {
-  Pack<grad_t, kCount> rounded;
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) rounded.value[e] = static_cast<grad_t>(pack.value[e]);
-  if constexpr (kPassing && sizeof(rounded) == 16) {
-    __stcs(reinterpret_cast<uint4*>(to), __builtin_bit_cast(uint4, rounded));
-  } else if constexpr (kPassing && sizeof(rounded) == 8) {
-    __stcs(reinterpret_cast<uint2*>(to), __builtin_bit_cast(uint2, rounded));
+template <bool kPassing, typename grad_t, int kCount>
+__device__ __forceinline__ void store_gradient(grad_t* to, const Pack<grad_t, kCount>& pack) {
+  if constexpr (kPassing && sizeof(pack) == 16) {
+    __stcs(reinterpret_cast<uint4*>(to), __builtin_bit_cast(uint4, pack));
+  } else if constexpr (kPassing && sizeof(pack) == 8) {
+    __stcs(reinterpret_cast<uint2*>(to), __builtin_bit_cast(uint2, pack));
   } else {
-    store_pack(to, rounded);
+    store_pack(to, pack);
   }
 }
 
@@ -57,15 +55,16 @@ class PackGradient {
                                      target_share, table.z_loss, scale)),
         factor_(gradient_.of_exponential) {}
 
-  template <int kCount>
-  __device__ __forceinline__ Pack<scalar_t, kCount> of(int first,
-                                                       const Pack<scalar_t, kCount>& pack) const {
-    auto result = pack;
+  template <typename grad_t, int kCount>
+  __device__ __forceinline__ Pack<grad_t, kCount> of(int first,
+                                                     const Pack<scalar_t, kCount>& pack) const {
+    acc_t logits[kCount];
+    widen(pack, logits);
+    acc_t result[kCount];
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      const scalar_t logit = pack.value[e];
-      acc_t g = exponential_.times(
-          kWork == RowWork::kPlain ? static_cast<acc_t>(logit) : table_.z(logit), factor_);
+      const acc_t logit = logits[e];
+      acc_t g = exponential_.times(kWork == RowWork::kPlain ? logit : table_.z(logit), factor_);
       if constexpr (kWork == RowWork::kAny) {
         if (table_.has_shares()) {
           g -= static_cast<acc_t>(math::Lane<Number>::product(
@@ -73,23 +72,23 @@ class PackGradient {
         }
         g *= slope(logit);
       }
-      result.value[e] = static_cast<scalar_t>(g);
+      result[e] = g;
     }
     if (target_ >= first && target_ < first + kCount) {
+      stay_a_branch();
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
         if (first + e != target_) continue;
-        const auto g = static_cast<acc_t>(gradient_.of_target * slope(pack.value[e]));
-        result.value[e] = static_cast<scalar_t>(g);
+        result[e] = static_cast<acc_t>(gradient_.of_target * slope(logits[e]));
       }
     }
-    return result;
+    return rounded<grad_t>(result);
   }
 
  private:
-  __device__ acc_t slope(scalar_t logit) const {
+  __device__ acc_t slope(acc_t logit) const {
     if (kWork == RowWork::kPlain || table_.softcap == 0) return 1;
-    return math::softcap_slope(static_cast<acc_t>(logit), table_.softcap);
+    return math::softcap_slope(logit, table_.softcap);
   }
 
   const CrossEntropyTable<scalar_t>& table_;
@@ -117,7 +116,7 @@ __device__ __forceinline__ void write_gradient(const Team& team,
   const int kept_classes = P::kSize * (kept.count < row_packs ? kept.count : row_packs);
   const auto* const kept_logits = reinterpret_cast<const scalar_t*>(kept.packs);
   const auto write = [&](int first, const auto& pack) {
-    store_gradient<Team::kIsWide>(out + first, gradient.of(first, pack));
+    store_gradient<Team::kIsWide>(out + first, gradient.template of<grad_t>(first, pack));
   };
   pieces.each_single(team, [&](int c) {
     write(c, Pack<scalar_t, 1>{{c < kept_classes ? kept_logits[c] : in[c]}});

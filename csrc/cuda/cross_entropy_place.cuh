@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_gradient(const PlaceTeam&,
                                                const RowsAt& out_at) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const auto write = [&]<int kCount>(int first, const Pack<scalar_t, kCount>& pack) {
-    const Pack<scalar_t, kCount> result = gradient.of(first, pack);
+    const auto result = gradient.template of<scalar_t>(first, pack);
 #pragma unroll
     for (int e = 0; e < kCount; ++e) out[(first + e) * out_at.class_stride] = result.value[e];
   };

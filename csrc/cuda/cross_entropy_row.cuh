@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cross_entropy_table.cuh"
+#include "rounding.cuh"
 #include "team.cuh"
 #include "vectorized.cuh"
 
@@ -19,11 +20,18 @@ inline constexpr int kRowThreads = std::is_same_v<scalar_t, double> ? 512
 template <RowWork kWork, typename scalar_t, typename Team>
 inline constexpr int kRowBlocks = kRowThreads<kWork, scalar_t> / Team::kBlock;
 
-// Packs that a thread has on their way: 64 bytes, and fewer where registers go into arithmetic.
-template <RowWork kWork, typename scalar_t, typename Team>
-inline constexpr int kReadUnroll = std::is_same_v<scalar_t, double>           ? 1
-                                   : kWork == RowWork::kAny && !Team::kIsWide ? 2
-                                                                              : 4;
+// Packs that a thread has on their way, each in 4 registers, or in 8 where they lie between
+// boundaries: 48 bytes, and fewer where registers go into arithmetic, or memory is slower than a
+// Hopper's, whose code also needs fewer of them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int kMostPacks = 2;
+#else
+inline constexpr int kMostPacks = 3;
+#endif
+template <typename scalar_t, typename Team>
+inline constexpr int kReadUnroll = sizeof(scalar_t) == 8                        ? 1
+                                   : sizeof(scalar_t) == 2 && Team::kTeams == 1 ? kMostPacks
+                                                                                : 2;
 
 // The first packs of a row are kept in shared memory from one pass to the next: all that it has, or
 // the `count` that fit. The others come from the L2 cache again.
@@ -57,6 +65,14 @@ struct ThreadPart {
     largest = to;
   }
 };
+
+// In a branch that one pack of a row takes. The compiler would make selections of it, two more
+// instructions for every logit.
+__device__ __forceinline__ void stay_a_branch() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("");
+#endif
+}
 
 template <typename T, int kCount>
 __device__ __forceinline__ T sum_in_pairs(T (&x)[kCount]) {
@@ -113,9 +129,10 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
                                          ThreadPart<scalar_t>& part) {
   using acc_t = RowAcc<scalar_t>;
   acc_t z[kCount];
+  widen(pack, z);
+  if constexpr (kWork == RowWork::kAny) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    z[e] = kWork == RowWork::kPlain ? static_cast<acc_t>(pack.value[e]) : table.z(pack.value[e]);
+    for (int e = 0; e < kCount; ++e) z[e] = table.z(z[e]);
   }
   acc_t largest = part.largest;
 #pragma unroll
@@ -127,6 +144,7 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
   }
   if (largest == -HUGE_VALF) return;  // and there is no exponential of it
   if (target >= first && target < first + kCount) {
+    stay_a_branch();
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       if (first + e == target) z[e] = -HUGE_VALF;
@@ -169,7 +187,7 @@ __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
     add_pack<kWork>(table, probabilities, target, with_metrics, single,
                     Pack<scalar_t, 1>{{in[single]}}, part);
   }
-  each_pack<kReadUnroll<kWork, scalar_t, Team>>(
+  each_pack<kReadUnroll<scalar_t, Team>>(
       team, PacksAnywhere<scalar_t>(in), 0, packs, [&](int p, const P& pack) {
         if (p < kept.count) kept.packs[p] = pack;
         add_pack<kWork>(table, probabilities, target, with_metrics, p * P::kSize, pack, part);

@@ -82,9 +82,7 @@ struct CrossEntropyTable {
     return share * weight_of(c);
   }
 
-  __device__ acc_t z(scalar_t logit) const {
-    return math::softcapped(static_cast<acc_t>(logit), softcap);
-  }
+  __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, softcap); }
 
   // A target that is no class makes its row no number. Where all classes are here, no registers are
   // spent on targets elsewhere.

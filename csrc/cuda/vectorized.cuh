@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "launch.cuh"
 
@@ -68,26 +69,31 @@ struct Words {
   uint32_t word[4];
 };
 
-// The 16 bytes of two packs in a row from so many on, a multiple of kMultiple.
-template <int kMultiple>
-__device__ __forceinline__ Words shifted(const Words& low, const Words& high, int bytes) {
-  uint32_t w[] = {low.word[0],  low.word[1],  low.word[2],  low.word[3],
-                  high.word[0], high.word[1], high.word[2], high.word[3]};
-  // By 8 bytes, 4 and 2: an index that varies would put `w` into local memory.
+// Of each pair of packs in a row, the 16 bytes that begin so many behind its beginning, in place of
+// the first. How many is one number for a row: a branch, where it were fifteen selections per pack.
+template <int kMultiple, int kCount>
+__device__ __forceinline__ void shift(Words (&low)[kCount], const Words (&high)[kCount],
+                                      int bytes) {
+  const auto by = [&](auto constant) {
+    constexpr int kWord = decltype(constant)::value / 4;
+    constexpr int kBits = decltype(constant)::value % 4 * 8;
 #pragma unroll
-  for (int i = 0; i < 6; ++i) w[i] = (bytes & 8) != 0 ? w[i + 2] : w[i];
-  if constexpr (kMultiple <= 4) {
+    for (int u = 0; u < kCount; ++u) {
+      const uint32_t w[] = {low[u].word[0],  low[u].word[1],  low[u].word[2],  low[u].word[3],
+                            high[u].word[0], high[u].word[1], high[u].word[2], high[u].word[3]};
 #pragma unroll
-    for (int i = 0; i < 5; ++i) w[i] = (bytes & 4) != 0 ? w[i + 1] : w[i];
-  }
-  if constexpr (kMultiple <= 2) {
-    const int bits = (bytes & 2) * 8;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      w[i] = static_cast<uint32_t>((static_cast<uint64_t>(w[i + 1]) << 32 | w[i]) >> bits);
+      for (int i = 0; i < 4; ++i) {
+        const uint64_t pair = static_cast<uint64_t>(w[kWord + i + 1]) << 32 | w[kWord + i];
+        low[u].word[i] = static_cast<uint32_t>(pair >> kBits);
+      }
     }
-  }
-  return {{w[0], w[1], w[2], w[3]}};
+    return true;
+  };
+  [&]<int... kPart>(std::integer_sequence<int, kPart...>) {
+    ((bytes == (kPart + 1) * kMultiple &&
+      by(std::integral_constant<int, (kPart + 1) * kMultiple>())) ||
+     ...);
+  }(std::make_integer_sequence<int, 16 / kMultiple - 1>());
 }
 
 // Packs of consecutive elements that begin anywhere, by aligned 16-byte loads. Where `data` lies
@@ -128,10 +134,14 @@ class PacksAnywhere {
     }
     // In place of the first of all another one, for which nothing waits.
     static_assert(kCount > 1);
+    Words next[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      packs[u] = across(u == 0 && first == 0 ? step : first + u * step);
+      const int p = u == 0 && first == 0 ? step : first + u * step;
+      packs[u] = block(p);
+      next[u] = block(p + 1);
     }
+    shift<sizeof(scalar_t)>(packs, next, past_ * int(sizeof(scalar_t)));
     if (first == 0) packs[0] = __builtin_bit_cast(Words, gathered(0));
   }
 
@@ -142,8 +152,9 @@ class PacksAnywhere {
   }
 
   __device__ __forceinline__ Words across(int p) const {
-    constexpr int kSize = sizeof(scalar_t);
-    return shifted<kSize>(block(p), block(p + 1), past_ * kSize);
+    Words pack[] = {block(p)};
+    shift<sizeof(scalar_t)>(pack, {block(p + 1)}, past_ * int(sizeof(scalar_t)));
+    return pack[0];
   }
 
   __device__ __forceinline__ P gathered(int p) const {

@@ -30,7 +30,16 @@ struct Lane {
   }
 
   // A NaN on either side wins: fmax would lose it.
-  static AMPFUSE_HOST_DEVICE V larger(V a, V b) { return (b > a || b != b) ? b : a; }
+  static AMPFUSE_HOST_DEVICE V larger(V a, V b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    if constexpr (sizeof(V) == 4) {  // in one instruction
+      float larger;
+      asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+      return larger;
+    }
+#endif
+    return (b > a || b != b) ? b : a;
+  }
 
   // The larger one; x where that is a NaN.
   static AMPFUSE_HOST_DEVICE V at_least(V x, V floor) { return x < floor ? floor : x; }

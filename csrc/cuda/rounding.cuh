@@ -1,0 +1,68 @@
+// Packs of numbers, to and from the type that they are stored in.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "vectorized.cuh"
+
+namespace ampfuse {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// Two rounded in one instruction, where the compiler takes two and one more to join them.
+__device__ __forceinline__ uint32_t rounded_pair(float first, float second, c10::BFloat16) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+__device__ __forceinline__ uint32_t rounded_pair(float first, float second, c10::Half) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+#endif
+
+template <typename acc_t, typename T, int kCount>
+__device__ __forceinline__ void widen(const Pack<T, kCount>& pack, acc_t (&x)[kCount]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) x[e] = static_cast<acc_t>(pack.value[e]);
+}
+
+// The upper half of a float each: an instruction, where the compiler takes two for every other one.
+template <int kCount>
+  requires(kCount % 2 == 0)
+__device__ __forceinline__ void widen(const Pack<c10::BFloat16, kCount>& pack, float (&x)[kCount]) {
+  struct Pairs {
+    uint32_t pair[kCount / 2];
+  };
+  const auto pairs = __builtin_bit_cast(Pairs, pack);
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    x[2 * i] = __builtin_bit_cast(float, pairs.pair[i] << 16);
+    x[2 * i + 1] = __builtin_bit_cast(float, pairs.pair[i] & 0xffff0000u);
+  }
+}
+
+template <typename T, typename acc_t, int kCount>
+__device__ __forceinline__ Pack<T, kCount> rounded(const acc_t (&x)[kCount]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  constexpr bool kInPairs = sizeof(T) == 2 && std::is_same_v<acc_t, float> && kCount % 2 == 0;
+#else
+  constexpr bool kInPairs = false;
+#endif
+  if constexpr (kInPairs) {
+    struct {
+      uint32_t pair[kCount / 2];
+    } words;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) words.pair[i] = rounded_pair(x[2 * i], x[2 * i + 1], T());
+    return __builtin_bit_cast(Pack<T, kCount>, words);
+  } else {
+    Pack<T, kCount> pack;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) pack.value[e] = static_cast<T>(x[e]);
+    return pack;
+  }
+}
+
+}  // namespace ampfuse
