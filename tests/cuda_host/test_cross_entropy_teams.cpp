@@ -34,16 +34,16 @@ TEST_CASE("longer rows have larger teams") {
   using c10::BFloat16;
   for (const bool plain : {false, true}) {
     CHECK(team_size<BFloat16>(kH200, 128, plain) == (plain ? 8 : 32));
-    CHECK(team_size<BFloat16>(kH200, 2048, plain) == 32);
-    CHECK(team_size<BFloat16>(kH200, 2049, plain) == 256);
+    CHECK(team_size<BFloat16>(kH200, 4096, plain) == 32);
+    CHECK(team_size<BFloat16>(kH200, 4097, plain) == 256);
     CHECK(team_size<BFloat16>(kH200, 50257, plain) == 512);
   }
   // 64 KB: a third of shared memory keeps them, a fourth does not.
   CHECK(team_size<BFloat16>(kH200, 32000, false) == 256);
   CHECK(team_size<BFloat16>(kH200, 32000, true) == 512);
-  // 264 blocks with 144 KB that they do not keep are 37 MB of the L2 cache, with 400 KB too many.
-  CHECK(team_size<BFloat16>(kH200, 128256, true) == 512);
-  CHECK(team_size<BFloat16>(kH200, 256000, true) == 1024);
+  // 264 blocks with 85 KB that they do not keep are 22 MB of the L2 cache, with 144 KB too many.
+  CHECK(team_size<BFloat16>(kH200, 100000, true) == 512);
+  CHECK(team_size<BFloat16>(kH200, 128256, true) == 1024);
   CHECK(team_size<BFloat16>(kH200, 256000, false) == 512);
   CHECK(team_size<double>(kH200, 256000, true) == 256);
 }
