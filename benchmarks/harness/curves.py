@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness.machine import Machine
-from harness.plot import colours_of
+from harness.plot import NARROWEST_INCHES, colours_of
 from harness.report import Row
 
 COLUMN_INCHES, PANEL_INCHES = 3.4, 2.6
@@ -28,7 +28,7 @@ def curves(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> boo
 
     groups = list(dict.fromkeys((row.operation, rows_and_layer(row)[1]) for row in measured))
     colours = colours_of(measured)
-    size = (COLUMN_INCHES * len(groups), 2 * PANEL_INCHES + 1)
+    size = (max(NARROWEST_INCHES, COLUMN_INCHES * len(groups)), 2 * PANEL_INCHES + 1)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(groups), squeeze=False, sharey="row")

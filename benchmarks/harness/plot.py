@@ -21,6 +21,7 @@ OUR_COLOUR = "#d9542b"
 BAR = 0.8  # of the distance between two bars
 BAR_INCHES = 0.21
 PANEL_INCHES = 2.6
+NARROWEST_INCHES = 7.5  # which title and legend take
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps text off the 100% line
 
 
@@ -55,7 +56,8 @@ def plot(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
     providers = list(colours)
 
     height = len(cases) * (len(providers) + 1) * BAR_INCHES + 1.7
-    figure = Figure(figsize=(1.6 + PANEL_INCHES * len(operations), height), layout="constrained")
+    width = max(NARROWEST_INCHES, 1.6 + PANEL_INCHES * len(operations))
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(operations), squeeze=False, sharex=True, sharey=True)[0]
     for panel, operation in zip(panels, operations, strict=True):
