@@ -13,7 +13,8 @@
 #
 # Needs nvcc, cmake, ninja, Catch2, and in python3 torch, pybind11, pytest, hypothesis and expecttest;
 # pytest-xdist helps. A failed stage does not stop the next one; the exit status is 1 when any failed.
-# The folder then holds at most eight files: summary.txt, benchmarks.csv (every benchmark's rows), up to five plots and logs.tar.gz.
+# The folder then holds at most eight files: summary.txt, benchmarks.csv (every benchmark's rows), up
+# to five plots and logs.tar.gz.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -70,6 +71,22 @@ stage() {
   summary+=("$(printf '%-26s %5d s  %s' "$name" $((SECONDS - started)) "$outcome")")
 }
 
+# Prints the name of what found errors, or took longer.
+sanitize() {
+  local tool
+  for tool in memcheck racecheck initcheck synccheck; do
+    # Without torch's caching allocator each tensor is an allocation with bounds of its own.
+    (PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --signal=INT --kill-after=10 230 \
+      compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
+      python3 -m pytest tests/python -q -p no:cacheprovider -m sanitizer \
+      -k "cuda and not none and not sum" >"$logs/$tool.log" 2>&1 || echo "$tool") &
+  done
+  wait
+}
+no_complaints() { [[ -z $(sanitize | tee /dev/stderr) ]]; }
+export -f sanitize no_complaints
+export logs
+
 environment() {
   date --iso-8601=seconds
   nvidia-smi
@@ -113,22 +130,6 @@ fi
 if wanted ctest; then
   stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error --parallel "$(nproc)"
 fi
-# Prints the name of what found errors, or took longer.
-sanitize() {
-  local tool
-  for tool in memcheck racecheck initcheck synccheck; do
-    # Without torch's caching allocator each tensor is an allocation with bounds of its own.
-    (PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --signal=INT --kill-after=10 230 \
-      compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
-      python3 -m pytest tests/python -q -p no:cacheprovider -m sanitizer \
-      -k "cuda and not none and not sum" >"$logs/$tool.log" 2>&1 || echo "$tool") &
-  done
-  wait
-}
-no_complaints() { [[ -z $(sanitize | tee /dev/stderr) ]]; }
-export -f sanitize no_complaints
-export logs
-
 if wanted sanitize; then
   stage sanitize 240 bash -c no_complaints
 fi
