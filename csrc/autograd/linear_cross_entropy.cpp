@@ -136,6 +136,7 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     data["z_loss"] = arguments.z_loss;
     data["softcap"] = arguments.softcap;
     data["dtype"] = arguments.dtype;
+    data["weight_grad_dtype"] = arguments.weight_grad_dtype;
     data["chunk_rows"] = arguments.chunk_rows;
     if (const ClassShardArguments shard(arguments.shard); shard.group()) {
       data["group"] = std::string(*shard.group());
@@ -170,6 +171,7 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
                                                    data["z_loss"].toDouble(),
                                                    data["softcap"].toOptional<double>(),
                                                    data["dtype"].toScalarType(),
+                                                   data["weight_grad_dtype"].toScalarType(),
                                                    data["chunk_rows"].toOptional<int64_t>(),
                                                    shard};
     LinearCrossEntropyGradients gradients;

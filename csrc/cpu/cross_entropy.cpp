@@ -52,7 +52,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>()) : 1;
   const bool is_each = arguments.reduction == at::Reduction::None;
   const bool with_grad = grad.numel() > 0;
-  if (with_grad && !grad.is_same(arguments.input)) prepare_fresh_memory(grad);
+  if (with_grad && !grad.is_alias_of(arguments.input)) prepare_fresh_memory(grad);
   const int64_t summands = rows.are_tiled() ? rows.tiles() : rows.count();
   std::vector<double> losses(static_cast<size_t>(is_each ? 0 : summands));
   const ForwardResults results = {
@@ -81,7 +81,7 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
   if (!arguments.is_weighed) check_targets(rows);
-  prepare_fresh_memory(grad);
+  if (!grad.is_alias_of(arguments.input)) prepare_fresh_memory(grad);
   const BackwardInputs inputs = {
       static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
       grad_output.const_data_ptr<double>(), grad_output.dim() == 1,
@@ -114,7 +114,8 @@ void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& 
 
 }  // namespace
 
-constexpr CrossEntropyKernels kCrossEntropyCpu = {weigh, forward, backward, rescale};
+constexpr CrossEntropyKernels kCrossEntropyCpu = {weigh, forward, backward, rescale,
+                                                  /*narrows_in_place=*/true};
 
 TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
   register_cross_entropy<kCrossEntropyCpu>(m);

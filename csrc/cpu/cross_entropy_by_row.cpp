@@ -22,11 +22,12 @@ void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
   in_parallel ? at::parallel_for(0, blocks, 1, some) : some(0, blocks);
 }
 
-// Calls visit(row, whether its blocks are for several threads, `scratch` bytes) for each row.
+// Calls visit(row, whether its blocks are for several threads, `scratch` bytes) for each row. What
+// is written over wider logits that are read next is for one thread.
 template <typename Visit>
-void each_row(const CpuRows& rows, int64_t scratch, const Visit& visit) {
+void each_row(const CpuRows& rows, bool is_narrowed, int64_t scratch, const Visit& visit) {
   c10::Allocator* const allocator = c10::GetCPUAllocator();
-  if (rows.count() < at::get_num_threads() && rows.blocks() > 1) {
+  if (rows.count() < at::get_num_threads() && rows.blocks() > 1 && !is_narrowed) {
     const c10::DataPtr memory = allocator->allocate(scratch);
     for (int64_t row = 0; row < rows.count(); ++row) visit(row, true, memory.get());
     return;
@@ -139,25 +140,29 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
 }  // namespace
 
 void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& results) {
-  each_row(rows, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
-    forward_row(rows, results, scale, row, in_parallel, RowScratch(rows, memory));
-  });
+  each_row(rows, rows.are_narrowed_by(results.grad), RowScratch::bytes(rows),
+           [&](int64_t row, bool in_parallel, void* memory) {
+             forward_row(rows, results, scale, row, in_parallel, RowScratch(rows, memory));
+           });
 }
 
 void shard_by_row(const CpuRows& rows, const ShardResults& results) {
   const bool with_metrics = results.argmax != nullptr;
-  each_row(rows, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
-    if (rows.is_ignored(row) && !with_metrics) return;
-    const RowPart part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
-    results.parts[row] = math::shard_part(part, rows.row_target(row), rows.classes(), with_metrics);
-    if (with_metrics) results.argmax[row] = argmax_of(rows, row);
-  });
+  constexpr bool kIsNarrowed = false;  // nothing is written where logits are
+  each_row(rows, kIsNarrowed, RowScratch::bytes(rows),
+           [&](int64_t row, bool in_parallel, void* memory) {
+             if (rows.is_ignored(row) && !with_metrics) return;
+             const RowPart part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
+             results.parts[row] =
+                 math::shard_part(part, rows.row_target(row), rows.classes(), with_metrics);
+             if (with_metrics) results.argmax[row] = argmax_of(rows, row);
+           });
 }
 
 void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {
   const auto exponentials = AMPFUSE_CHOOSE(row_exponentials);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
-  each_row(rows, rows.exponentials_bytes(rows.blocks()),
+  each_row(rows, rows.are_narrowed_by(grad), rows.exponentials_bytes(rows.blocks()),
            [&](int64_t row, bool in_parallel, void* scratch) {
              if (rows.is_ignored(row)) {
                grad.zero(row);

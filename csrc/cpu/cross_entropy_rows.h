@@ -34,6 +34,12 @@ class CpuRows {
     probability_places_ = RowPlaces(arguments.target);
   }
 
+  // Whether this writes narrower numbers where rows begin. It stays behind what is still to be read
+  // of a row by whoever goes through its classes in their order.
+  bool are_narrowed_by(const RowWriter& grad) const {
+    return grad.is_wanted() && grad.dtype() != input_dtype_ && grad.at(0, 0) == input_;
+  }
+
   int64_t count() const { return count_; }
   int64_t classes() const { return classes_; }
   int64_t blocks() const { return (classes_ + kClassBlock - 1) / kClassBlock; }

@@ -28,7 +28,7 @@ constexpr int64_t kStaysInCache = 16 << 20;   // more would be cleared long befo
 
 void prepare_fresh_memory(const at::Tensor& fresh) {
   const auto size = static_cast<int64_t>(fresh.nbytes());
-  if (size < kSomePages) return;
+  if (!fresh.is_cpu() || size < kSomePages) return;
   auto* const data = static_cast<char*>(fresh.mutable_data_ptr());
   const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % kPage);
   [[maybe_unused]] char* const first = data + (past == 0 ? 0 : kPage - past);

@@ -6,8 +6,13 @@ namespace {
 
 constexpr LinearCrossEntropyKernels kShapesAlone = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>&,
-       const std::optional<at::Tensor>&, const LinearGradientMask& wanted,
-       bool with_metrics) { return empty_linear_outputs(arguments, wanted, with_metrics); },
+       const std::optional<at::Tensor>&, const LinearGradientMask& wanted, bool with_metrics) {
+      auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
+      if (arguments.reduction != at::Reduction::None) {
+        put_gradients(outputs, empty_linear_gradients(arguments, wanted));
+      }
+      return outputs;
+    },
     [](const at::Tensor&, const LinearCrossEntropyArguments& arguments, const at::Tensor&,
        const at::Tensor&,
        const LinearGradientMask& wanted) { return empty_linear_gradients(arguments, wanted); }};

@@ -21,6 +21,9 @@ struct CrossEntropyKernels {
   void (*backward)(const CrossEntropyArguments& arguments, const at::Tensor& grad_output,
                    const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
   void (*rescale)(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output);
+  /// Whether the room of a gradient of 16 bits may be float logits' own, each row where its logits
+  /// begin.
+  bool narrows_in_place = false;
 };
 
 /// Those there are.

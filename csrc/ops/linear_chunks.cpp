@@ -4,6 +4,9 @@
 
 #include <algorithm>
 
+#include "../cpu/fresh_memory.h"
+#include "linear_gradients.h"
+
 namespace ampfuse {
 
 namespace {
@@ -35,68 +38,60 @@ int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_b
 
 }  // namespace
 
-LinearChunks::LinearChunks(const LinearCrossEntropyArguments& arguments, bool with_gradient)
+LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
+                           const LinearCrossEntropyArguments& arguments, bool with_gradient)
     : arguments_(arguments),
       head_(arguments.weight, arguments.bias, arguments.dtype),
       loss_(arguments.loss_of_shard()) {
   loss_.is_weighed = true;
-  const auto options = arguments.hidden.options();
-  const bool is_apart = head_.gradient_dtype() != head_.logits_dtype();
+  const at::ScalarType grad_dtype = head_.gradient_dtype();
+  const bool is_apart = grad_dtype != head_.logits_dtype() && !kernels.narrows_in_place;
   // With and without gradients, so that the loss has the same bits.
-  const size_t bytes = c10::elementSize(head_.logits_dtype()) +
-                       (is_apart ? c10::elementSize(head_.gradient_dtype()) : 0);
+  const size_t bytes =
+      c10::elementSize(head_.logits_dtype()) + (is_apart ? c10::elementSize(grad_dtype) : 0);
   rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
                               std::max<int64_t>(count(), 1));
   const int64_t classes = arguments.weight.size(0);
   // Rows begin at boundaries that products and kernels like, whatever the number of classes.
   constexpr int64_t kAlignment = 64;
   const int64_t stride = (classes + kAlignment - 1) / kAlignment * kAlignment;
-  const auto rows_of = [&](at::ScalarType dtype) {
-    return at::empty({std::min(rows_, count()), stride}, options.dtype(dtype))
-        .narrow(1, 0, classes);
+  const auto memory_for_rows = [&](at::ScalarType dtype) {
+    const auto options = arguments.hidden.options().dtype(dtype);
+    const at::Tensor rows = at::empty({std::min(rows_, count()), stride}, options);
+    prepare_fresh_memory(
+        rows);  // of the weight's gradient, which is written later, that costs time
+    return rows;
   };
-  logits_ = rows_of(head_.logits_dtype());
-  grad_ = is_apart && with_gradient ? rows_of(head_.gradient_dtype()) : logits_;
-  // A GPU's products read what is beside the gradient's classes, though nothing comes of it.
-  if (with_gradient && grad_.is_cuda() && stride > classes) {
-    grad_.as_strided({grad_.size(0), stride - classes}, {stride, 1}, classes).zero_();
+  const at::Tensor logits = memory_for_rows(head_.logits_dtype());
+  logits_ = logits.narrow(1, 0, classes);
+  if (!with_gradient) {
+    grad_ = at::empty({0}, arguments.hidden.options().dtype(grad_dtype));
+    return;
   }
+  const at::Tensor grad = is_apart ? memory_for_rows(grad_dtype) : logits.view(grad_dtype);
+  grad_ = grad.narrow(1, 0, classes);
+  // A GPU's products read what is beside the gradient's classes, though nothing comes of it.
+  if (grad.is_cuda()) grad.narrow(1, classes, stride - classes).zero_();
 }
 
-void LinearChunks::each(const LinearGradientMask& wanted,
-                        const LinearCrossEntropyGradients& gradients,
-                        const std::function<void(const Chunk&)>& visit) const {
-  auto [of_hidden, of_weight, of_bias] = gradients;
-  ShardSums sums;
+LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
+                                               const std::function<void(const Chunk&)>& visit) {
+  LinearGradients gradients(arguments_, head_, wanted, number());
   for (int64_t number = 0; number < this->number(); ++number) {
     const int64_t first = number * rows_;
     const int64_t rows = std::min(rows_, count() - first);
     const at::Tensor hidden = head_.rows(arguments_.hidden, first, rows);
-    Chunk chunk = {number, first, rows, loss_, at::Tensor()};
+    Chunk chunk = {number, first, rows, loss_, grad_.dim() == 1 ? grad_ : grad_.narrow(0, 0, rows)};
     chunk.loss.input = logits_.narrow(0, 0, rows);
     chunk.loss.target = loss_.target.narrow(0, first, rows);
     head_.logits(hidden, chunk.loss.input);
-    chunk.grad = grad_.is_same(logits_) ? chunk.loss.input : grad_.narrow(0, 0, rows);
     visit(chunk);
-    if (wanted[0]) {
-      const at::Tensor of_rows = of_hidden.narrow(0, first, rows);
-      if (arguments_.shard) {
-        // Rounded when it is whole.
-        const auto wide = of_rows.options().dtype(head_.logits_dtype());
-        const at::Tensor part = at::empty(of_rows.sizes(), wide);
-        head_.hidden_gradient(chunk.grad, part);
-        sums.begin(*arguments_.shard, part, of_rows);
-      } else {
-        head_.hidden_gradient(chunk.grad, of_rows);
-      }
-    }
-    if (wanted[1]) head_.weight_gradient(chunk.grad, hidden, of_weight, number == 0);
-    if (wanted[2]) head_.bias_gradient(chunk.grad, of_bias, number == 0);
+    gradients.add(chunk.grad, hidden, first);
   }
-  sums.finish();
-  if (number() > 0) return;
-  if (wanted[1]) of_weight.zero_();
-  if (wanted[2]) of_bias.zero_();
+  // Makes room for what is rounded now.
+  logits_.reset();
+  grad_.reset();
+  return gradients.finish();
 }
 
 }  // namespace ampfuse

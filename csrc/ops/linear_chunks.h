@@ -1,11 +1,12 @@
 // The rows of a linear cross-entropy, a chunk at a time, and the memory that chunks share.
 //
 // Beside the gradients there is memory for a chunk's logits, 4 bytes each, and for their gradient
-// of 16 bits 2 more.
+// of 16 bits 2 more, unless it can be where they are.
 #pragma once
 
 #include <functional>
 
+#include "cross_entropy_kernels.h"
 #include "linear_cross_entropy.h"
 #include "linear_head.h"
 
@@ -13,7 +14,8 @@ namespace ampfuse {
 
 class LinearChunks {
  public:
-  LinearChunks(const LinearCrossEntropyArguments& arguments, bool with_gradient);
+  LinearChunks(const CrossEntropyKernels& kernels, const LinearCrossEntropyArguments& arguments,
+               bool with_gradient);
 
   /// Of rows, and of chunks.
   int64_t count() const { return arguments_.hidden.size(0); }
@@ -24,13 +26,12 @@ class LinearChunks {
     int64_t first_row;
     int64_t rows;
     CrossEntropyArguments loss;  // of its logits, of the classes that are here
-    at::Tensor grad;             // where their gradient goes
+    at::Tensor grad;             // where their gradient goes, or [0]
   };
 
-  /// Visits each, and adds up what that left as its logits' gradient in `gradients`: the hidden
-  /// states' is the sum over all processes that have classes.
-  void each(const LinearGradientMask& wanted, const LinearCrossEntropyGradients& gradients,
-            const std::function<void(const Chunk&)>& visit) const;
+  /// Visits each, once, and returns what all have left as their logits' gradients makes of others.
+  LinearCrossEntropyGradients each(const LinearGradientMask& wanted,
+                                   const std::function<void(const Chunk&)>& visit);
 
  private:
   const LinearCrossEntropyArguments& arguments_;

@@ -86,6 +86,11 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
   TORCH_CHECK_TYPE(
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
       kOp, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
+  const auto weight_grad_dtype = arguments.weight_grad_dtype;
+  TORCH_CHECK_TYPE(weight_grad_dtype == wide_dtype(dtype) ||
+                       (dtype == at::kBFloat16 && weight_grad_dtype == dtype),
+                   kOp, ": weight_grad_dtype: expected ", wide_dtype(dtype), " for products of ",
+                   dtype, ", got ", weight_grad_dtype);
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kOp,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
   if (arguments.shard) check_class_weight_of_all(arguments);
@@ -99,7 +104,8 @@ LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArgum
   const auto options = arguments.hidden.options();
   const auto sums = options.dtype(wide_dtype(arguments.dtype));
   return {empty_if(wanted[0], arguments.hidden.sym_sizes().vec(), options),
-          empty_if(wanted[1], arguments.weight.sym_sizes().vec(), sums),
+          empty_if(wanted[1], arguments.weight.sym_sizes().vec(),
+                   options.dtype(arguments.weight_grad_dtype)),
           empty_if(wanted[2], {arguments.weight.sym_size(0)}, sums)};
 }
 
@@ -112,10 +118,13 @@ LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments
       is_each && any(wanted) ? ForBackward::kStatistics : ForBackward::kNothing;
   auto [loss, grad, baked, statistics, divisor, lse, entropy, argmax] =
       empty_cross_entropy_outputs(of_logits, at::Tensor(), for_backward, with_metrics);
-  auto [grad_hidden, grad_weight, grad_bias] =
-      empty_linear_gradients(arguments, is_each ? LinearGradientMask{} : wanted);
+  auto [grad_hidden, grad_weight, grad_bias] = empty_linear_gradients(arguments, {});
   return {loss,       grad_hidden, grad_weight, grad_bias, baked,
           statistics, divisor,     lse,         entropy,   argmax};
+}
+
+void put_gradients(LinearCrossEntropyOutputs& outputs, LinearCrossEntropyGradients gradients) {
+  std::tie(std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs)) = std::move(gradients);
 }
 
 // --- calls ---------------------------------------------------------------------------------------
@@ -131,7 +140,8 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyA
   const ClassShardArguments shard(a.shard);
   return op.call(a.hidden, a.weight, a.bias, a.target, a.class_weight, a.reduction, a.ignore_index,
                  a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap, a.dtype,
-                 a.chunk_rows, shard.group(), shard.numbers(), wanted, with_metrics);
+                 a.weight_grad_dtype, a.chunk_rows, shard.group(), shard.numbers(), wanted,
+                 with_metrics);
 }
 
 LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad_output,
@@ -145,7 +155,8 @@ LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad
   const ClassShardArguments shard(a.shard);
   return op.call(grad_output, a.hidden, a.weight, a.bias, a.target, a.class_weight, statistics,
                  divisor, a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap,
-                 a.dtype, a.chunk_rows, shard.group(), shard.numbers(), wanted);
+                 a.dtype, a.weight_grad_dtype, a.chunk_rows, shard.group(), shard.numbers(),
+                 wanted);
 }
 
 TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
@@ -171,7 +182,8 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
       "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, ScalarType dtype, "
-      "int? chunk_rows, str? group, int[]? class_shard, bool[3] output_mask, "
+      "ScalarType weight_grad_dtype, int? chunk_rows, str? group, int[]? class_shard, bool[3] "
+      "output_mask, "
       "bool with_metrics) -> (Tensor loss, "
       "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor baked, "
       "Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
@@ -180,7 +192,8 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
       "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
-      "ScalarType dtype, int? chunk_rows, str? group, int[]? class_shard, "
+      "ScalarType dtype, ScalarType weight_grad_dtype, int? chunk_rows, str? group, int[]? "
+      "class_shard, "
       "bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag});
 }

@@ -22,7 +22,8 @@ struct LinearCrossEntropyArguments {
   double label_smoothing;
   double z_loss;
   std::optional<double> softcap;
-  at::ScalarType dtype;  // that is multiplied in
+  at::ScalarType dtype;              // that is multiplied in
+  at::ScalarType weight_grad_dtype;  // that one where it is bfloat16, or its wide one
   std::optional<int64_t> chunk_rows;
   std::optional<ClassShard>
       shard;  // where weight, bias and probabilities are those of some classes
@@ -85,8 +86,8 @@ inline bool any(const LinearGradientMask& wanted) {
   return wanted[0] || wanted[1] || wanted[2];
 }
 
-/// The hidden states' in their dtype; the weight's and the bias's in the loss's, in which they are
-/// added up. What is not wanted is [0].
+/// The hidden states' in their dtype, the weight's in weight_grad_dtype, the bias's in the loss's,
+/// in which these two are added up. What is not wanted is [0].
 using LinearCrossEntropyGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// loss, then gradients of it times `baked`, then baked, statistics, divisor, lse, entropy and
@@ -102,11 +103,12 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                                 const std::optional<at::Tensor>& grad_scale,
                                 const std::optional<at::Tensor>& denominator);
 
-/// Whose values nobody has written.
-LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
-                                               const LinearGradientMask& wanted, bool with_metrics);
+/// Whose values nobody has written; in outputs there are no gradients yet.
 LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,
                                                    const LinearGradientMask& wanted);
+LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
+                                               const LinearGradientMask& wanted, bool with_metrics);
+void put_gradients(LinearCrossEntropyOutputs& outputs, LinearCrossEntropyGradients gradients);
 
 /// By chunks of rows, with a backend's kernels.
 LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
@@ -125,14 +127,15 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
 using LinearCrossEntropyForward = LinearCrossEntropyOutputs(
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
     const std::optional<at::Tensor>&, int64_t, int64_t, double, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, double, std::optional<double>, at::ScalarType,
+    const std::optional<at::Tensor>&, double, std::optional<double>, at::ScalarType, at::ScalarType,
     std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
     LinearGradientMask, bool);
 using LinearCrossEntropyBackward = LinearCrossEntropyGradients(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    int64_t, int64_t, double, double, std::optional<double>, at::ScalarType, std::optional<int64_t>,
-    std::optional<c10::string_view>, at::OptionalIntArrayRef, LinearGradientMask);
+    int64_t, int64_t, double, double, std::optional<double>, at::ScalarType, at::ScalarType,
+    std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
+    LinearGradientMask);
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
                                                        const std::optional<at::Tensor>& grad_scale,
                                                        const std::optional<at::Tensor>& denominator,

@@ -76,34 +76,37 @@ at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
 }
 
 // All classes are here.
-void forward_whole(const CrossEntropyKernels& kernels, const LinearChunks& chunks,
-                   const OptionalTensor& scale, const at::Tensor& total,
-                   const LinearGradientMask& wanted, const LinearCrossEntropyOutputs& outputs) {
-  const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse, entropy,
+LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, LinearChunks& chunks,
+                                          const OptionalTensor& scale, const at::Tensor& total,
+                                          const LinearGradientMask& wanted,
+                                          const LinearCrossEntropyOutputs& outputs) {
+  const auto& [loss, of_hidden, of_weight, of_bias, baked, statistics, divisor, lse, entropy,
                argmax] = outputs;
   const bool is_each = loss.dim() == 1;
   const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
-  chunks.each(wanted, {grad_hidden, grad_weight, grad_bias}, [&](const Chunk& chunk) {
+  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
     kernels.forward(chunk.loss, scale, total,
-                    {is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number),
-                     any(wanted) ? chunk.grad : at::empty({0}, chunk.grad.options()), baked,
-                     rows_of(statistics, chunk), divisor, rows_of(lse, chunk),
+                    {is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number), chunk.grad,
+                     baked, rows_of(statistics, chunk), divisor, rows_of(lse, chunk),
                      rows_of(entropy, chunk), rows_of(argmax, chunk)});
   });
   if (!is_each) loss.copy_(losses.sum(at::kDouble));
+  return gradients;
 }
 
 // Other processes have the rest. What each has to say of a row is all that goes between them, but
 // for the sums of the hidden states' gradients.
-void forward_of_shard(const CrossEntropyKernels& kernels, const ClassShardKernels& shard_kernels,
-                      const ClassShard& shard, const LinearChunks& chunks,
-                      const LinearGradientMask& wanted, const LinearCrossEntropyOutputs& outputs) {
-  const auto& [loss, grad_hidden, grad_weight, grad_bias, baked, statistics, divisor, lse, entropy,
+LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
+                                             const ClassShardKernels& shard_kernels,
+                                             const ClassShard& shard, LinearChunks& chunks,
+                                             const LinearGradientMask& wanted,
+                                             const LinearCrossEntropyOutputs& outputs) {
+  const auto& [loss, of_hidden, of_weight, of_bias, baked, statistics, divisor, lse, entropy,
                argmax] = outputs;
   const auto doubles = divisor.options();
   const at::Tensor upstream = baked.to(at::kDouble);
   const at::Tensor losses = at::empty({chunks.count()}, doubles);
-  chunks.each(wanted, {grad_hidden, grad_weight, grad_bias}, [&](const Chunk& chunk) {
+  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
     const at::Tensor best = rows_of(argmax, chunk);
     const at::Tensor parts = at::full({chunk.rows, math::kShardPart}, NAN, doubles);
     shard_kernels.look(chunk.loss, {parts, best});
@@ -116,6 +119,7 @@ void forward_of_shard(const CrossEntropyKernels& kernels, const ClassShardKernel
     if (any(wanted)) kernels.backward(chunk.loss, upstream, of_rows, divisor, chunk.grad);
   });
   loss.copy_(loss.dim() == 1 ? losses : reduced_loss(losses, divisor));
+  return gradients;
 }
 
 }  // namespace
@@ -125,7 +129,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
     const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, const LinearGradientMask& wanted, bool with_metrics) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
-  const auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
+  auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
   const at::Tensor& loss = std::get<0>(outputs);
   const at::Tensor& divisor = std::get<6>(outputs);
   const LinearGradientMask now =
@@ -137,7 +141,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
                      static_cast<int64_t>(arguments.dtype), arguments.reduction, wanted[0],
                      any(wanted), with_metrics, arguments.target.is_floating_point()});
   }
-  const LinearChunks chunks(arguments, any(now));
+  LinearChunks chunks(kernels, arguments, any(now));
   at::Tensor total = at::empty({}, divisor.options());
   kernels.weigh(arguments.loss(), total);
   if (denominator) total = *denominator;
@@ -145,14 +149,14 @@ LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
   if (!scale && any(now) && arguments.dtype == at::kHalf) scale = half_scale(arguments, total);
   if (chunks.number() == 0) {
     put_baked(arguments, std::nullopt, total, outputs);
-    chunks.each(now, {std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs)},
-                [](const Chunk&) {});
+    put_gradients(outputs, chunks.each(now, [](const Chunk&) {}));
     if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
   } else if (arguments.shard) {
     put_baked(arguments, scale, total, outputs);
-    forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs);
+    put_gradients(outputs,
+                  forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs));
   } else {
-    forward_whole(kernels, chunks, scale, total, now, outputs);
+    put_gradients(outputs, forward_whole(kernels, chunks, scale, total, now, outputs));
   }
   return outputs;
 }
@@ -162,9 +166,8 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
     const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
     const at::Tensor& divisor, const LinearGradientMask& wanted) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
-  const auto gradients = empty_linear_gradients(arguments, wanted);
   check_all_memory(arguments);
-  const LinearChunks chunks(arguments, /*with_gradient=*/true);
+  LinearChunks chunks(kernels, arguments, /*with_gradient=*/true);
   // Which may have been written to since forward looked at them.
   kernels.weigh(arguments.loss(), at::empty({}, divisor.options()));
   at::Tensor upstream = grad_output.to(at::kDouble).contiguous();
@@ -176,12 +179,12 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
     peak = at::where(is_usable, largest, at::ones_like(largest));
     upstream = upstream / *peak;
   }
-  chunks.each(wanted, gradients, [&](const Chunk& chunk) {
+  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
     kernels.backward(chunk.loss, rows_of(upstream, chunk), rows_of(statistics, chunk), divisor,
                      chunk.grad);
   });
   if (!peak) return gradients;
-  auto [of_hidden, of_weight, of_bias] = gradients;
+  auto& [of_hidden, of_weight, of_bias] = gradients;
   for (at::Tensor* const gradient : {&of_hidden, &of_weight, &of_bias}) gradient->mul_(*peak);
   return gradients;
 }

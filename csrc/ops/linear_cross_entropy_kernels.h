@@ -45,21 +45,16 @@ LinearCrossEntropyOutputs forward(
     const at::Tensor& target, const OptionalTensor& class_weight, int64_t reduction,
     int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
-    at::ScalarType dtype, std::optional<int64_t> chunk_rows, std::optional<c10::string_view> group,
-    at::OptionalIntArrayRef class_shard, LinearGradientMask wanted, bool with_metrics) {
-  const LinearCrossEntropyArguments arguments = {hidden,
-                                                 weight,
-                                                 bias,
-                                                 target,
-                                                 class_weight,
-                                                 reduction,
-                                                 ignore_index,
-                                                 label_smoothing,
-                                                 z_loss,
-                                                 softcap,
-                                                 dtype,
-                                                 chunk_rows,
-                                                 class_shard_of(group, class_shard)};
+    at::ScalarType dtype, at::ScalarType weight_grad_dtype, std::optional<int64_t> chunk_rows,
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard,
+    LinearGradientMask wanted, bool with_metrics) {
+  const LinearCrossEntropyArguments arguments = {hidden,       weight,
+                                                 bias,         target,
+                                                 class_weight, reduction,
+                                                 ignore_index, label_smoothing,
+                                                 z_loss,       softcap,
+                                                 dtype,        weight_grad_dtype,
+                                                 chunk_rows,   class_shard_of(group, class_shard)};
   check_linear_cross_entropy(arguments, grad_scale, denominator);
   return kKernels.forward(arguments, grad_scale, denominator, wanted, with_metrics);
 }
@@ -70,21 +65,16 @@ LinearCrossEntropyGradients backward(
     const OptionalTensor& bias, const at::Tensor& target, const OptionalTensor& class_weight,
     const at::Tensor& statistics, const at::Tensor& divisor, int64_t reduction,
     int64_t ignore_index, double label_smoothing, double z_loss, std::optional<double> softcap,
-    at::ScalarType dtype, std::optional<int64_t> chunk_rows, std::optional<c10::string_view> group,
-    at::OptionalIntArrayRef class_shard, LinearGradientMask wanted) {
-  const LinearCrossEntropyArguments arguments = {hidden,
-                                                 weight,
-                                                 bias,
-                                                 target,
-                                                 class_weight,
-                                                 reduction,
-                                                 ignore_index,
-                                                 label_smoothing,
-                                                 z_loss,
-                                                 softcap,
-                                                 dtype,
-                                                 chunk_rows,
-                                                 class_shard_of(group, class_shard)};
+    at::ScalarType dtype, at::ScalarType weight_grad_dtype, std::optional<int64_t> chunk_rows,
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard,
+    LinearGradientMask wanted) {
+  const LinearCrossEntropyArguments arguments = {hidden,       weight,
+                                                 bias,         target,
+                                                 class_weight, reduction,
+                                                 ignore_index, label_smoothing,
+                                                 z_loss,       softcap,
+                                                 dtype,        weight_grad_dtype,
+                                                 chunk_rows,   class_shard_of(group, class_shard)};
   check_linear_cross_entropy(arguments, std::nullopt, std::nullopt);
   check_cross_entropy_backward("linear_cross_entropy_backward", arguments.loss(), grad_output,
                                statistics, divisor);

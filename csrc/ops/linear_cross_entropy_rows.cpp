@@ -46,6 +46,16 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
   return hidden.scalar_type();
 }
 
+// The weight is given its gradient in the dtype of the products where it asks for no other, and
+// these have the range of the sum: what half has of one that is not scaled as it will be has not.
+at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyInputs& inputs,
+                                        at::ScalarType dtype) {
+  const bool has_buffer = inputs.accumulate_into && inputs.accumulate_into->defined();
+  const bool is_rounded =
+      dtype == at::kBFloat16 && !has_buffer && inputs.weight.grad_dtype() == dtype;
+  return is_rounded ? dtype : wide_dtype(dtype);
+}
+
 at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c10::SymInt> shape,
                           const c10::SymInt& rows, at::ScalarType loss_dtype) {
   const at::Tensor& target = inputs.target;
@@ -119,7 +129,7 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& i
        rows_of_target(inputs, shape_, rows, loss_dtype),
        loss_class_weight(kOp, "class_weight", inputs.class_weight, classes, loss_dtype, device),
        inputs.reduction, inputs.ignore_index, inputs.label_smoothing, inputs.z_loss, inputs.softcap,
-       dtype, inputs.chunk_rows, inputs.shard},
+       dtype, dtype_of_weight_gradient(inputs, dtype), inputs.chunk_rows, inputs.shard},
       loss_number(kOp, "grad_scale", inputs.grad_scale, at::kFloat, device),
       loss_number(kOp, "denominator", inputs.denominator, at::kDouble, device),
       checked_buffer(inputs, loss_dtype),

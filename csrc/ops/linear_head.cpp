@@ -13,6 +13,9 @@ namespace {
 // product that its processor does not have, is no second copy of them all.
 constexpr int64_t kBlockClasses = 8192;
 
+// Bytes of a product that is rounded a block of classes at a time.
+constexpr int64_t kBlockBytes = 4 << 20;
+
 at::Tensor in_rows(const at::Tensor& matrix) {
   const bool has_rows = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
   return has_rows ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
@@ -30,12 +33,21 @@ LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>
 // Calls visit(first class, how many) for blocks of classes.
 template <typename Visit>
 void LinearHead::each_block(const Visit& visit) const {
+  const bool is_widened = weight_.is_cpu() && logits_dtype_ != weight_.scalar_type();
+  each_block_of(is_widened ? kBlockClasses : weight_.size(0), visit);
+}
+
+template <typename Visit>
+void LinearHead::each_block_of(int64_t most, const Visit& visit) const {
   const int64_t classes = weight_.size(0);
-  const int64_t most =
-      weight_.is_cpu() && logits_dtype_ != weight_.scalar_type() ? kBlockClasses : classes;
   for (int64_t first = 0; first < classes; first += most) {
     visit(first, std::min(most, classes - first));
   }
+}
+
+bool LinearHead::is_product_of(const at::Tensor& out) const {
+  return out.scalar_type() == logits_dtype_ ||
+         (out.is_cuda() && out.scalar_type() == gradient_dtype_);
 }
 
 at::Tensor LinearHead::weight_of(int64_t first, int64_t count) const {
@@ -56,12 +68,8 @@ void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
 }
 
 void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
-  at::Tensor sum = out;
-  const bool is_rounded_by_product =
-      out.is_cuda() && out.scalar_type() == gradient_dtype_ && gradient_dtype_ != logits_dtype_;
-  if (!is_rounded_by_product && out.scalar_type() != logits_dtype_) {
-    sum = at::empty(out.sizes(), out.options().dtype(logits_dtype_));
-  }
+  at::Tensor sum =
+      is_product_of(out) ? out : at::empty(out.sizes(), out.options().dtype(logits_dtype_));
   each_block([&](int64_t first, int64_t count) {
     std::optional<at::Tensor> before;
     if (first > 0) before = sum;
@@ -73,11 +81,28 @@ void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) 
 
 void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
                                  bool is_first) const {
+  if (!is_product_of(sum)) {
+    TORCH_INTERNAL_ASSERT(is_first);
+    return rounded_weight_gradient(grad, rows, sum);
+  }
   each_block([&](int64_t first, int64_t count) {
     at::Tensor some = sum.narrow(0, first, count);
     std::optional<at::Tensor> before;
     if (!is_first) before = some;
     wide_product(some, grad.narrow(1, first, count).t(), rows, before);
+  });
+}
+
+void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
+                                         at::Tensor& out) const {
+  const int64_t class_bytes = std::max<int64_t>(1, rows.size(1)) * at::elementSize(logits_dtype_);
+  const int64_t most = std::max<int64_t>(256, kBlockBytes / class_bytes);
+  const at::Tensor block =
+      at::empty({std::min(most, out.size(0)), out.size(1)}, out.options().dtype(logits_dtype_));
+  each_block_of(most, [&](int64_t first, int64_t count) {
+    at::Tensor some = block.narrow(0, 0, count);
+    wide_product(some, grad.narrow(1, first, count).t(), rows, std::nullopt);
+    out.narrow(0, first, count).copy_(some);
   });
 }
 

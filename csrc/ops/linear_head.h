@@ -24,7 +24,7 @@ class LinearHead {
   void logits(const at::Tensor& rows, at::Tensor& out) const;
   /// out = grad · weight, of any dtype
   void hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const;
-  /// sum = gradᵀ · rows, or sum += it, of the logits' dtype
+  /// sum = gradᵀ · rows, or sum += it, of the logits' dtype; of any dtype when it is the first
   void weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
                        bool is_first) const;
   /// The same for the bias.
@@ -33,6 +33,12 @@ class LinearHead {
  private:
   template <typename Visit>
   void each_block(const Visit& visit) const;
+  template <typename Visit>
+  void each_block_of(int64_t most, const Visit& visit) const;
+  // Whether products come in its dtype.
+  bool is_product_of(const at::Tensor& out) const;
+  void rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
+                               at::Tensor& out) const;
   at::Tensor weight_of(int64_t first, int64_t count) const;
 
   at::Tensor weight_;

@@ -103,10 +103,9 @@ def linear_cross_entropy(
       them that rounds those of 16 bits once more: of a loss that is divided by n say `1 / n`, or
       pass a `denominator`. Without it float16 gradients are formed of losses that are not divided
       yet.
-    - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits, and of their
-      gradient where that is apart, hold on a CPU, but at least 128, and 1 GiB on a GPU, but at
-      least 2048, whatever the number of rows there are. The same rows in the same chunks make the
-      same bits.
+    - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits hold on a
+      CPU, but at least 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048,
+      whatever the number of rows there are. The same rows in the same chunks make the same bits.
     - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
       The weight gets none then. Optimizers that are to use it want `weight.grad_dtype =
       torch.float32`, then `weight.grad = buffer`, and `zero_grad(set_to_none=False)`. DDP does not

@@ -14,11 +14,16 @@ def rows(dtype, device, count):
     )
 
 
+def dtypes(dtype):
+    """Of products, and of the weight's gradient."""
+    return dtype, torch.float32 if dtype == torch.float16 else dtype
+
+
 def forward(dtype, device, count, reduction=SUM):
     (hidden, weight, bias), target = rows(dtype, device, count)
     one = torch.ones((), device=device)
     options = (None, reduction, -100, 0.1, one, None, 1e-3, None)
-    return (hidden, weight, bias, target, *options, dtype, 3, None, None, WANTED, True)
+    return (hidden, weight, bias, target, *options, *dtypes(dtype), 3, None, None, WANTED, True)
 
 
 def backward(dtype, device, count):
@@ -38,7 +43,7 @@ def backward(dtype, device, count):
         None,
         *saved,
         *options,
-        dtype,
+        *dtypes(dtype),
         3,
         None,
         None,

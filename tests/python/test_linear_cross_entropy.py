@@ -232,3 +232,12 @@ def test_it_is_cross_entropy_of_the_product(device, dtype):
     logits = functional.linear(wide.hidden, wide.weight, wide.bias)
     expected = ampfuse.cross_entropy(logits, batch.target)
     torch.testing.assert_close(batch.loss(), expected, rtol=1e-6, atol=1e-6)
+
+
+@EVERY_REDUCTION
+def test_threads_may_be_more_than_rows(set_threads, reduction):
+    """They share a row where they can: not where its narrower gradient replaces its logits."""
+    set_threads(4)
+    for _ in range(5):
+        batch = head(torch.device("cpu"), torch.bfloat16, rows=3, classes=40000)
+        check(batch, reduction=reduction, softcap=5.0)

@@ -100,14 +100,18 @@ def test_buffers_that_do_not_fit_are_refused(device):
         batch.loss(accumulate_into=good)
 
 
+@EVERY_REDUCTION
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_weight_may_have_float32_gradients(device, dtype):
+@pytest.mark.parametrize("asked", [torch.float32, None], ids=["float32", "any"])
+@pytest.mark.parametrize("chunk_rows", [8, 21])
+def test_a_weight_may_have_float32_gradients(device, dtype, reduction, asked, chunk_rows):
     batch = head(device, dtype)
-    batch.weight.grad_dtype = torch.float32
-    batch.loss(chunk_rows=8).backward()
+    batch.weight.grad_dtype = asked
+    options = {"reduction": reduction, "chunk_rows": chunk_rows}
+    batch.loss(**options).sum().backward()
     assert batch.weight.grad.dtype == torch.float32
     grad = batch.weight.grad.clone()
-    batch.loss(chunk_rows=8).backward()
+    batch.loss(**options).sum().backward()
     torch.testing.assert_close(batch.weight.grad, 2 * grad)
     # They have digits that the weight's dtype has not.
     assert (grad != grad.to(dtype).float()).any()

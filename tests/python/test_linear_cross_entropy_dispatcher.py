@@ -46,7 +46,7 @@ def test_fake_results_look_like_real_ones(device, op, dtype):
 @pytest.mark.parametrize("op", ["linear_cross_entropy_forward", "linear_cross_entropy_backward"])
 def test_what_is_not_asked_for_is_empty(device, op, wanted):
     sample = list(LINEAR_SAMPLES[op](torch.bfloat16, device, 8))
-    sample[16 if op.endswith("forward") else 17] = wanted
+    sample[17 if op.endswith("forward") else 18] = wanted
     results = overload(op)(*sample)
     grads = results[1:4] if op.endswith("forward") else results
     assert [grad.numel() > 0 for grad in grads] == wanted
@@ -57,3 +57,21 @@ def test_the_meta_device_has_shapes(device):
     loss = overload("linear_cross_entropy")(hidden, weight, target, bias)
     assert loss.is_meta
     assert loss.shape == ()
+
+
+# What half gradients would overflow, and dtypes that nothing was multiplied in.
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"),
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("op", ["linear_cross_entropy_forward", "linear_cross_entropy_backward"])
+def test_weight_gradients_come_in_the_dtype_of_products_or_sums(device, op, dtype, of_weight):
+    sample = list(LINEAR_SAMPLES[op](dtype, device, 8))
+    sample[13 if op.endswith("forward") else 14] = of_weight
+    with pytest.raises(TypeError, match=r"weight_grad_dtype: expected .* for products of"):
+        overload(op)(*sample)

@@ -12,9 +12,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 FEW = 96 * ROWS + 4 * CLASSES * FEATURES + 2**17
 
 
-# Bytes of a sum that becomes the weight's gradient, and of a logit in a chunk with its gradient.
+# Bytes of a sum that becomes the weight's gradient.
 SUM = 4
-LOGIT = {torch.float32: 4, torch.bfloat16: 6}
 
 
 def batch_on(device, dtype, bias=False):
@@ -25,13 +24,19 @@ def size(tensor):
     return tensor.numel() * tensor.element_size()
 
 
+def bytes_of_a_logit(device, dtype):
+    """In a chunk, with its gradient: of 16 bits it is beside float logits on a GPU."""
+    return 6 if device.type == "cuda" and dtype == torch.bfloat16 else 4
+
+
 def least(batch):
     """Gradients of the hidden states and the weight."""
     return size(batch.hidden) + size(batch.weight)
 
 
 def most(batch, dtype):
-    return least(batch) + SUM * CLASSES * FEATURES + LOGIT[dtype] * CHUNK * CLASSES + FEW
+    chunk = bytes_of_a_logit(batch.hidden.device, dtype) * CHUNK * CLASSES
+    return least(batch) + SUM * CLASSES * FEATURES + chunk + FEW
 
 
 @DTYPES
@@ -63,6 +68,26 @@ def test_reduction_none_needs_no_more(device, dtype):
         batch.loss(chunk_rows=CHUNK, reduction="none").sum().backward()
 
     assert peak(device, step) <= most(batch, dtype)
+
+
+@DTYPES
+def test_what_is_kept_for_backward_are_gradients_in_their_own_dtypes(device, dtype):
+    batch = batch_on(device, dtype)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        batch.loss(chunk_rows=CHUNK)
+    assert sum(map(size, kept)) == least(batch) + 4  # and what is baked into them
+
+
+@pytest.mark.parametrize("features", [32, 256])
+def test_a_single_chunk_needs_no_sum(device, features):
+    """Of a weight that outweighs a few logits, beside what a CPU rounds at a time."""
+    batch = head(device, torch.bfloat16, 4, features, 2**16, bias=False)
+    block = 2**22 if device.type == "cpu" else 0
+    logits = bytes_of_a_logit(device, torch.bfloat16) * 4 * 2**16
+    few = FEW + 8 * 2**16 * torch.get_num_threads()
+    needed = peak(device, lambda: batch.loss().backward())
+    assert needed <= least(batch) + logits + block + few
 
 
 @DTYPES

@@ -25,9 +25,9 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, denominator) = std::nullopt;
   TORCH_ARG(double, z_loss) = 0.0;
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
-  /// How many rows at a time. By default as many as 64 MiB of logits, and of their gradient where
-  /// that is apart, hold on a CPU, but at least 128, and 1 GiB on a GPU, but at least 2048,
-  /// whatever the number of rows there are.
+  /// How many rows at a time. By default as many as 64 MiB of logits hold on a CPU, but at least
+  /// 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048, whatever the number
+  /// of rows there are.
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
   /// Float of the weight's shape (double for doubles), that backward adds the weight's gradient to.
   /// The weight gets none then.
