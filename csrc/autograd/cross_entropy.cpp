@@ -3,6 +3,7 @@
 // in backward, from the logits and a few numbers for each row: 6.
 #include "../ops/cross_entropy.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,11 +13,13 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <vector>
 
 #include "baked_gradient.h"
+#include "cross_entropy_again.h"
 #include "mutating.h"
 #include "once_differentiable.h"
 
@@ -53,14 +56,23 @@ variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& 
 struct GradientInForward : Function<GradientInForward> {
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
                                const CrossEntropyCall& call) {
+    const bool is_twice = call.is_twice_differentiable;
+    if (is_twice) ForAnotherTime(context).keep(call.on(input).arguments);
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto outputs = cross_entropy_forward(call.on(input), ForBackward::kGradient);
+    const auto outputs = cross_entropy_forward(
+        call.on(input), is_twice ? ForBackward::kGradientWithinRange : ForBackward::kGradient);
     context->save_for_backward({std::get<1>(outputs), std::get<2>(outputs)});
     return with_metrics(context, outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    return baked_gradients(context, grad_outputs[0]);
+    ForAnotherTime another(context);
+    if (c10::GradMode::is_enabled() && another.is_kept() && grad_outputs[0].defined()) {
+      return {another.gradient(grad_outputs[0]), at::Tensor()};
+    }
+    variable_list grads = baked_gradients(context, grad_outputs[0]);
+    if (!torch::autograd::get_current_graph_task_keep_graph()) another.let_go();
+    return grads;
   }
 };
 
@@ -105,6 +117,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     context->saved_data["label_smoothing"] = arguments.label_smoothing;
     context->saved_data["z_loss"] = arguments.z_loss;
     context->saved_data["softcap"] = arguments.softcap;
+    context->saved_data["is_twice_differentiable"] = call.is_twice_differentiable;
     return with_metrics(context, outputs);
   }
 
@@ -128,6 +141,10 @@ struct GradientInBackward : Function<GradientInBackward> {
                                              data["label_smoothing"].toDouble(),
                                              data["z_loss"].toDouble(),
                                              data["softcap"].toOptional<double>()};
+    if (c10::GradMode::is_enabled() && data["is_twice_differentiable"].toBool()) {
+      grads[0] = gradient_of_torch(arguments, grad_outputs[0]);
+      return grads;
+    }
     const at::Tensor statistics = saved[3].contiguous();
     const at::Tensor& divisor = saved[4];
     const at::AutoDispatchBelowAutograd below;
@@ -152,6 +169,8 @@ bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
   return arguments.input.requires_grad() && !arguments.target.requires_grad() &&
          arguments.reduction != at::Reduction::None && !stands_for_others(arguments.input) &&
+         // What is kept for another time would not be seen by hooks, a checkpoint's say.
+         !(call.is_twice_differentiable && at::SavedTensorDefaultHooks::get_hooks()) &&
          // Half gradients of a mean are mostly zeros without the scale that is to come.
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
 }
@@ -180,6 +199,20 @@ at::Tensor cross_entropy_composite(const at::Tensor& input, const at::Tensor& ta
       {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
       grad_scale, denominator, /*with_metrics=*/false);
   return rows.shaped_loss(std::get<0>(differentiable(rows.call())));
+}
+
+at::Tensor cross_entropy_as_torch_composite(const at::Tensor& input, const at::Tensor& target,
+                                            const OptionalTensor& weight, int64_t reduction,
+                                            int64_t ignore_index, double label_smoothing,
+                                            const OptionalTensor& grad_scale) {
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()),
+                    "cross_entropy.as_torch: target: has no derivative here");
+  const CrossEntropyRows rows(
+      {input, target, weight, reduction, ignore_index, label_smoothing, 0, std::nullopt},
+      grad_scale, std::nullopt, /*with_metrics=*/false);
+  CrossEntropyCall call = rows.call();
+  call.is_twice_differentiable = true;
+  return rows.shaped_loss(std::get<0>(differentiable(call)));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_metrics_composite(
@@ -222,6 +255,7 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
 
 TORCH_LIBRARY_IMPL(ampfuse, CompositeImplicitAutograd, m) {
   m.impl("cross_entropy", cross_entropy_composite);
+  m.impl("cross_entropy.as_torch", cross_entropy_as_torch_composite);
   m.impl("cross_entropy.metrics", cross_entropy_metrics_composite);
 }
 

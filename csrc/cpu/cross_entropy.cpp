@@ -49,7 +49,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const double divide_by = !is_mean      ? 1
                            : denominator ? *denominator->const_data_ptr<double>()
                                          : weight;
-  const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>()) : 1;
+  const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>(),
+                                                     divide_by, arguments.gradient_limit)
+                                 : 1;
   const bool is_each = arguments.reduction == at::Reduction::None;
   const bool with_grad = grad.numel() > 0;
   if (with_grad && !grad.is_alias_of(arguments.input)) prepare_fresh_memory(grad);

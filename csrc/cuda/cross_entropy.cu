@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <cmath>
+
 #include "../ops/cross_entropy_kernels.h"
 #include "cross_entropy_launch.h"
 #include "dispatch.h"
@@ -40,6 +42,7 @@ CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
           is_weighed ? static_cast<const TargetWeight*>(weights.const_data_ptr()) : nullptr,
           is_weighed ? static_cast<int>(weights.size(0)) : 0,
           is_mean,
+          /*limit=*/INFINITY,
           nullptr,
           divisor.mutable_data_ptr<double>(),
           complaints.on_device(),
@@ -84,6 +87,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
         reduction_of(arguments.reduction == at::Reduction::Mean, weights, complaints, divisor);
     if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
     if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
+    reduction.limit = arguments.gradient_limit;
     reduction.baked = baked.mutable_data_ptr<float>();
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const auto [grid, packs, shared] =

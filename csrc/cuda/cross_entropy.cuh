@@ -59,8 +59,9 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
   if (reduction.weights == nullptr) weight = static_cast<double>(table.rows);
   if (reduction.denominator != nullptr) weight = *reduction.denominator;
   const double divisor = reduction.is_mean ? weight : 1.0;
-  const float baked =
-      reduction.grad_scale == nullptr ? 1.0f : math::baked_scale(*reduction.grad_scale);
+  const float baked = reduction.grad_scale == nullptr
+                          ? 1.0f
+                          : math::baked_scale(*reduction.grad_scale, divisor, reduction.limit);
   if (blockIdx.x == 0) {
     const auto bad_row =
         static_cast<int64_t>(team_smallest(block, static_cast<double>(mine.bad_row)));

@@ -125,6 +125,7 @@ struct CrossEntropyReduction {
   const TargetWeight* weights;  // of blocks of targets; null where there are probabilities
   int weight_blocks;
   bool is_mean;
+  float limit;  // of what gradients are multiplied by
   float* baked;
   double* divisor;
   TargetComplaint* complaint;

@@ -129,9 +129,13 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarge
           {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.shares)}};
 }
 
-// What backward is expected to be called with: something to divide by.
-AMPFUSE_HOST_DEVICE float baked_scale(float wish) {
-  return is_finite(wish) && wish != 0 ? wish : 1.0f;
+// What backward is expected to be called with, something to divide by; or so many powers of two
+// less that divided by `divisor` it is within `limit`.
+AMPFUSE_HOST_DEVICE float baked_scale(float wish, double divisor, float limit) {
+  const float scale = is_finite(wish) && wish != 0 ? wish : 1.0f;
+  const float factor = std::fabs(scale / static_cast<float>(divisor));
+  if (!(factor > limit) || !is_finite(factor)) return scale;
+  return std::ldexp(scale, -1 - std::ilogb(factor / limit));
 }
 
 // The mean of what weighs nothing is no number, as in torch.

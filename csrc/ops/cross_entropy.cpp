@@ -231,6 +231,12 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  // What torch.nn.functional.cross_entropy may be replaced by: differentiable twice, and within
+  // range whatever backward is called with, where grad_scale is a guess.
+  m.def(
+      "cross_entropy.as_torch(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
   m.def(
       "cross_entropy.metrics(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
@@ -243,7 +249,7 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
       "(Tensor loss, Tensor baked)");
   // Rows of logits, without autograd. for_backward is ForBackward: 0, nothing; 1, statistics; 2,
-  // the gradient.
+  // the gradient; 3, one that is within range.
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "

@@ -6,6 +6,7 @@
 #include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -28,6 +29,8 @@ struct CrossEntropyArguments {
   // How many classes there are, where those here are a shard of them: math::kElsewhere may be a
   // target then.
   std::optional<int64_t> all_classes = {};
+  // Of grad_scale over the divisor.
+  float gradient_limit = HUGE_VALF;
 
   bool has_probabilities() const { return target.is_floating_point(); }
   bool has_places() const { return input.dim() == 3; }
@@ -74,16 +77,16 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
                                   const at::Tensor& grad_output, const at::Tensor& statistics,
                                   const at::Tensor& divisor);
 
-/// What forward leaves for backward.
-enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
+/// What forward leaves for backward. A gradient that is within range is so whatever backward is
+/// called with in the end: half ones may be formed of less than grad_scale, some powers of two.
+enum class ForBackward : int64_t { kNothing, kStatistics, kGradient, kGradientWithinRange };
 
 /// loss: [] or, with reduction none, [rows].
 /// grad: of the shape of input if it is asked for: of the loss, times `baked`.
-/// baked: [] float: grad_scale, or 1 where that is 0 or not finite.
-/// statistics: [rows, 4] double if they are asked for: math::RowStatistics.
-/// divisor: [] double: what the sum of losses is divided by.
-/// lse, entropy, argmax: [rows] if metrics are asked for.
-/// What is not asked for is [0].
+/// baked: [] float: grad_scale, or what is less of it for gradient_limit, or 1 where that is 0 or
+/// not finite. statistics: [rows, 4] double if they are asked for: math::RowStatistics. divisor: []
+/// double: what the sum of losses is divided by. lse, entropy, argmax: [rows] if metrics are asked
+/// for. What is not asked for is [0].
 using CrossEntropyOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                                        at::Tensor, at::Tensor, at::Tensor>;
 CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
@@ -95,6 +98,8 @@ struct CrossEntropyCall {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> denominator;
   bool with_metrics = false;
+  // As torch's function is, by which the second time is gone through.
+  bool is_twice_differentiable = false;
 
   CrossEntropyCall on(const at::Tensor& input) const {
     CrossEntropyCall call = *this;

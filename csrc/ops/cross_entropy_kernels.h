@@ -48,15 +48,18 @@ CrossEntropyOutputs forward(const at::Tensor& input, const at::Tensor& target,
                             const OptionalTensor& denominator, double z_loss,
                             std::optional<double> softcap, int64_t for_backward,
                             bool with_metrics) {
-  const CrossEntropyArguments arguments = {input,        target,          weight, reduction,
-                                           ignore_index, label_smoothing, z_loss, softcap};
+  CrossEntropyArguments arguments = {input,        target,          weight, reduction,
+                                     ignore_index, label_smoothing, z_loss, softcap};
   check_forward("cross_entropy", arguments, grad_scale, denominator);
   const auto what = static_cast<ForBackward>(for_backward);
-  TORCH_CHECK_VALUE(what >= ForBackward::kNothing && what <= ForBackward::kGradient,
-                    "cross_entropy_forward: for_backward: expected 0 (nothing), 1 (statistics) or "
-                    "2 (the gradient), got ",
+  TORCH_CHECK_VALUE(what >= ForBackward::kNothing && what <= ForBackward::kGradientWithinRange,
+                    "cross_entropy_forward: for_backward: expected 0 (nothing), 1 (statistics), 2 "
+                    "(the gradient) or 3 (the gradient within range), got ",
                     for_backward);
-  const bool with_grad = what == ForBackward::kGradient;
+  const bool is_limited = what == ForBackward::kGradientWithinRange;
+  const bool with_grad = what == ForBackward::kGradient || is_limited;
+  constexpr float kLargestHalf = 65504;
+  if (is_limited && input.scalar_type() == at::kHalf) arguments.gradient_limit = kLargestHalf;
   TORCH_CHECK_VALUE(!with_grad || reduction != at::Reduction::None,
                     "cross_entropy_forward: reduction: expected mean or sum for the gradient, got "
                     "none");

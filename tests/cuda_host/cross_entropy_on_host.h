@@ -39,9 +39,10 @@ struct Options {
   bool metrics = false;
   bool in_place = false;
   float scale = 64;
-  int kept_pieces = 1;  // packs of a row per thread for which there is shared memory
-  int64_t padding = 0;  // elements between rows of logits
-  int64_t places = 0;   // of a batch's entry; 0 where rows are in one piece
+  float limit = INFINITY;  // of scale over the divisor
+  int kept_pieces = 1;     // packs of a row per thread for which there is shared memory
+  int64_t padding = 0;     // elements between rows of logits
+  int64_t places = 0;      // of a batch's entry; 0 where rows are in one piece
   std::optional<int64_t> grad_offset = {};  // where that is not the logits'
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
 
@@ -211,6 +212,7 @@ struct Batch {
             has_indices ? weights.data() : nullptr,
             has_indices ? static_cast<int>(weights.size()) : 0,
             /*is_mean=*/true,
+            options.limit,
             &baked,
             &divisor,
             &complaint,

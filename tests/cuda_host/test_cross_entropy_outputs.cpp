@@ -148,3 +148,18 @@ TEST_CASE("what a scale has to be to be multiplied by") {
     CHECK(batch.baked == 1);
   }
 }
+
+TEST_CASE("a scale is lowered by powers of two where gradients would leave their range") {
+  Options options;
+  options.limit = 65504;
+  for (const auto& [scale, baked] : {std::pair{65504.0f * 4, 65504.0f * 4},
+                                     {65536.0f * 4, 65536.0f * 2},
+                                     {-65536.0f * 3 * 4, -65536.0f * 3},
+                                     {1e38f, std::ldexp(1e38f, -109)}}) {
+    options.scale = scale;
+    Batch<float> batch(5, 30, 0, options);
+    forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
+    CHECK(batch.divisor == 4);
+    CHECK(batch.baked == baked);
+  }
+}

@@ -14,6 +14,7 @@ def rows(dtype, device, count=4, classes=6):
 NOTHING = 0
 STATISTICS = 1
 GRADIENT = 2
+GRADIENT_WITHIN_RANGE = 3
 
 SUM = 2  # of no rows it is a number, which a mean is not
 
@@ -44,6 +45,7 @@ def rescale(dtype, device, count):
 
 CROSS_ENTROPY_SAMPLES = {
     "cross_entropy": lambda dtype, device, count: reduced(dtype, device, count),
+    "cross_entropy.as_torch": lambda dtype, device, count: reduced(dtype, device, count),
     "cross_entropy.metrics": lambda dtype, device, count: reduced(dtype, device, count),
     "cross_entropy_forward": lambda dtype, device, count: (
         *rows(dtype, device, count),

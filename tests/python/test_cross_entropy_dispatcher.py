@@ -73,8 +73,8 @@ def test_only_rows_with_memory_of_their_own_are_rescaled(device):
     assert (whole == 1).all()
 
 
-@pytest.mark.parametrize("wrong", [-1, 3])
-def test_forward_leaves_one_of_three_things(device, wrong):
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_forward_leaves_one_of_four_things(device, wrong):
     logits, target = rows(torch.float32, device)
     with pytest.raises(ValueError, match=f"for_backward: expected 0 .*, got {wrong}"):
         torch.ops.ampfuse.cross_entropy_forward(

@@ -1,0 +1,200 @@
+"""cross_entropy.as_torch, which torch's own function may be replaced by.
+
+It is differentiable twice, and its gradients are in range whatever backward is called with: the
+loss scale that they were formed with was a guess.
+"""
+
+import pytest
+import torch
+from cross_entropy_reference import exact
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+EVERY_REDUCTION = pytest.mark.parametrize("reduction", REDUCTIONS)
+SHAPES = {"rows": (6, 11), "one row": (11,), "images": (2, 11, 3, 2)}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def batch(device, dtype, shape=(6, 11)):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    places = shape[:1] * (len(shape) > 1) + shape[2:]
+    target = torch.randint(11, places, generator=generator)
+    if target.numel() > 1:
+        target.view(-1)[1] = -100
+    return logits, target.to(device)
+
+
+def as_torch(logits, target, weight=None, reduction="mean", smoothing=0.0, scale=None, ignore=-100):
+    if scale is not None:
+        scale = torch.tensor(scale, device=logits.device)
+    return torch.ops.ampfuse.cross_entropy.as_torch(
+        logits, target, weight, REDUCTIONS[reduction], ignore, smoothing, grad_scale=scale
+    )
+
+
+def twice(loss, logits):
+    """The gradient of the squared norm of the loss's gradient, weighted so that all differ."""
+    upstream = torch.linspace(0.5, 1.5, loss.numel(), device=loss.device, dtype=loss.dtype)
+    (grad,) = torch.autograd.grad(
+        loss, logits, upstream.reshape(loss.shape), create_graph=True, retain_graph=True
+    )
+    (again,) = torch.autograd.grad(grad.double().square().sum(), logits)
+    return grad, again
+
+
+@EVERY_DTYPE
+@EVERY_REDUCTION
+@EVERY_SHAPE
+@pytest.mark.parametrize("scale", [None, 64.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_second_derivatives_are_torchs(device, dtype, reduction, shape, scale, smoothing):
+    logits, target = batch(device, dtype, shape)
+    weight = torch.linspace(0.5, 1.5, 11, device=device, dtype=torch.float64)
+    wide = logits.detach().double().requires_grad_()
+    expected = twice(
+        functional.cross_entropy(
+            wide, target, weight, reduction=reduction, label_smoothing=smoothing
+        ),
+        wide,
+    )
+    mine = weight.to(torch.promote_types(dtype, torch.float32))
+    loss = as_torch(logits, target, mine, reduction, smoothing, scale)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for result, right in zip(twice(loss, logits), expected, strict=True):
+        assert result.dtype == dtype
+        error = (result.double() - right).abs().max() / right.abs().max()
+        assert error <= tolerance
+
+
+@EVERY_REDUCTION
+def test_second_derivatives_of_probabilities(device, reduction):
+    logits, _ = batch(device, torch.float64)
+    target = torch.rand(6, 11, device=device, dtype=torch.float64).softmax(1)
+    expected = twice(functional.cross_entropy(logits, target, reduction=reduction), logits)
+    result = twice(as_torch(logits, target, reduction=reduction), logits)
+    for grad, right in zip(result, expected, strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-12, atol=1e-14)
+
+
+def test_gradgradcheck():
+    logits, target = batch(torch.device("cpu"), torch.float64)
+    for reduction in REDUCTIONS:
+        assert torch.autograd.gradgradcheck(
+            lambda x, how=reduction: as_torch(x, target, reduction=how), logits
+        )
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.uint8])
+def test_second_derivatives_for_other_integers(device, index_dtype):
+    logits, target = batch(device, torch.float64)
+    target = target.clamp(min=0)
+    expected = twice(functional.cross_entropy(logits, target), logits)
+    result = twice(as_torch(logits, target.to(index_dtype)), logits)
+    for grad, right in zip(result, expected, strict=True):
+        torch.testing.assert_close(grad, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_may_be_overwritten_before_a_first_backward(device, dtype):
+    leaf, target = batch(device, dtype)
+    logits = leaf * 1
+    loss = as_torch(logits, target)
+    expected = torch.autograd.grad(functional.cross_entropy(leaf.double(), target), leaf)[0]
+    with torch.no_grad():
+        logits.zero_()
+    (grad,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    torch.testing.assert_close(grad, expected, rtol=2e-2, atol=1e-3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+def test_a_graph_that_is_done_with_lets_go_of_the_logits(device):
+    leaf, target = batch(device, torch.float32)
+    logits = leaf * 1
+    storage = logits.untyped_storage()
+    loss = as_torch(logits, target)
+    del logits
+
+    def users():
+        return torch._C._storage_Use_Count(storage._cdata)
+
+    kept = users()
+    loss.backward(retain_graph=True)
+    assert users() == kept
+    loss.backward()
+    assert users() == kept - 1
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**16, 2.0**20, 1e30])
+@pytest.mark.parametrize("upstream", [1.0, 256.0])
+def test_half_gradients_are_in_range_where_the_scale_was_not_used(device, scale, upstream):
+    """Of two rows with one that counts, a gradient of almost 1 times the scale is not in range."""
+    logits = torch.tensor([[20.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float16, device=device)
+    target = torch.tensor([1, -100], device=device)
+    logits.requires_grad_()
+    loss = as_torch(logits, target, scale=scale)
+    (grad,) = torch.autograd.grad(loss, logits, torch.tensor(upstream, device=device))
+    _, expected = exact(logits.detach().double(), target, upstream)
+    torch.testing.assert_close(grad.double(), expected, rtol=2**-10, atol=2**-24)
+
+
+def test_what_is_out_of_range_with_the_scale_is_so(device):
+    logits = torch.tensor([[20.0, 0.0]], dtype=torch.float16, device=device, requires_grad=True)
+    loss = as_torch(logits, torch.tensor([1], device=device), scale=2.0**17)
+    (grad,) = torch.autograd.grad(loss, logits, torch.tensor(2.0**17, device=device))
+    assert torch.isinf(grad).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_inside_of_a_checkpoint(device, use_reentrant, scale):
+    leaf, target = batch(device, torch.float32)
+
+    def loss_of(leaf):
+        return as_torch(leaf * 2, target, scale=scale)
+
+    loss = checkpoint(loss_of, leaf, use_reentrant=use_reentrant)
+    (grad,) = torch.autograd.grad(loss, leaf) if not use_reentrant else (backward(loss, leaf),)
+    wide = leaf.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(functional.cross_entropy(wide * 2, target), wide)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def backward(loss, leaf):
+    loss.backward()
+    return leaf.grad
+
+
+def test_a_checkpoint_keeps_no_logits(device):
+    """Hooks see all that is saved, so that they may let go of it."""
+    leaf, target = batch(device, torch.float32)
+    logits = leaf * 1
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        loss = as_torch(logits, target, scale=4.0)
+    assert any(tensor.data_ptr() == logits.data_ptr() for tensor in saved)
+    _, again = twice(loss, leaf)
+    expected = twice(functional.cross_entropy(leaf, target), leaf)[1]
+    torch.testing.assert_close(again, expected)
+
+
+def test_compiled_whole(device):
+    torch._dynamo.reset()
+    logits, target = batch(device, torch.float32)
+    compiled = torch.compile(as_torch, fullgraph=True, backend="aot_eager")
+    (grad,) = torch.autograd.grad(compiled(logits, target), logits)
+    (expected,) = torch.autograd.grad(functional.cross_entropy(logits, target), logits)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_targets_have_no_derivative(device):
+    logits, _ = batch(device, torch.float32)
+    target = torch.rand(6, 11, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="target: has no derivative here"):
+        as_torch(logits, target)
