@@ -25,7 +25,7 @@ from ampfuse.optim._columns import (
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, shared_device
 
 
-class Adam(Optimizer):
+class Adam(torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
 
     Same results as torch's fused implementation for float32 parameters, or nearer to exact ones.
@@ -72,6 +72,9 @@ class Adam(Optimizer):
     torch.float32
     """
 
+    # It is torch's for those who ask with isinstance; what torch's does is done by none of it, so
+    # that what torch's Optimizer does is called by that name.
+
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
@@ -112,11 +115,11 @@ class Adam(Optimizer):
         self.process_group = process_group
         self._columns = ColumnCache()
         self._spare_masters: adam_state.Spares = {}
-        super().__init__(params, defaults)
+        Optimizer.__init__(self, params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's options are checked as the constructor's are."""
-        super().add_param_group(param_group)
+        Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         group["state_dtype"] = adam_state.state_dtype_name(group["state_dtype"])
         try:
@@ -130,7 +133,7 @@ class Adam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
         own = {"max_grad_norm": self.max_grad_norm, "process_group": self.process_group}
-        return {**super().__getstate__(), **own}
+        return {**Optimizer.__getstate__(self), **own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
         """Another one for the same processes."""
@@ -151,7 +154,7 @@ class Adam(Optimizer):
                     new.setdefault(name, value)
                 if isinstance(old["lr"], Tensor):  # which a captured graph may read
                     new["lr"] = old["lr"].copy_(torch.as_tensor(new["lr"]))
-        super().__setstate__(state)
+        Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
         self._spare_masters = {}
         if loading is not None:
@@ -296,7 +299,7 @@ class Adam(Optimizer):
         """As torch's. Remainders are saved as the float32 masters that they stand for."""
         handle = self.register_state_dict_post_hook(adam_state.export_masters, prepend=True)
         try:
-            return super().state_dict()
+            return Optimizer.state_dict(self)
         finally:
             handle.remove()
 
@@ -321,7 +324,7 @@ class Adam(Optimizer):
         handle = self.register_load_state_dict_pre_hook(keep_state_from_torch)
         self._loading = loading
         try:
-            super().load_state_dict(state_dict)
+            Optimizer.load_state_dict(self, state_dict)
         finally:
             handle.remove()
             self._loading = None

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from ampfuse.optim.adam import Adam
 
 
-class AdamW(Adam):
+class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with master weights, clipping and unscaling inside the step.
 
     That is `Adam`, whose documentation says more, with decoupled weight decay. What torch does not
@@ -42,7 +42,8 @@ class AdamW(Adam):
         write_back_grads: bool = False,
         process_group: Any = None,
     ) -> None:
-        super().__init__(
+        Adam.__init__(
+            self,
             params,
             lr,
             betas,
@@ -62,10 +63,10 @@ class AdamW(Adam):
         """As torch's; a group whose decay is not decoupled belongs into `Adam`."""
         if param_group.get("decoupled_weight_decay") is False:
             raise ValueError("AdamW: decoupled_weight_decay: expected True, got False; use Adam")
-        super().add_param_group(param_group)
+        Adam.add_param_group(self, param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's: whatever was loaded, decay stays decoupled."""
-        super().__setstate__(state)
+        Adam.__setstate__(self, state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True
