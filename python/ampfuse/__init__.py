@@ -25,6 +25,7 @@ from ampfuse.optim._cpp_archive import (  # noqa: E402
     load_cpp_optimizer_state,
     save_cpp_optimizer_state,
 )
+from ampfuse.patching import patch, patched, unpatch  # noqa: E402
 
 __all__ = [
     "Adam",
@@ -47,8 +48,11 @@ __all__ = [
     "load_cpp_optimizer_state",
     "load_cpp_scaler_state",
     "ops",
+    "patch",
+    "patched",
     "save_cpp_optimizer_state",
     "save_cpp_scaler_state",
+    "unpatch",
 ]
 
 __version__: str = _C.build_info()["version"]

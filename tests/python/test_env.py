@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import ampfuse
-import pytest
 import torch
 from ampfuse import env
+from ampfuse.command import show
 
 
 def command(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -27,10 +27,8 @@ def test_env_shows_versions_kernels_and_what_works():
 
 
 def test_env_shows_the_same_rows_without_rich(monkeypatch, capsys):
-    from ampfuse.__main__ import print_table
-
     monkeypatch.setitem(sys.modules, "rich", None)
-    print_table([("torch", "2.11.0"), ("works on CPU", "norm")])
+    show.table([("torch", "2.11.0"), ("works on CPU", "norm")])
 
     assert capsys.readouterr().out == "torch         2.11.0\nworks on CPU  norm\n"
 
@@ -42,14 +40,6 @@ def test_an_op_that_fails_is_not_said_to_work(monkeypatch):
     monkeypatch.setattr(ampfuse.ops, "multi_tensor_norm", broken)
 
     assert dict(env.describe())["works on CPU"] == "no: no kernel image"
-
-
-@pytest.mark.parametrize("arguments", [(), ("bogus",), ("env", "--bogus")])
-def test_a_wrong_command_line_is_one_usage_message(arguments):
-    done = command(*arguments)
-
-    assert done.returncode == 2
-    assert "usage: python -m ampfuse" in done.stderr
 
 
 def test_has_cuda_agrees_with_the_build_information():

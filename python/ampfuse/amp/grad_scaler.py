@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ampfuse import _C, ops
-from ampfuse.amp import _policy
+from ampfuse.amp import _active, _policy
 from ampfuse.amp._gradients import Inspection, gather, inspect, unscaled_norm
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
 from ampfuse.amp._outputs import scaled
@@ -21,7 +22,7 @@ from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest
 
 
-class GradScaler(torch.amp.grad_scaler.GradScaler):
+class GradScaler(TorchGradScaler):
     """`torch.amp.GradScaler` that never makes the host wait for the device where it need not.
 
     Arguments, attributes, private hooks, state dictionary and error messages are torch's. With an
@@ -91,8 +92,8 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         allow_fp16_grads: bool = False,
         allow_no_grads: bool = False,
     ) -> None:
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        TorchGradScaler.__init__(  # whatever else derived classes are, too
+            self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self.max_consecutive_skips = max_consecutive_skips
         self.process_group = process_group
@@ -110,6 +111,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
         self._allow_no_grads = allow_no_grads
         self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
         self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
+        _active.note(self)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """As torch's hook of this name, but that it may be called again."""
@@ -223,10 +225,10 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
-                new_scale = new_scale.reshape(())
             if not isinstance(new_scale, Tensor):
                 new_scale = _policy.scale("new_scale", new_scale)
+            elif new_scale.numel() == 1:
+                new_scale = new_scale.reshape(())
             super().update(new_scale)
             self._inspections.clear()
             return
@@ -308,10 +310,7 @@ class GradScaler(torch.amp.grad_scaler.GradScaler):
     # --- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, which load into torch's scaler, and ours: plain numbers and words.
-
-        The history is not saved.
-        """
+        """torch's five entries, which load into torch's scaler, and ours, but not the history."""
         if not self._enabled:
             return {}
         own = dict(zip(COUNTERS, self._memory.counts(), strict=True))

@@ -1,0 +1,82 @@
+"""Torch's own names for what ampfuse is faster at, for programs that are to stay as they are.
+
+| part             | what is replaced                                                        |
+| ---------------- | ----------------------------------------------------------------------- |
+| `scaler`         | `torch.amp.GradScaler`, `torch.GradScaler`, the old ones in `cuda.amp` … |
+| `optimizers`     | `torch.optim.Adam`, `torch.optim.AdamW`                                 |
+| `cross_entropy`  | `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss` |
+| `clip_grad_norm` | `torch.nn.utils.clip_grad_norm_`                                        |
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ampfuse.patching._parts import PARTS, changing, chosen, tell_unreached
+
+__all__ = ["PARTS", "patch", "patched", "unpatch"]
+
+
+def patch(*parts: str, without: Iterable[str] = ()) -> None:
+    """Have torch's names mean ampfuse's, until `unpatch()`: of these parts, or of all.
+
+    The parts are `"scaler"`, `"optimizers"`, `"cross_entropy"` and `"clip_grad_norm"`.
+
+    - `torch.amp.GradScaler(...)` makes an `ampfuse.GradScaler`, as do its older names.
+    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, with the memory of torch's (no
+      masters), whatever torch's implementation was to be chosen. What these cannot do is left to
+      torch's class (`differentiable=True`, parameters that are neither on a CPU nor a GPU of
+      NVIDIA's), and the reason is logged, once.
+    - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
+      `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. It
+      expects the gradient that `scaler.scale(loss).backward()` brings, of the newest scaler that
+      is alive and has been used. That is a guess: where it is another scaler's scale, or the
+      gradient is taken without one, it costs a pass over the logits' gradient, which is as right.
+    - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
+
+    Names that modules imported before mean ampfuse's, too. Where torch's are referred to by other
+    names, in tables, default arguments or closures, a warning is logged that says where. Classes
+    stay torch's for `isinstance`, and for classes that derive from them. To call it again changes
+    nothing.
+
+    >>> import torch, ampfuse
+    >>> ampfuse.patch()
+    >>> torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).__module__
+    'ampfuse.optim.adamw'
+    >>> ampfuse.unpatch()
+    """
+    wanted = chosen(parts, without)
+    with changing():
+        new = [part for part in wanted if not part.is_patched]
+        for part in new:
+            part.is_patched = True
+    tell_unreached(new)
+
+
+def unpatch(*parts: str) -> None:
+    """Undo `patch()`: of these parts, or of all. Inside of a `patched()` it waits for its end."""
+    with changing():
+        for part in chosen(parts, ()):
+            part.is_patched = False
+
+
+@contextmanager
+def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
+    """As `patch()`, for a block, whatever way that ends; for all threads, and for others' blocks
+    until their own ends.
+
+    >>> import torch, ampfuse
+    >>> with ampfuse.patched("scaler"):
+    ...     scaler = torch.amp.GradScaler("cpu")
+    >>> isinstance(scaler, ampfuse.GradScaler), isinstance(scaler, torch.amp.GradScaler)
+    (True, True)
+    """
+    wanted = chosen(parts, without)
+    with changing():
+        for part in wanted:
+            part.blocks += 1
+    try:
+        yield
+    finally:
+        with changing():
+            for part in wanted:
+                part.blocks -= 1

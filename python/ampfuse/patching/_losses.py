@@ -1,0 +1,130 @@
+"""`torch.nn.functional.cross_entropy`: ours, expecting the scale of the scaler that is there."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils._device import DeviceContext
+
+from ampfuse._cross_entropy import REDUCTIONS
+from ampfuse.amp._active import active_scale
+from ampfuse.patching._usage import Usage
+
+USAGE = Usage("cross_entropy")
+
+NAME = "torch.nn.functional.cross_entropy"
+# Also where a program is traced.
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+NARROW = (torch.float16, torch.bfloat16)
+DTYPES = (*NARROW, torch.float32, torch.float64)
+
+original = functional.cross_entropy
+
+
+def stand_in(is_on: Callable[[], bool]) -> Any:
+    """For torch's function."""
+
+    @functools.wraps(original)
+    def cross_entropy(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        as_passed = (size_average, ignore_index, reduce, reduction, label_smoothing)
+        if not is_on():
+            return original(input, target, weight, *as_passed)
+        if has_torch_function_variadic(input, target, weight) and not _are_devices_alone():
+            return handle_torch_function(  # type: ignore[no-any-return]
+                original, (input, target, weight), input, target, weight, *as_passed
+            )
+        reason = _why_not(input, target, size_average, reduce, reduction)
+        if reason is not None:
+            USAGE.leave_to_torch(NAME, reason)
+            return original(input, target, weight, *as_passed)
+        return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
+
+    # TorchScript compiles what it is told here.
+    cross_entropy.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
+    return cross_entropy
+
+
+def _ours(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    # Class weights may take half gradients out of the range that is seen to. Traced, gradients are
+    # formed in backward, which is told.
+    is_scaled = weight is None or input.dtype != torch.float16
+    is_scaled = is_scaled and not torch.compiler.is_compiling() and type(input) in PLAIN[:2]
+    try:
+        loss: Tensor = torch.ops.ampfuse.cross_entropy.as_torch(
+            input,
+            target,
+            weight,
+            REDUCTIONS[reduction],
+            ignore_index,
+            label_smoothing,
+            grad_scale=active_scale(input.device) if is_scaled else None,
+        )
+    except (TypeError, ValueError, IndexError) as error:
+        # Torch's error, or what torch takes and ours does not.
+        loss = original(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
+        return loss
+    USAGE.serve()
+    if input.dtype in NARROW and not torch.is_autocast_enabled(input.device.type):
+        return loss.to(input.dtype)
+    return loss
+
+
+def _are_devices_alone() -> bool:
+    """Whether nobody looks on but default devices, which are for what makes tensors."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _why_not(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None,
+    reduce: bool | None,
+    reduction: str,
+) -> str | None:
+    if type(input) not in PLAIN or type(target) not in PLAIN:
+        return f"{type(input).__name__} and {type(target).__name__} are no plain tensors"
+    if input.device.type not in ("cpu", "cuda"):
+        return f"logits on {input.device.type}"
+    if input.dtype not in DTYPES or input.layout != torch.strided:
+        return f"logits of {input.dtype}, {input.layout}"
+    if target.requires_grad:
+        return "targets that require grad"
+    if size_average is not None or reduce is not None or reduction not in REDUCTIONS:
+        return "size_average, reduce, or a reduction of another name"
+    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        return "forward mode, or torch.func"
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        return "the graph is for elsewhere"
+    return None

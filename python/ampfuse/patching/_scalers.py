@@ -1,0 +1,81 @@
+"""`torch.amp.GradScaler` and its older names: ours."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ampfuse.amp import GradScaler
+from ampfuse.patching._stand_in import StandIn
+from ampfuse.patching._usage import Usage
+
+USAGE = Usage("scaler")
+
+
+class _CudaGradScaler(GradScaler, torch.cuda.amp.grad_scaler.GradScaler):
+    """What `torch.cuda.amp.GradScaler` is besides, for those who ask with isinstance."""
+
+
+class _CpuGradScaler(GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
+    """The same for `torch.cpu.amp.GradScaler`."""
+
+
+class Recording:
+    """Of scalers that are made while it is on: they remember, and are not forgotten."""
+
+    def __init__(self) -> None:
+        self.history = 0  # how many updates each remembers
+        self.scalers: list[GradScaler] = []
+
+    def note(self, scaler: GradScaler) -> None:
+        if self.history and scaler.is_enabled():
+            self.scalers.append(scaler)
+
+
+RECORDING = Recording()
+
+# Torch's class, ours, and the device that its name says.
+KINDS: list[tuple[Any, type[GradScaler], str | None]] = [
+    (torch.amp.grad_scaler.GradScaler, GradScaler, None),
+    (torch.cuda.amp.grad_scaler.GradScaler, _CudaGradScaler, "cuda"),
+    (torch.cpu.amp.grad_scaler.GradScaler, _CpuGradScaler, "cpu"),
+]
+
+
+def stand_in(
+    original: Any, ours: type[GradScaler], device: str | None, is_on: Callable[[], bool]
+) -> Any:
+    """For one of these classes."""
+    make = partial(_make, original, ours, device, inspect.signature(original), is_on)
+    return StandIn.of(original, make)
+
+
+def _make(
+    original: Any,
+    ours: type[GradScaler],
+    device: str | None,
+    signature: inspect.Signature,
+    is_on: Callable[[], bool],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not is_on():
+        return original(*args, **kwargs)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return original(*args, **kwargs)  # which says what is wrong
+    if device is not None:
+        original(enabled=False)  # which says that the name is deprecated
+        given["device"] = device
+    try:
+        scaler = ours(**given, history=RECORDING.history)
+    except (TypeError, ValueError) as error:
+        USAGE.leave_to_torch(f"{original.__module__}.GradScaler", str(error))
+        return original(*args, **kwargs)
+    USAGE.serve()
+    RECORDING.note(scaler)
+    return scaler

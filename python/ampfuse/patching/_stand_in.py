@@ -1,0 +1,50 @@
+"""Classes that stand in for torch's: called they make ours, and in all else they are torch's.
+
+So what was made before, or by whoever still has torch's class, is an instance of either; and who
+derives a class derives it from torch's, whose inside it may know.
+"""
+
+import inspect
+import types
+from abc import ABCMeta
+from collections.abc import Callable
+from typing import Any
+
+
+class StandIn(ABCMeta):  # so that classes may derive from one and an abstract one
+    """The class of these classes. Each derives from its `original`."""
+
+    original: type
+    make: Callable[..., Any]
+
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """For class statements that have stand-ins among their bases: torch's take their place."""
+        originals = tuple(base.original if type(base) is mcs else base for base in bases)
+        return types.new_class(name, originals, kwargs, lambda namespace: namespace.update(body))
+
+    @classmethod
+    def of(cls, original: type, make: Callable[..., Any]) -> Any:
+        """One that makes what `make` does when it is called."""
+        body = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__signature__": inspect.signature(original),
+            "original": original,
+            "make": staticmethod(make),
+        }
+        return super().__new__(cls, original.__name__, (original,), body)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make one."""
+        return cls.make(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """As torch's class says, of which ours are instances, too."""
+        return isinstance(instance, cls.original)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """The same for classes."""
+        return issubclass(subclass, cls.original)

@@ -1,0 +1,343 @@
+"""torch.nn.functional.cross_entropy while it is ampfuse's, and clip_grad_norm_."""
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.amp._active import active_scale
+from ampfuse.patching import PARTS
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+
+USAGE = PARTS["cross_entropy"].usage
+torchs = functional.cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def patched():
+    for part in PARTS.values():
+        part.usage.forget()
+    with ampfuse.patched():
+        yield
+
+
+def batch(device, dtype=torch.float32, rows=6):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, 11, generator=generator).to(device, dtype).requires_grad_()
+    return logits, torch.randint(11, (rows,), generator=generator).to(device)
+
+
+def results(loss_of, logits, *arguments, **options):
+    loss = loss_of(logits, *arguments, **options)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    return loss, grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+def test_losses_have_torchs_values_and_dtypes(device, dtype, reduction, autocast):
+    logits, target = batch(device, dtype)
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        loss, grad = results(functional.cross_entropy, logits, target, reduction=reduction)
+        expected = torchs(logits, target, reduction=reduction)
+    exact, exact_grad = results(
+        torchs, logits.detach().double().requires_grad_(), target, reduction=reduction
+    )
+    tolerance = torch.finfo(min(loss.dtype, dtype, key=lambda x: x.itemsize)).eps * 2
+    assert loss.dtype == expected.dtype
+    assert grad.dtype == dtype
+    assert_close(loss.double(), exact, rtol=tolerance, atol=tolerance)
+    assert_close(grad.double(), exact_grad, rtol=tolerance, atol=tolerance / 8)
+    assert USAGE.served == 1
+
+
+def test_the_module_is_replaced_too(device):
+    logits, target = batch(device)
+    weight = torch.linspace(0.5, 2, 11, device=device)
+    criterion = torch.nn.CrossEntropyLoss(weight, label_smoothing=0.1, ignore_index=3)
+    loss, grad = results(criterion, logits, target)
+    expected, right = results(torchs, logits, target, weight, label_smoothing=0.1, ignore_index=3)
+    assert_close(loss, expected)
+    assert_close(grad, right)
+    assert USAGE.served == 1
+
+
+def test_what_ours_does_not_take_is_torchs(device):
+    logits, target = batch(device)
+    probabilities = torch.rand(6, 11, device=device).softmax(1).requires_grad_()
+    cases = [
+        ((logits, target), {"size_average": False}),
+        ((logits, target), {"reduce": False}),
+        ((logits, probabilities), {}),
+        ((logits.to("meta"), target.to("meta")), {}),
+    ]
+    for arguments, options in cases:
+        loss = functional.cross_entropy(*arguments, **options)
+        expected = torchs(*arguments, **options)
+        assert loss.shape == expected.shape
+        assert loss.is_meta or torch.equal(loss, expected)
+    assert USAGE.served == 0
+    assert sum(USAGE.left_to_torch.values()) == len(cases)
+
+
+def error_of(call, arguments, options):
+    try:
+        call(*arguments, **options)
+    except Exception as error:
+        return error
+    raise AssertionError("there was none")
+
+
+def test_errors_are_torchs(device):
+    logits, target = batch(device)
+    cases = [
+        ((logits, target[:3]), {}),
+        ((logits, target), {"reduction": "median"}),
+        ((logits, target), {"label_smoothing": 2.0}),
+        ((logits, target.float()), {}),
+        ((logits, target, torch.ones(3, device=device)), {}),
+        ((logits,), {}),
+    ]
+    for arguments, options in cases:
+        expected = error_of(torchs, arguments, options)
+        found = error_of(functional.cross_entropy, arguments, options)
+        assert (type(found), str(found)) == (type(expected), str(expected))
+
+
+def test_a_class_there_is_not_is_torchs_error():
+    logits, _ = batch("cpu")
+    with pytest.raises(IndexError, match="Target 11 is out of bounds"):
+        functional.cross_entropy(logits, torch.full((6,), 11))
+
+
+def test_second_derivatives(device):
+    logits, target = batch(device, torch.float64)
+    for loss_of in (functional.cross_entropy, torchs):
+        (grad,) = torch.autograd.grad(loss_of(logits, target), logits, create_graph=True)
+        (again,) = torch.autograd.grad(grad.square().sum(), logits)
+        if loss_of is functional.cross_entropy:
+            found = again
+    assert_close(found, again)
+
+
+def test_functional_transforms_and_forward_mode(device):
+    logits, target = batch(device)
+    wide = logits.detach()
+    grad = torch.func.grad(functional.cross_entropy)(wide, target)
+    assert_close(grad, torch.func.grad(torchs)(wide, target))
+    each = torch.func.vmap(functional.cross_entropy)(wide, target)
+    assert_close(each, torchs(wide, target, reduction="none"))
+    _, slope = torch.func.jvp(lambda x: functional.cross_entropy(x, target), (wide,), (wide,))
+    assert_close(slope, torch.func.jvp(lambda x: torchs(x, target), (wide,), (wide,))[1])
+
+
+class Tagged(torch.Tensor):
+    """Whose losses are told by a table of torch's functions."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torchs:
+            return "told"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_are_asked_as_of_torchs_function(device):
+    logits, target = batch(device)
+    assert functional.cross_entropy(logits.detach().as_subclass(Tagged), target) == "told"
+
+
+class Plain(torch.Tensor):
+    """Without a word of its own."""
+
+
+def test_subclasses_keep_their_class(device):
+    logits, target = batch(device)
+    loss = functional.cross_entropy(logits.detach().as_subclass(Plain), target)
+    assert type(loss) is Plain
+    assert_close(loss.as_subclass(torch.Tensor), torchs(logits.detach(), target))
+
+
+class Seen(TorchFunctionMode):
+    """Remembers which functions were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_torchs_function(device):
+    logits, target = batch(device)
+    with Seen() as seen:
+        loss = functional.cross_entropy(logits, target)
+    assert torchs in seen.functions
+    assert_close(loss, torchs(logits, target))
+
+
+def test_a_default_device_changes_nothing(device):
+    logits, target = batch(device)
+    with torch.device(device):
+        functional.cross_entropy(logits, target)
+    assert USAGE.served == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_compiles_torchs(device):
+    logits, target = batch(device)
+    scripted = torch.jit.script(torch.nn.CrossEntropyLoss())
+    assert_close(scripted(logits, target), torchs(logits, target))
+    traced = torch.jit.trace(torch.nn.CrossEntropyLoss(), (logits, target))
+    assert "ampfuse" not in str(traced.inlined_graph)
+
+
+def test_exported_programs_need_nothing_of_ampfuse():
+    logits, target = batch("cpu")
+    program = torch.export.export(torch.nn.CrossEntropyLoss(), (logits.detach(), target))
+    assert "ampfuse" not in str(program.graph)
+
+
+def test_compiled_it_is_in_the_graph(device):
+    torch._dynamo.reset()
+    logits, target = batch(device)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    scaler = torch.amp.GradScaler(device.type, 4.0)
+    scaler.scale(torch.ones((), device=device))
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(torch.nn.CrossEntropyLoss(), fullgraph=True, backend=backend)
+    loss, grad = results(compiled, logits, target)
+    expected, right = results(torchs, logits, target)
+    assert_close(loss, expected)
+    assert_close(grad, right)
+    for graph in graphs:
+        assert any("ampfuse" in str(node.target) for node in graph.graph.nodes)
+    torch._dynamo.reset()
+
+
+# --- scalers -------------------------------------------------------------------------------------
+
+
+def test_the_scale_is_found_once_it_is_used(device):
+    scaler = torch.amp.GradScaler(device.type, 1024.0)
+    assert active_scale(device) is None
+    scaler.scale(torch.ones((), device=device))
+    scale = active_scale(torch.ones((), device=device).device)
+    assert scale.item() == 1024.0
+    assert scale.data_ptr() == scaler.scale_tensor().data_ptr()
+    newer = torch.amp.GradScaler(device.type, 8.0)
+    newer.scale(torch.ones((), device=device))
+    assert active_scale(scale.device).item() == 8.0
+    torch.amp.GradScaler(device.type, 2.0, enabled=False)
+    assert active_scale(scale.device).item() == 8.0
+    del newer
+    assert active_scale(scale.device).item() == 1024.0
+    del scaler, scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**16, 3.0, 2.0**24])
+@pytest.mark.parametrize("divisor", [1, 3, 4])
+def test_gradients_are_right_whatever_the_scaler_has_to_do_with_them(device, dtype, scale, divisor):
+    """Through the scaler, divided first, without it, and through another one."""
+    logits, target = batch(device, dtype, rows=64)
+    scaler, other = (torch.amp.GradScaler(device.type, s) for s in (scale, 2.0**9))
+    for one in (other, scaler):
+        one.scale(torch.ones((), device=device))
+    exact = logits.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(torchs(exact, target), exact)
+    for through, times in ((scaler, scale), (other, 2.0**9), (None, 1.0)):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = functional.cross_entropy(logits, target) / divisor
+        (grad,) = torch.autograd.grad(loss if through is None else through.scale(loss), logits)
+        expected = right * times / divisor
+        fits = expected.abs() < torch.finfo(dtype).max
+        eps = torch.finfo(dtype).eps
+        assert_close(
+            grad.double()[fits],
+            expected[fits],
+            rtol=2 * eps,
+            atol=torch.finfo(dtype).tiny * eps * 2,
+        )
+        assert torch.isinf(grad[~fits]).all()
+
+
+def test_a_scaler_that_is_gone_leaves_no_trace(device):
+    logits, target = batch(device, torch.float16)
+    scaler = torch.amp.GradScaler(device.type, 4.0)
+    scaler.scale(torch.ones((), device=device))
+    del scaler
+    _, grad = results(functional.cross_entropy, logits, target)
+    exact = logits.detach().double().requires_grad_()
+    assert_close(grad.double(), results(torchs, exact, target)[1], rtol=1e-3, atol=1e-7)
+
+
+def test_many_threads_with_scalers_of_their_own(device):
+    from concurrent.futures import ThreadPoolExecutor
+
+    logits, target = batch(device)
+    expected = results(torchs, logits, target)[1]
+
+    def work(number):
+        for _ in range(20):
+            scaler = torch.amp.GradScaler(device.type, 2.0**number)
+            loss = scaler.scale(functional.cross_entropy(logits, target))
+            (grad,) = torch.autograd.grad(loss, logits)
+            assert_close(grad, expected * 2.0**number)
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4, 12)))
+
+
+# --- clipping ------------------------------------------------------------------------------------
+
+
+def test_clipping_is_ours_and_as_torchs(device):
+    def gradients():
+        made = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(3)]
+        for number, p in enumerate(made):
+            p.grad = torch.full((4,), float(number), device=device)
+        return made
+
+    mine, others = gradients(), gradients()
+    norm = torch.nn.utils.clip_grad_norm_(mine, 1.0)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in others])
+    torch.nn.utils.clip_grads_with_norm_(others, 1.0, expected)
+    assert_close(norm, expected)
+    for p, other in zip(mine, others, strict=True):
+        assert_close(p.grad, other.grad)
+    assert torch.nn.utils.clip_grad_norm_(iter(mine), 9.0, "inf").item() == pytest.approx(
+        max(p.grad.abs().max().item() for p in mine)
+    )
+    assert PARTS["clip_grad_norm"].usage.served == 2
+
+
+def test_gradients_written_through_data_since_unscaling_are_seen():
+    """As old programs do; version counters do not tell."""
+    p = torch.nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([p], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", 4.0)
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(sgd)
+    p.grad.data.mul_(3)
+    norm = torch.nn.utils.clip_grad_norm_([p], 100.0)
+    assert norm.item() == pytest.approx(3 * 2**0.5)
+
+
+def test_no_parameters_are_warned_of_as_in_torch():
+    with pytest.warns(UserWarning, match="empty generator"):
+        torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
+    p = torch.nn.Parameter(torch.ones(1))
+    p.grad = torch.tensor([float("inf")])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)

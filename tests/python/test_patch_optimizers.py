@@ -1,0 +1,174 @@
+"""torch.optim.Adam and AdamW while they are ampfuse's, or torch's for a reason."""
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.patching import PARTS
+
+BOTH = pytest.mark.parametrize("name", ["Adam", "AdamW"])
+
+
+@pytest.fixture(autouse=True)
+def patched():
+    PARTS["optimizers"].usage.forget()
+    with ampfuse.patched("optimizers"):
+        yield
+
+
+def parameters(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (5,), ()]
+    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [torch.nn.Parameter(tensor) for tensor in made]
+
+
+def original(name):
+    return getattr(torch.optim, name).__mro__[1]
+
+
+def step(optimizer, params, number):
+    generator = torch.Generator().manual_seed(number)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p)
+    optimizer.step()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.3},
+        {"amsgrad": True, "maximize": True, "foreach": True},
+        {"capturable": False, "fused": False},
+        {"foreach": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_they_step_as_torchs(device, name, options, dtype):
+    params, others = parameters(device, dtype), parameters(device, dtype)
+    optimizer, reference = (
+        getattr(torch.optim, name)(params, **options),
+        original(name)(others, **options),
+    )
+    assert isinstance(optimizer, getattr(ampfuse, name))
+    for number in range(5):
+        step(optimizer, params, number)
+        step(reference, others, number)
+    for p, other in zip(params, others, strict=True):
+        torch.testing.assert_close(p, other, rtol=2e-6, atol=1e-7)
+    assert PARTS["optimizers"].usage.served == 5
+
+
+@BOTH
+def test_positional_arguments_are_torchs(name):
+    optimizer = getattr(torch.optim, name)(parameters("cpu"), 0.1, (0.5, 0.9), 1e-6, 0.3, True)
+    group = optimizer.param_groups[0]
+    assert [group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")] == [
+        0.1,
+        (0.5, 0.9),
+        1e-6,
+        0.3,
+        True,
+    ]
+
+
+@BOTH
+def test_parameters_may_come_in_every_way_that_torch_takes(name):
+    cls = getattr(torch.optim, name)
+    a, b = parameters("cpu")[:2]
+    ways = [
+        iter([a, b]),
+        [{"params": iter([a])}, {"params": b, "lr": 0.5}],
+        iter([{"params": [a]}, {"params": [b]}]),
+        iter([("a", a), ("b", b)]),
+        [{"params": [("a", a)]}, {"params": [("b", b)]}],
+    ]
+    for params in ways:
+        optimizer = cls(params)
+        assert isinstance(optimizer, getattr(ampfuse, name))
+        assert [p for group in optimizer.param_groups for p in group["params"]] == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "state"),
+    [
+        ([torch.bfloat16], torch.bfloat16),
+        ([torch.bfloat16, torch.float32], torch.float32),
+        ([torch.float16], torch.float32),
+    ],
+)
+def test_16_bit_parameters_have_no_masters_that_torch_had_not(dtypes, state):
+    params = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
+    optimizer = torch.optim.AdamW(params)
+    step(optimizer, params, 0)
+    for p in params:
+        assert "master_param" not in optimizer.state[p]
+        assert optimizer.state[p]["exp_avg"].dtype == state
+
+
+@BOTH
+def test_what_ours_cannot_do_is_torchs_and_the_reason_is_logged_once(name, caplog):
+    cls, torchs = getattr(torch.optim, name), original(name)
+    beta = torch.tensor(0.9)
+    for _ in range(2):
+        cases = {
+            "differentiable=True": cls(parameters("cpu"), differentiable=True),
+            "parameters on meta": cls([torch.nn.Parameter(torch.ones(2, device="meta"))]),
+            "betas in tensors": cls(parameters("cpu"), betas=(beta, beta), foreach=False),
+        }
+    for optimizer in cases.values():
+        assert type(optimizer) is torchs
+    for reason in cases:
+        told = [r.getMessage() for r in caplog.records if reason in r.getMessage()]
+        assert told == [f"torch.optim.{name} is left to torch: {reason}"]
+    assert PARTS["optimizers"].usage.left_to_torch == dict.fromkeys(cases, 2)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((), {}),
+        (([],), {}),
+        ((torch.ones(2),), {}),
+        ((5,), {}),
+        (([torch.ones(2, requires_grad=True)],), {"lr": -1.0}),
+        (([torch.ones(2, requires_grad=True)],), {"betas": (2.0, 0.9)}),
+        (([torch.ones(2, requires_grad=True)],), {"bogus": 1}),
+        (([{"params": {torch.ones(2, requires_grad=True)}}],), {}),
+    ],
+)
+def test_errors_are_torchs(name, arguments, options):
+    errors = []
+    for cls in (original(name), getattr(torch.optim, name)):
+        try:
+            cls(*arguments, **options)
+        except Exception as error:
+            errors.append((type(error), str(error)))
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+
+
+@BOTH
+def test_state_goes_to_torchs_and_back(name):
+    params, others = parameters("cpu"), parameters("cpu")
+    optimizer, reference = getattr(torch.optim, name)(params), original(name)(others)
+    for number in range(3):
+        step(optimizer, params, number)
+        step(reference, others, number)
+    optimizer.load_state_dict(reference.state_dict())
+    fresh = original(name)(parameters("cpu"))
+    fresh.load_state_dict(optimizer.state_dict())
+    for p, other in zip(params, fresh.param_groups[0]["params"], strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], fresh.state[other]["exp_avg"])
+
+
+def test_schedulers_and_hooks_see_an_optimizer_of_torchs():
+    params = parameters("cpu")
+    optimizer = torch.optim.AdamW(params, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+    step(optimizer, params, 0)
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"][0] != 0.9

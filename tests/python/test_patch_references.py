@@ -1,0 +1,111 @@
+"""Names of torch's that other modules had imported before they were replaced."""
+
+import importlib.util
+import sys
+
+import ampfuse
+import pytest
+import torch
+
+OTHER = """
+from functools import partial
+
+import torch
+from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from torch.optim import AdamW as TorchAdamW
+
+OPTIMIZERS = {"adamw": AdamW, "sgd": torch.optim.SGD}
+LOSSES = [cross_entropy]
+FIXED = (AdamW,)
+later = partial(AdamW, lr=1.0)
+
+
+class Settings:
+    AdamW = AdamW
+    optimizer = AdamW
+    loss = staticmethod(cross_entropy)
+    all = [AdamW]
+
+    def make(self, cls=AdamW): ...
+
+
+def closed_over():
+    cls = AdamW
+    return lambda: cls
+
+
+closure = closed_over()
+
+
+def with_defaults(params, cls=AdamW, *, loss=cross_entropy): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    ampfuse.unpatch()
+
+
+@pytest.fixture
+def other(tmp_path):
+    file = tmp_path / "other_module.py"
+    file.write_text(OTHER)
+    spec = importlib.util.spec_from_file_location("other_module", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["other_module"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["other_module"]
+
+
+def test_names_that_were_imported_before_mean_ours(other):
+    functional, optim = torch.nn.functional, torch.optim
+    torchs = optim.AdamW
+    with ampfuse.patched():
+        assert other.GradScaler is torch.amp.GradScaler
+        assert other.AdamW is optim.AdamW is other.Settings.AdamW
+        assert other.cross_entropy is functional.cross_entropy
+        # Whoever has another name for it may mean torch's.
+        assert other.TorchAdamW is torchs is other.OPTIMIZERS["adamw"]
+    assert other.AdamW is torchs is other.Settings.AdamW
+    assert other.cross_entropy is functional.cross_entropy
+
+
+def test_names_that_are_imported_meanwhile_are_put_back(other):
+    torchs = torch.optim.AdamW
+    with ampfuse.patched():
+        other.AdamW = torch.optim.AdamW
+    assert other.AdamW is torchs
+
+
+def test_references_that_cannot_be_changed_are_logged(other, caplog):
+    ampfuse.patch("optimizers", "cross_entropy")
+    told = [record.getMessage() for record in caplog.records if "other_module" in record.message]
+    where = {message.split(" is torch.")[0] for message in told}
+    assert where == {
+        "other_module.TorchAdamW",
+        "other_module.OPTIMIZERS['adamw']",
+        "other_module.LOSSES[0]",
+        "other_module.Settings.optimizer",
+        "other_module.Settings.loss",
+        "other_module.Settings.all[0]",
+        "other_module.FIXED[0]",
+        "other_module.later.func",
+        "a default argument of other_module.Settings.make",
+        "a default argument of other_module.with_defaults",
+        "the default loss of other_module.with_defaults",
+        "the closure of other_module.closure",
+    }
+    assert all("which is not replaced there" in message for message in told)
+
+
+def test_names_that_somebody_else_has_changed_since_are_left_alone():
+    original = torch.optim.AdamW
+    ampfuse.patch("optimizers")
+    torch.optim.AdamW = torch.optim.SGD
+    ampfuse.unpatch()
+    assert torch.optim.AdamW is torch.optim.SGD
+    torch.optim.AdamW = original
