@@ -1,37 +1,46 @@
-"""`python -m ampfuse env`: what this installation is and what works here."""
+"""`python -m ampfuse train.py`: a program as it is, with ampfuse; `python -m ampfuse env`."""
 
-import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
 
+from ampfuse.command import options, program, report, show
 from ampfuse.env import describe
+from ampfuse.patching import patch
+from ampfuse.patching._parts import PARTS
+from ampfuse.patching._scalers import RECORDING
 
 
-def print_table(rows: list[tuple[str, str]]) -> None:
-    """A table, by rich where it is installed."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        width = max(len(name) for name, _ in rows)
-        for name, text in rows:
-            print(f"{name:<{width}}  {text}")
-        return
-    table = Table(show_header=False, box=box.SIMPLE)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, text in rows:
-        table.add_row(name, text)
-    Console().print(table)
-
-
-def main() -> None:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Run a command of `python -m ampfuse`."""
-    parser = argparse.ArgumentParser(prog="python -m ampfuse")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("env", help="versions, devices, and what of ampfuse works here")
-    parser.parse_args()
-    print_table(describe())
+    chosen = options.parse(arguments)
+    if chosen.name == "env":
+        show.table(describe())
+        sys.exit()
+    parts = [PARTS[name] for name in chosen.parts]
+    if parts:
+        RECORDING.history = report.REMEMBERED
+        patch(*chosen.parts)
+    pid, start = os.getpid(), time.perf_counter()
+    run = program.run_module if chosen.is_module else program.run_script
+    try:
+        raised = run(chosen.name, chosen.arguments)
+    except program.NoProgramError as error:
+        options.refuse(str(error))
+    program.tell(raised)
+    if report.is_for_this_process(pid):
+        told = report.report(chosen.name, parts, time.perf_counter() - start, raised)
+        if not chosen.quiet:
+            show.table(show.rows(told), show.title(told), sys.stderr)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(told, indent=2) + "\n")
+        if chosen.plot is not None:
+            show.plot(told, chosen.plot)
+    program.end_as_after(raised)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""`python -m ampfuse`: a program that knows nothing of ampfuse, run with it."""

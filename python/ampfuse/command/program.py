@@ -1,0 +1,86 @@
+"""A program run as Python itself would run it: as `__main__`, with its own arguments and path."""
+
+import builtins
+import importlib.util
+import os
+import sys
+from importlib.abc import InspectLoader
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
+
+
+class NoProgramError(Exception):
+    """There is nothing to run, for the reason that it tells."""
+
+
+def run_script(name: str, arguments: list[str]) -> BaseException | None:
+    """As `python name arguments...`; returns what it raised."""
+    if os.path.isdir(name):
+        raise NoProgramError(f"{name} is a folder, not a script")
+    try:
+        with open(name, "rb") as script:
+            source = script.read()
+    except OSError as error:
+        raise NoProgramError(f"cannot read {name}: {error.strerror}") from None
+    file = os.path.abspath(name)
+    sys.argv = [name, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(file))
+    return _run(source, file, __file__=file, __loader__=SourceFileLoader("__main__", file))
+
+
+def run_module(name: str, arguments: list[str]) -> BaseException | None:
+    """As `python -m name arguments...`; returns what it raised."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name += ".__main__"
+            spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise NoProgramError(f"cannot find module {name}: {error}") from None
+    code = spec.loader.get_code(name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise NoProgramError(f"there is no module {name}")
+    sys.argv = [str(spec.origin), *arguments]
+    return _run(
+        code,
+        str(spec.origin),
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException | None:
+    """It stays `__main__`: threads, pickles, and what runs at exit may look there."""
+    main = ModuleType("__main__")
+    vars(main).update({"__builtins__": builtins, "__cached__": None, **attributes})
+    sys.modules["__main__"] = main
+    try:
+        if isinstance(code, bytes):
+            code = compile(code, file, "exec", dont_inherit=True)
+        exec(code, vars(main))
+    except BaseException as error:  # whatever it is: to be passed on
+        traceback = error.__traceback__
+        assert traceback is not None  # beginning here
+        return error.with_traceback(traceback.tb_next)
+    return None
+
+
+def tell(raised: BaseException | None) -> None:
+    """What Python writes about what nobody caught."""
+    if raised is not None and not isinstance(raised, SystemExit):
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+
+
+def end_as_after(raised: BaseException | None) -> NoReturn:
+    """End the process as Python does after that, which was told already."""
+    if isinstance(raised, SystemExit):
+        raise raised
+    if isinstance(raised, KeyboardInterrupt):  # of which a shell is told as of a signal
+        sys.excepthook = lambda *_: None
+        raise raised
+    sys.exit(0 if raised is None else 1)

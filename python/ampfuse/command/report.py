@@ -1,0 +1,89 @@
+"""What became of a program that was run with ampfuse, as plain numbers and words."""
+
+import os
+import resource
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import ampfuse
+from ampfuse.amp import GradScaler
+from ampfuse.patching._parts import Part, unreached
+from ampfuse.patching._scalers import RECORDING
+
+REMEMBERED = 2**16  # updates of each scaler: 12 bytes each on its device
+COLLAPSED = 1.0  # a scale below multiplies gradients away
+SKIPS_IN_A_ROW = 10
+
+
+def report(
+    program: str, parts: list[Part], seconds: float, raised: BaseException | None
+) -> dict[str, Any]:
+    """All there is to tell."""
+    scalers = [_of_scaler(scaler) for scaler in RECORDING.scalers]
+    return {
+        "program": program,
+        "ampfuse": ampfuse.__version__,
+        "torch": torch.__version__,
+        "seconds": seconds,
+        "ended": _ended(raised),
+        "parts": {
+            part.name: {
+                "used": part.usage.served,
+                "left_to_torch": dict(part.usage.left_to_torch),
+            }
+            for part in parts
+        },
+        "unreached": unreached(parts),
+        "scalers": scalers,
+        "peak_memory": _peak_memory(),
+        "hints": [hint for scaler in scalers for hint in _hints(scaler)],
+    }
+
+
+def _ended(raised: BaseException | None) -> str:
+    if raised is None:
+        return "as it should"
+    if isinstance(raised, SystemExit):
+        return f"by sys.exit({'' if raised.code is None else repr(raised.code)})"
+    return f"by {type(raised).__name__}"
+
+
+def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
+    history = scaler.history()
+    updates = scaler._memory.counts()[2]
+    return {
+        "updates": updates,
+        "remembered": len(history),
+        "taken": sum(not record.skipped for record in history),
+        "skipped": sum(record.skipped for record in history),
+        "scale": scaler.get_scale(),
+        "history": [list(record) for record in history],
+    }
+
+
+def _hints(scaler: dict[str, Any]) -> Iterable[str]:
+    skipped = [record[1] for record in scaler["history"]]
+    last = skipped[-SKIPS_IN_A_ROW:]
+    if scaler["scale"] < COLLAPSED or (len(last) == SKIPS_IN_A_ROW and all(last)):
+        yield (
+            f"The loss scale fell to {scaler['scale']:.3g}: gradients are not finite at any scale, "
+            "so that nothing is learned. Look for a NaN or an infinity in the loss, the data or "
+            "the learning rate; ampfuse.GradScaler.overflow_report(model) names the parameters."
+        )
+
+
+def _peak_memory() -> dict[str, int]:
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peaks = {"host": kilobytes * (1 if sys.platform == "darwin" else 1024)}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
+    return peaks
+
+
+def is_for_this_process(pid: int) -> bool:
+    """Whether this one is to tell: the one that began, and of many that run together the first."""
+    return os.getpid() == pid and os.environ.get("RANK", "0") == "0"

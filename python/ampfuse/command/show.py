@@ -1,0 +1,103 @@
+"""A report on the terminal, and as a picture."""
+
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+
+
+def title(report: dict[str, Any]) -> str:
+    """Who tells of what."""
+    return f"ampfuse {report['ampfuse']}: {report['program']}"
+
+
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """A name and what there is to say of it."""
+    told = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
+    for name, part in report["parts"].items():
+        told.append((name, f"used {_times(part['used'])}"))
+        told += [
+            ("", f"left to torch {_times(count)}: {reason}")
+            for reason, count in part["left_to_torch"].items()
+        ]
+    told += [("", what) for what in report["unreached"]]
+    for scaler in report["scalers"]:
+        told += _of_scaler(scaler)
+    told += [
+        ("peak memory" if place == "host" else f"on {place}", f"{size / 2**20:,.0f} MiB")
+        for place, size in report["peak_memory"].items()
+    ]
+    return told + [("hint", hint) for hint in report["hints"]]
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
+
+
+def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
+    if not scaler["updates"]:
+        return [("scaler", "never updated")]
+    steps = f"{scaler['taken']:,} taken, {scaler['skipped']:,} skipped"
+    if scaler["remembered"] < scaler["updates"]:
+        steps += f", of the last {scaler['remembered']:,} of {scaler['updates']:,}"
+    scales = [record[0] for record in scaler["history"]]
+    return [("steps", steps), ("scale", f"{sparkline(scales)} {scaler['scale']:,g}")]
+
+
+def sparkline(scales: list[float]) -> str:
+    """How they went, the smallest of each stretch, by powers of two."""
+    stretch = max(1, math.ceil(len(scales) / WIDTH))
+    lows = [min(scales[first : first + stretch]) for first in range(0, len(scales), stretch)]
+    levels = [math.log2(low) if 0 < low < math.inf else 0.0 for low in lows]
+    low, span = min(levels), max(levels) - min(levels)
+    if span == 0:
+        return BARS[len(BARS) // 2] * len(levels)
+    return "".join(BARS[round((level - low) / span * (len(BARS) - 1))] for level in levels)
+
+
+def table(
+    rows: list[tuple[str, str]], title: str | None = None, file: TextIO | None = None
+) -> None:
+    """Of names and what is said of them, by rich where it is installed."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        width = max(len(name) for name, _ in rows)
+        for name, text in [(title, "")] * (title is not None) + rows:
+            print(f"{name:<{width}}  {text}".rstrip(), file=file)
+        return
+    drawn = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
+    drawn.add_column(style="bold")
+    drawn.add_column()
+    for name, text in rows:
+        drawn.add_row(Text(name), Text(text))
+    Console(file=file).print(drawn)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """The scales over updates, and where steps were skipped, by matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.add_subplot(
+        title=f"Loss scale of {report['program']}", xlabel="update", ylabel="scale"
+    )
+    axes.set_yscale("log", base=2)
+    for number, scaler in enumerate(report["scalers"]):
+        first = scaler["updates"] - scaler["remembered"]
+        scales = [record[0] for record in scaler["history"]]
+        updates = range(first, first + len(scales))
+        (line,) = axes.plot(updates, scales, drawstyle="steps-post", label=f"scaler {number + 1}")
+        skipped = [
+            (first + i, record[0]) for i, record in enumerate(scaler["history"]) if record[1]
+        ]
+        if skipped:
+            axes.plot(*zip(*skipped, strict=True), "x", color=line.get_color(), label="skipped")
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path)

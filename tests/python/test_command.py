@@ -1,0 +1,305 @@
+"""`python -m ampfuse program`: a program as it is, and what is told of it at the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "120", "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class Programs:
+    """In a folder of their own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return self
+
+    def run(self, *arguments, **options):
+        command = [sys.executable, *arguments]
+        options = {"cwd": self.folder, "env": ENVIRONMENT, "text": True} | options
+        return subprocess.run(command, capture_output=True, check=False, **options)
+
+    def both(self, *arguments, **options):
+        """Without and with."""
+        return self.run(*arguments, **options), self.run(
+            "-m", "ampfuse", "--quiet", *arguments, **options
+        )
+
+
+@pytest.fixture
+def programs(tmp_path):
+    return Programs(tmp_path)
+
+
+def assert_same(plain, ours):
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == plain.stderr
+    assert ours.returncode == plain.returncode
+
+
+LOOK_AROUND = """
+import os, sys
+import beside
+print(__name__, __file__, __spec__, __package__, __doc__, __cached__, type(__loader__).__name__)
+print(sys.argv, os.path.samefile(sys.path[0], os.path.dirname(__file__)), beside.name)
+print(sys.modules["__main__"].__dict__ is globals(), __builtins__.__name__)
+if __name__ == "__main__":
+    print("main")
+"""
+
+
+def test_a_script_sees_itself_as_without(programs):
+    programs.write("scripts/look.py", LOOK_AROUND).write("scripts/beside.py", "name = __name__")
+    assert_same(*programs.both("scripts/look.py", "--lr", "1", "-m", "x", "--json", "env"))
+
+
+def test_a_module_sees_itself_as_without(programs):
+    programs.write("pack/__init__.py", "").write("pack/sibling.py", "name = 'relative'")
+    programs.write(
+        "pack/__main__.py",
+        "import sys\nfrom .sibling import name\n"
+        "print(name, sys.argv[1:], __package__, __spec__.name, __file__, sys.path[0])",
+    )
+    programs.write("pack/other.py", "import sys\nprint(__name__, __spec__.name, sys.argv)")
+    assert_same(*programs.both("-m", "pack", "-x", "--quiet"))
+    assert_same(*programs.both("-m", "pack.other", "y"))
+
+
+ENDINGS = {
+    "all is well": "print('done')",
+    "exit": "import sys; sys.exit()",
+    "a code": "import sys; sys.exit(7)",
+    "a word": "import sys; sys.exit('gone')",
+    "an exception": "def f(x):\n    return 1 / x\n\nf(0)",
+    "a chained one": "try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e",
+    "a syntax error": "print('never')\ndef f(:\n    pass",
+    "an interrupt": "raise KeyboardInterrupt",
+    "no import": "import nothing_of_that_name",
+    "an own hook": "import sys\nsys.excepthook = lambda *e: print(e[0], e[2].tb_lineno)\n1 / 0",
+    "at exit": "import atexit\natexit.register(print, 'bye')\nraise RuntimeError('x')",
+    "a hard end": "import os; print('now', flush=True); os._exit(5)",
+    "a signal": "import os; os.abort()",
+}
+
+
+@pytest.mark.parametrize("text", ENDINGS.values(), ids=list(ENDINGS))
+def test_programs_end_as_without(programs, text):
+    programs.write("end.py", text)
+    assert_same(*programs.both("end.py"))
+
+
+def test_control_c_ends_it_as_without(programs):
+    programs.write("wait.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    endings = []
+    for arguments in (["wait.py"], ["-m", "ampfuse", "wait.py"]):
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=programs.folder,
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        endings.append((process.returncode, errors))
+    (code, errors), (our_code, our_errors) = endings
+    assert our_code == code == -signal.SIGINT
+    assert our_errors.startswith(errors)
+    assert "ended" in our_errors
+    assert "by KeyboardInterrupt" in our_errors
+
+
+WORKERS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index * 2
+
+if __name__ == "__main__":
+    loader = DataLoader(
+        Numbers(), 4, num_workers=2, multiprocessing_context=sys.argv[1], persistent_workers=False
+    )
+    print([batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_start_in_every_way(programs, method):
+    programs.write("workers.py", WORKERS)
+    plain, ours = programs.both("workers.py", method)
+    assert ours.stdout == plain.stdout == "[[0, 2, 4, 6], [8, 10, 12, 14]]\n"
+    assert (ours.returncode, ours.stderr) == (0, plain.stderr)
+
+
+def test_what_main_defines_is_pickled_as_without(programs):
+    programs.write(
+        "pickles.py",
+        "import pickle\nclass C: ...\n"
+        "print(pickle.loads(pickle.dumps(C)) is C, pickle.dumps(C)[:40])",
+    )
+    assert_same(*programs.both("pickles.py"))
+
+
+TRAIN = """
+import torch
+from torch.optim import AdamW
+
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+optimizer = AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+for step in range(20):
+    with torch.autocast("cpu", torch.float16):
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 5)), torch.zeros(8).long())
+    if step == 7:
+        loss = loss * float("inf")
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+print(type(optimizer).__module__, type(scaler).__module__)
+"""
+
+
+def test_the_summary_tells_what_was_used_and_what_became_of_the_scale(programs, tmp_path):
+    programs.write("train.py", TRAIN)
+    done = programs.run("-m", "ampfuse", "--json", "told.json", "--plot", "scale.png", "train.py")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ampfuse.optim.adamw ampfuse.amp.grad_scaler\n"
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["program"] == "train.py"
+    assert told["torch"] == torch.__version__
+    assert told["ended"] == "as it should"
+    assert {name: part["used"] for name, part in told["parts"].items()} == {
+        "scaler": 1,
+        "optimizers": 20,
+        "cross_entropy": 20,
+        "clip_grad_norm": 20,
+    }
+    (scaler,) = told["scalers"]
+    assert scaler["updates"] == 20
+    assert scaler["taken"] + scaler["skipped"] == 20
+    assert scaler["skipped"] >= 1
+    assert scaler["history"][0][0] == 2.0**16
+    assert [record[1] for record in scaler["history"]].count(True) == scaler["skipped"]
+    assert told["peak_memory"]["host"] > 2**20
+    assert told["hints"] == []
+    for fact in (
+        "train.py",
+        "as it should",
+        "used 20 times",
+        f"{scaler['taken']} taken",
+        "▁",
+        "MiB",
+    ):
+        assert fact in done.stderr
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_can_be_chosen(programs):
+    programs.write("train.py", TRAIN)
+    only = programs.run("-m", "ampfuse", "--quiet", "--only", "scaler,clip_grad_norm", "train.py")
+    assert only.stdout == "torch.optim.adamw ampfuse.amp.grad_scaler\n"
+    assert only.stderr == ""
+    without = programs.run("-m", "ampfuse", "--without=scaler", "train.py")
+    assert without.stdout == "ampfuse.optim.adamw torch.amp.grad_scaler\n"
+    assert "cross_entropy" in without.stderr
+    assert "steps" not in without.stderr
+    none = programs.run("-m", "ampfuse", "--only=scaler", "--without=scaler", "train.py")
+    assert none.stdout == "torch.optim.adamw torch.amp.grad_scaler\n"
+
+
+def test_a_collapse_is_hinted_at(programs):
+    programs.write("train.py", TRAIN.replace("step == 7", "True"))
+    done = programs.run("-m", "ampfuse", "train.py")
+    assert "hint" in done.stderr
+    assert "gradients are not finite at any scale" in " ".join(done.stderr.split())
+
+
+def test_what_is_left_to_torch_is_told(programs):
+    programs.write(
+        "left.py",
+        "import torch\nfrom torch.optim import Adam as TorchAdam\n"
+        "p = torch.nn.Parameter(torch.ones(1))\n"
+        "print(type(torch.optim.Adam([p], differentiable=True)).__module__)\n"
+        "TABLE = {'adam': torch.optim.Adam}",
+    )
+    done = programs.run("-m", "ampfuse", "left.py")
+    assert done.stdout == "torch.optim.adam\n"
+    assert "left to torch once: differentiable=True" in done.stderr
+
+
+def test_it_is_told_also_of_programs_that_fail(programs, tmp_path):
+    programs.write("fail.py", "raise OSError('no disk')")
+    done = programs.run("-m", "ampfuse", "--json", "told.json", "fail.py")
+    assert done.returncode == 1
+    assert json.loads((tmp_path / "told.json").read_text())["ended"] == "by OSError"
+    assert done.stderr.index("no disk") < done.stderr.index("by OSError")
+
+
+def test_of_many_processes_one_tells(programs, tmp_path):
+    programs.write("rank.py", "print('here')")
+    for rank, told in (("0", True), ("3", False)):
+        done = programs.run("-m", "ampfuse", "rank.py", env=ENVIRONMENT | {"RANK": rank})
+        assert done.stdout == "here\n"
+        assert bool(done.stderr) == told
+
+
+def test_a_child_that_was_forked_does_not_tell(programs):
+    programs.write("fork.py", "import os\nif os.fork() == 0:\n    pass\nelse:\n    os.wait()")
+    done = programs.run("-m", "ampfuse", "fork.py")
+    assert done.stderr.count("peak memory") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing.py"], "cannot read missing.py: No such file or directory"),
+        (["."], ". is a folder, not a script"),
+        (["-m", "missing.module"], "cannot find module missing.module: No module named 'missing'"),
+        (["-m", "missing"], "there is no module missing"),
+        (["--only", "adamw", "x.py"], "unknown part 'adamw': there are scaler, optimizers"),
+        (["--without", "scaler,x", "x.py"], "unknown part 'x'"),
+        (["--fast", "x.py"], "--fast"),
+        (["--js", "f", "x.py"], "--js"),
+        (["--json"], "--json"),
+        (["env", "--all"], "env takes no arguments, got --all"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(programs, arguments, sentence):
+    done = programs.run("-m", "ampfuse", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("python -m ampfuse: ")
+    assert sentence in line
+
+
+def test_nothing_at_all_is_told_the_usage(programs):
+    done = programs.run("-m", "ampfuse")
+    assert done.returncode == 2
+    assert "usage: python -m ampfuse [options] script.py" in done.stderr
+    assert "--without PARTS" in programs.run("-m", "ampfuse", "--help").stdout

@@ -1,0 +1,65 @@
+"""Programs written against torch alone give the same results under `python -m ampfuse`."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples" / "plain_torch"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+# Of 16-bit activations, whose rounding the smallest difference before may turn: how far apart the
+# trained weights may be, and the numbers that are printed with four digits.
+WEIGHTS = 3e-2
+PRINTED = 2e-3
+
+
+def weights(path):
+    state = torch.load(path)
+    tensors = [
+        t
+        for value in state.values()
+        for t in (value.values() if isinstance(value, dict) else [value])
+    ]
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_there_are_six():
+    assert (
+        sorted(
+            ["accumulation", "char_language_model", "gan", "image_classifier", "lbfgs", "resume"]
+        )
+        == PROGRAMS
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_results_are_those_without(tmp_path, program, dtype):
+    script = FOLDER / f"{program}.py"
+    plain = run(script, "--dtype", dtype, "--save", tmp_path / "plain.pt")
+    ours = run("-m", "ampfuse", script, "--dtype", dtype, "--save", tmp_path / "ours.pt")
+
+    one, other = weights(tmp_path / "plain.pt"), weights(tmp_path / "ours.pt")
+    assert (one - other).norm() <= WEIGHTS * one.norm()
+    assert re.sub(r"\d+\.\d+", "N", ours.stdout) == re.sub(r"\d+\.\d+", "N", plain.stdout)
+    for mine, torchs in zip(
+        re.findall(r"\d+\.\d+", ours.stdout), re.findall(r"\d+\.\d+", plain.stdout), strict=True
+    ):
+        assert float(mine) == pytest.approx(float(torchs), rel=PRINTED, abs=PRINTED)
+
+    left = "optimizers" if program == "lbfgs" else None
+    for part in ("scaler", "optimizers", "cross_entropy", "clip_grad_norm"):
+        used = re.search(rf"{part} +used (.*)", ours.stderr)[1].strip()
+        assert part != left or used == "never"
+    assert "left to torch" not in ours.stderr
