@@ -203,7 +203,8 @@ def main() -> int:
     console.print(table)
     poor = [name for name, result in results.items() if result.losses[-1] > ENOUGH]
     if poor:
-        print(f"last loss above {ENOUGH}: {', '.join(poor)}", file=sys.stderr)
+        told = f"last loss above {ENOUGH} after {given.steps} steps: {', '.join(poor)}"
+        print(told, file=sys.stderr)
     return 1 if poor else 0
 
 

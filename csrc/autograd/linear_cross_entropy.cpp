@@ -1,7 +1,6 @@
 // Where the gradients of a linear cross-entropy are formed: in forward, which has the logits, of
 // what backward is expected to get; or, with reduction none, in backward, from logits that are
-// computed once more. Those of the weight and the bias come in float, and the engine rounds them
-// once to what they are added to.
+// computed once more. What comes in float, the engine rounds to what it is added to.
 #include "../ops/linear_cross_entropy.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -112,9 +111,11 @@ struct LinearGradientInForward : Function<LinearGradientInForward> {
     LinearCrossEntropyGradients gradients;
     {
       const at::AutoDispatchBelowAutograd below;
-      const at::Tensor& baked = saved[3];
-      gradients = {rescaled(saved[0], baked, grad_output), rescaled(saved[1], baked, grad_output),
-                   rescaled(saved[2], baked, grad_output)};
+      const LinearGradientMask is_needed = needed(context);
+      const auto of = [&](size_t i) {
+        return is_needed[i] ? rescaled(saved[i], saved[3], grad_output) : at::Tensor();
+      };
+      gradients = {of(0), of(1), of(2)};
     }
     return gradients_for(context, grad_output, gradients);
   }
@@ -160,20 +161,21 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     if (const auto group = data.find("group"); group != data.end()) {
       shard = class_shard_of(group->second.toStringView(), data["class_shard"].toIntVector());
     }
-    const LinearCrossEntropyArguments arguments = {saved[0],
-                                                   saved[1],
-                                                   optional(saved[2]),
-                                                   saved[3].contiguous(),
-                                                   class_weight,
-                                                   at::Reduction::None,
-                                                   data["ignore_index"].toInt(),
-                                                   data["label_smoothing"].toDouble(),
-                                                   data["z_loss"].toDouble(),
-                                                   data["softcap"].toOptional<double>(),
-                                                   data["dtype"].toScalarType(),
-                                                   data["weight_grad_dtype"].toScalarType(),
-                                                   data["chunk_rows"].toOptional<int64_t>(),
-                                                   shard};
+    const LinearCrossEntropyArguments arguments = {
+        .hidden = saved[0],
+        .weight = saved[1],
+        .bias = optional(saved[2]),
+        .target = saved[3].contiguous(),
+        .class_weight = class_weight,
+        .reduction = at::Reduction::None,
+        .ignore_index = data["ignore_index"].toInt(),
+        .label_smoothing = data["label_smoothing"].toDouble(),
+        .z_loss = data["z_loss"].toDouble(),
+        .softcap = data["softcap"].toOptional<double>(),
+        .dtype = data["dtype"].toScalarType(),
+        .weight_grad_dtype = data["weight_grad_dtype"].toScalarType(),
+        .chunk_rows = data["chunk_rows"].toOptional<int64_t>(),
+        .shard = shard};
     LinearCrossEntropyGradients gradients;
     {
       const at::AutoDispatchBelowAutograd below;

@@ -4,8 +4,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
+#include <c10/util/bit_cast.h>
 
 #include <algorithm>
+#include <functional>
+#include <string_view>
 #include <utility>
 
 #include "../math/class_shards.h"
@@ -13,6 +16,8 @@
 namespace ampfuse {
 
 namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
 
 at::Tensor finished(const at::Tensor& begun) {
   static const auto op = c10::Dispatcher::singleton()
@@ -62,11 +67,23 @@ at::Tensor gather(const ClassShard& shard, const at::Tensor& mine) {
   return finished(op.call(mine, shard.group_size, shard.group)).view(shape);
 }
 
-void check_agreement(const ClassShard& shard, const at::Tensor& weight,
-                     const std::vector<int64_t>& numbers) {
-  if (!weight.is_cpu()) return;
-  std::vector<int64_t> mine = {shard.first_class, weight.size(0), shard.num_classes};
-  mine.insert(mine.end(), numbers.begin(), numbers.end());
+void Agreement::add(const char* name, double number) {
+  add(name, c10::bit_cast<int64_t>(number));
+}
+
+void Agreement::add(const char* name, const OptionalTensor& tensor) {
+  uint64_t hash = 0;
+  if (tensor) {
+    const at::Tensor whole = tensor->contiguous();
+    const auto* const bytes = static_cast<const char*>(whole.const_data_ptr());
+    hash = std::hash<std::string_view>()({bytes, whole.nbytes()});
+  }
+  add(name, static_cast<int64_t>(hash));
+}
+
+void Agreement::check(const ClassShard& shard, int64_t classes) const {
+  std::vector<int64_t> mine = {shard.first_class, classes, shard.num_classes};
+  for (const auto& [name, number] : entries_) mine.push_back(number);
   const at::Tensor all = gather(shard, at::tensor(mine, at::kLong));
   const auto entry = all.accessor<int64_t, 2>();
   std::vector<std::pair<int64_t, int64_t>> shards;
@@ -74,11 +91,10 @@ void check_agreement(const ClassShard& shard, const at::Tensor& weight,
     shards.emplace_back(entry[rank][0], entry[rank][0] + entry[rank][1]);
     for (size_t i = 2; i < mine.size(); ++i) {
       TORCH_CHECK_VALUE(entry[rank][i] == entry[0][i],
-                        "linear_cross_entropy: expected the same of all processes that share "
-                        "classes out (as many classes in all, rows, options, and tensors that "
-                        "require grad), got ",
-                        entry[0][i], " in the first and ", entry[rank][i], " in process ", rank,
-                        " as number ", i - 2);
+                        "linear_cross_entropy: ", i == 2 ? "num_classes" : entries_[i - 3].first,
+                        ": expected the same of all processes that share classes out, got another "
+                        "in process ",
+                        rank, " than in the first");
     }
   }
   std::sort(shards.begin(), shards.end());

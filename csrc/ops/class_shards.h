@@ -8,6 +8,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cross_entropy.h"
@@ -44,8 +45,18 @@ at::Tensor gather(const ClassShard& shard, const at::Tensor& mine);
 
 /// Refuses what not all processes of a group were called with, or shards that are not all classes
 /// together, where no host of a GPU would have to wait for it: on CPUs.
-void check_agreement(const ClassShard& shard, const at::Tensor& weight,
-                     const std::vector<int64_t>& numbers);
+class Agreement {
+ public:
+  void add(const char* name, int64_t number) { entries_.emplace_back(name, number); }
+  void add(const char* name, double number);
+  /// Of all bytes, or that there is none.
+  void add(const char* name, const std::optional<at::Tensor>& tensor);
+
+  void check(const ClassShard& shard, int64_t classes) const;
+
+ private:
+  std::vector<std::pair<const char*, int64_t>> entries_;
+};
 
 /// Sums over processes, one of which is under way at a time.
 class ShardSums {

@@ -44,6 +44,7 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
       head_(arguments.weight, arguments.bias, arguments.dtype),
       loss_(arguments.loss_of_shard()) {
   loss_.is_weighed = true;
+  loss_.gradient_limit = arguments.gradient_limit();
   const at::ScalarType grad_dtype = head_.gradient_dtype();
   const bool is_apart = grad_dtype != head_.logits_dtype() && !kernels.narrows_in_place;
   // With and without gradients, so that the loss has the same bits.
@@ -58,8 +59,8 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
   const auto memory_for_rows = [&](at::ScalarType dtype) {
     const auto options = arguments.hidden.options().dtype(dtype);
     const at::Tensor rows = at::empty({std::min(rows_, count()), stride}, options);
-    prepare_fresh_memory(
-        rows);  // of the weight's gradient, which is written later, that costs time
+    // The weight's gradient is written so much later that the same takes longer than it saves.
+    prepare_fresh_memory(rows);
     return rows;
   };
   const at::Tensor logits = memory_for_rows(head_.logits_dtype());

@@ -89,8 +89,9 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
   TORCH_CHECK_TYPE(weight_grad_dtype == wide_dtype(dtype) ||
                        (dtype == at::kBFloat16 && weight_grad_dtype == dtype),
-                   kOp, ": weight_grad_dtype: expected ", wide_dtype(dtype), " for products of ",
-                   dtype, ", got ", weight_grad_dtype);
+                   kOp, ": weight_grad_dtype: expected ", wide_dtype(dtype),
+                   dtype == at::kBFloat16 ? " or BFloat16" : "", " for products of ", dtype,
+                   ", got ", weight_grad_dtype);
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kOp,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
   if (arguments.shard) check_class_weight_of_all(arguments);

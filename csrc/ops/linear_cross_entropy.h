@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -27,6 +28,10 @@ struct LinearCrossEntropyArguments {
   std::optional<int64_t> chunk_rows;
   std::optional<ClassShard>
       shard;  // where weight, bias and probabilities are those of some classes
+
+  /// Of what gradients of logits are multiplied by: half ones are multiplied by weights and added
+  /// up before backward is called with what may be less.
+  float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
   /// Of logits that have a shape, but no memory: of all classes that targets are numbered among,
   /// or have probabilities of.

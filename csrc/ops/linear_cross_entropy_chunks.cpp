@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/ldexp.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -56,11 +57,43 @@ void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTenso
                const at::Tensor& total, const LinearCrossEntropyOutputs& outputs) {
   const at::Tensor& baked = std::get<4>(outputs);
   const at::Tensor& divisor = std::get<6>(outputs);
-  baked.fill_(1);
-  if (scale) {
-    baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
-  }
   arguments.reduction == at::Reduction::Mean ? divisor.copy_(total) : divisor.fill_(1);
+  baked.fill_(1);
+  if (!scale) return;
+  baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
+  const float limit = arguments.gradient_limit();
+  if (limit == HUGE_VALF) return;
+  // math::baked_scale
+  const at::Tensor excess = (baked / divisor).abs() / limit;
+  const at::Tensor lower = at::ldexp(baked, -1 - excess.log2().floor());
+  baked.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked));
+}
+
+// What all processes that share classes out are to be called with.
+void check_agreement(const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
+                     const OptionalTensor& denominator, const LinearGradientMask& wanted,
+                     bool with_metrics) {
+  const bool has_probabilities = arguments.target.is_floating_point();
+  Agreement agreement;
+  agreement.add("rows", arguments.hidden.size(0));
+  agreement.add("features", arguments.hidden.size(1));
+  agreement.add("dtype", static_cast<int64_t>(arguments.dtype));
+  agreement.add("bias", int64_t{arguments.bias.has_value()});
+  agreement.add("targets that are probabilities", int64_t{has_probabilities});
+  if (!has_probabilities) agreement.add("target", arguments.target.to(at::kLong));
+  agreement.add("class_weight", arguments.class_weight);
+  agreement.add("reduction", arguments.reduction);
+  agreement.add("ignore_index", arguments.ignore_index);
+  agreement.add("label_smoothing", arguments.label_smoothing);
+  agreement.add("z_loss", arguments.z_loss);
+  agreement.add("softcap", arguments.softcap.value_or(0));
+  agreement.add("grad_scale", grad_scale);
+  agreement.add("denominator", denominator);
+  agreement.add("chunk_rows", arguments.chunk_rows.value_or(0));
+  agreement.add("hidden states that require grad", int64_t{wanted[0]});
+  agreement.add("tensors that require grad", int64_t{any(wanted)});
+  agreement.add("metrics", int64_t{with_metrics});
+  agreement.check(*arguments.shard, arguments.weight.size(0));
 }
 
 // In an order that does not depend on threads.
@@ -135,11 +168,8 @@ LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
   const LinearGradientMask now =
       arguments.reduction == at::Reduction::None ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
-  if (arguments.shard) {
-    check_agreement(*arguments.shard, arguments.weight,
-                    {arguments.hidden.size(0), arguments.chunk_rows.value_or(0),
-                     static_cast<int64_t>(arguments.dtype), arguments.reduction, wanted[0],
-                     any(wanted), with_metrics, arguments.target.is_floating_point()});
+  if (arguments.shard && arguments.weight.is_cpu()) {
+    check_agreement(arguments, grad_scale, denominator, wanted, with_metrics);
   }
   LinearChunks chunks(kernels, arguments, any(now));
   at::Tensor total = at::empty({}, divisor.options());

@@ -48,13 +48,20 @@ LinearCrossEntropyOutputs forward(
     at::ScalarType dtype, at::ScalarType weight_grad_dtype, std::optional<int64_t> chunk_rows,
     std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard,
     LinearGradientMask wanted, bool with_metrics) {
-  const LinearCrossEntropyArguments arguments = {hidden,       weight,
-                                                 bias,         target,
-                                                 class_weight, reduction,
-                                                 ignore_index, label_smoothing,
-                                                 z_loss,       softcap,
-                                                 dtype,        weight_grad_dtype,
-                                                 chunk_rows,   class_shard_of(group, class_shard)};
+  const LinearCrossEntropyArguments arguments = {.hidden = hidden,
+                                                 .weight = weight,
+                                                 .bias = bias,
+                                                 .target = target,
+                                                 .class_weight = class_weight,
+                                                 .reduction = reduction,
+                                                 .ignore_index = ignore_index,
+                                                 .label_smoothing = label_smoothing,
+                                                 .z_loss = z_loss,
+                                                 .softcap = softcap,
+                                                 .dtype = dtype,
+                                                 .weight_grad_dtype = weight_grad_dtype,
+                                                 .chunk_rows = chunk_rows,
+                                                 .shard = class_shard_of(group, class_shard)};
   check_linear_cross_entropy(arguments, grad_scale, denominator);
   return kKernels.forward(arguments, grad_scale, denominator, wanted, with_metrics);
 }
@@ -68,13 +75,20 @@ LinearCrossEntropyGradients backward(
     at::ScalarType dtype, at::ScalarType weight_grad_dtype, std::optional<int64_t> chunk_rows,
     std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard,
     LinearGradientMask wanted) {
-  const LinearCrossEntropyArguments arguments = {hidden,       weight,
-                                                 bias,         target,
-                                                 class_weight, reduction,
-                                                 ignore_index, label_smoothing,
-                                                 z_loss,       softcap,
-                                                 dtype,        weight_grad_dtype,
-                                                 chunk_rows,   class_shard_of(group, class_shard)};
+  const LinearCrossEntropyArguments arguments = {.hidden = hidden,
+                                                 .weight = weight,
+                                                 .bias = bias,
+                                                 .target = target,
+                                                 .class_weight = class_weight,
+                                                 .reduction = reduction,
+                                                 .ignore_index = ignore_index,
+                                                 .label_smoothing = label_smoothing,
+                                                 .z_loss = z_loss,
+                                                 .softcap = softcap,
+                                                 .dtype = dtype,
+                                                 .weight_grad_dtype = weight_grad_dtype,
+                                                 .chunk_rows = chunk_rows,
+                                                 .shard = class_shard_of(group, class_shard)};
   check_linear_cross_entropy(arguments, std::nullopt, std::nullopt);
   check_cross_entropy_backward("linear_cross_entropy_backward", arguments.loss(), grad_output,
                                statistics, divisor);

@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 
 #include <string>
+#include <utility>
 
 #include "linear_cross_entropy.h"
 #include "loss_inputs.h"
@@ -83,6 +84,22 @@ at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c1
   return readable_probabilities(target, loss_dtype).reshape_symint({rows, classes}).contiguous();
 }
 
+// Whether they may have memory in common: what is between the first number and the last.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_alias_of(b) || a.sym_numel() == 0 || b.sym_numel() == 0) return false;
+  const auto range = [](const at::Tensor& tensor) {
+    const c10::SymInt item = tensor.itemsize();
+    c10::SymInt last = tensor.sym_storage_offset();
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      last = last + (tensor.sym_size(d) - 1) * tensor.sym_stride(d);
+    }
+    return std::pair(tensor.sym_storage_offset() * item, last * item + item);
+  };
+  const auto [a_begin, a_end] = range(a);
+  const auto [b_begin, b_end] = range(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
 OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::ScalarType loss_dtype) {
   const OptionalTensor& buffer = inputs.accumulate_into;
   const at::Tensor& weight = inputs.weight;
@@ -95,9 +112,10 @@ OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::Scalar
   TORCH_CHECK_VALUE(
       buffer->layout() == at::kStrided && at::has_internal_overlap(*buffer) != at::MemOverlap::Yes,
       kOp, ": accumulate_into: expected strided memory of its own, got ", buffer->layout());
-  TORCH_CHECK_VALUE(
-      !(buffer->is_alias_of(weight) && buffer->sym_storage_offset() == weight.sym_storage_offset()),
-      kOp, ": accumulate_into: is the memory of the weight");
+  for (const at::Tensor& other : {weight, inputs.hidden}) {
+    TORCH_CHECK_VALUE(!overlap(*buffer, other), kOp,
+                      ": accumulate_into: is memory of the weight or the hidden states");
+  }
   TORCH_CHECK_VALUE(!buffer->requires_grad(), kOp,
                     ": accumulate_into: expected a tensor that does not require grad");
   TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kOp,

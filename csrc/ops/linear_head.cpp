@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 
+#include <algorithm>
+
 #include "wide_product.h"
 
 namespace ampfuse {

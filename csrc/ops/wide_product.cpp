@@ -3,6 +3,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "../cpu/bfloat16_product.h"

@@ -87,9 +87,10 @@ def linear_cross_entropy(
     Hidden states have shape `(..., H)`, the weight `(V, H)`, the bias `(V)`; targets are classes of
     shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. All that is multiplied is of
     one dtype; under autocast it becomes that one, once. Logits are of float32 where that is
-    float16 or bfloat16, and so is the sum that becomes the weight's gradient, rounded once to
-    the dtype of the weight, or not at all where `weight.grad_dtype` is float32. The loss is float32
-    (float64 of float64).
+    float16 or bfloat16, and so is the sum that becomes the weight's gradient. It is rounded to the
+    dtype of the weight, or not at all where `weight.grad_dtype` is float32, which torch.compile and
+    DDP know nothing of, and of optimizers `ampfuse.Adam`, `AdamW` and torch's SGD. The loss is
+    float32 (float64 of float64).
 
     A chunk of rows at a time becomes logits, a loss and gradients, so that with reductions mean and
     sum backward has nothing left to multiply but what it is called with. With `reduction="none"`
@@ -100,16 +101,17 @@ def linear_cross_entropy(
       `weight`).
     - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number.
       With any other number in backward the gradients are multiplied by the ratio, in a pass over
-      them that rounds those of 16 bits once more: of a loss that is divided by n say `1 / n`, or
-      pass a `denominator`. Without it float16 gradients are formed of losses that are not divided
-      yet.
+      them that rounds those of 16 bits a second time unless it is a power of two: of a loss that is
+      divided by n say `1 / n`, or pass a `denominator`. Without it float16 gradients are formed of
+      losses that are not divided yet.
     - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits hold on a
       CPU, but at least 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048,
       whatever the number of rows there are. The same rows in the same chunks make the same bits.
     - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
-      The weight gets none then. Optimizers that are to use it want `weight.grad_dtype =
-      torch.float32`, then `weight.grad = buffer`, and `zero_grad(set_to_none=False)`. DDP does not
-      reduce it; of a weight that is an embedding's, too, the embedding's part is in `weight.grad`.
+      The weight gets none then, for which DDP waits: it is not for weights inside of DDP. For
+      `ampfuse.AdamW` to use it set `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and
+      call `zero_grad(set_to_none=False)`. Of a weight that is an embedding's, too, the
+      embedding's part is in `weight.grad`.
     - `process_group`, of `torch.distributed`: the processes that share the classes out (tensor
       parallelism). Weight and bias, and probabilities, are those of the classes here: as many as
       each of the others has, in the order of ranks, or from `first_class` on of `num_classes` in
@@ -132,7 +134,14 @@ def linear_cross_entropy(
     >>> loss.detach(), hidden.grad
     (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
     """
-    _refuse_sharded(hidden=hidden, weight=weight, bias=bias, accumulate_into=accumulate_into)
+    _refuse_sharded(
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        bias=bias,
+        class_weight=class_weight,
+        accumulate_into=accumulate_into,
+    )
     options = _options(
         hidden, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )

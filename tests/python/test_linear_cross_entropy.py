@@ -241,3 +241,23 @@ def test_threads_may_be_more_than_rows(set_threads, reduction):
     for _ in range(5):
         batch = head(torch.device("cpu"), torch.bfloat16, rows=3, classes=40000)
         check(batch, reduction=reduction, softcap=5.0)
+
+
+@pytest.mark.parametrize(("classes", "rows"), [(50257, 320), (200_000, 128)])
+def test_a_chunk_has_room_for_64_mib_of_logits_on_a_cpu_or_128_rows(classes, rows):
+    batch = head(torch.device("cpu"), torch.bfloat16, 350, 4, classes, bias=False)
+
+    def bits(**options):
+        return batch.grads(batch.loss(**options))[1]
+
+    default = bits()
+    assert torch.equal(default, bits(chunk_rows=rows))
+    assert not torch.equal(default, bits(chunk_rows=rows + 32))
+
+
+@EVERY_REDUCTION
+def test_losses_have_the_same_bits_with_and_without_gradients(device, reduction):
+    batch = head(device, torch.bfloat16, 300, 16, 3000)
+    loss = batch.loss(reduction=reduction, chunk_rows=64)
+    with torch.no_grad():
+        assert torch.equal(batch.loss(reduction=reduction, chunk_rows=64), loss)

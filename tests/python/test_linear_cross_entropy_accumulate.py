@@ -57,6 +57,27 @@ def test_each_backward_adds(device, reduction):
     torch.testing.assert_close(buffer, 4 * once)
 
 
+@pytest.mark.parametrize("first", [0, 1, 100])
+def test_a_buffer_may_lie_beside_a_weight_but_not_on_it(device, first):
+    memory = torch.zeros(300, 24, device=device)
+    batch = head(device, torch.float32, bias=False)
+    weight = memory[:101].requires_grad_()
+    batch.weight = weight
+    buffer = memory.detach()[first : first + 101]
+    with pytest.raises(ValueError, match="accumulate_into: is memory of the weight"):
+        batch.loss(accumulate_into=buffer)
+    batch.loss(accumulate_into=memory.detach()[101:202]).backward()
+    assert weight.grad is None
+
+
+def test_a_buffer_may_not_be_hidden_states(device):
+    memory = torch.zeros(150, 24, device=device)
+    batch = head(device, torch.float32, bias=False)
+    batch.hidden = memory[100:121].requires_grad_()
+    with pytest.raises(ValueError, match=r"accumulate_into: is memory of .* the hidden states"):
+        batch.loss(accumulate_into=memory.detach()[:101])
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_adds_once(device, use_reentrant):
     batch = head(device, torch.float32)

@@ -138,7 +138,7 @@ def test_buffers_that_could_not_be_added_to(batch):
     weight = batch.weight.detach()
     for message, buffer in {
         "strided memory of its own": torch.zeros(1, 24, device=weight.device).expand(101, 24),
-        "is the memory of the weight": weight,
+        "is memory of the weight": weight,
     }.items():
         with pytest.raises(ValueError, match=message):
             call(batch, accumulate_into=buffer)

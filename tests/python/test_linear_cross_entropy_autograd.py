@@ -85,10 +85,9 @@ def test_a_graph_that_is_kept_gives_the_same_again(device, dtype, reduction):
     batch = head(device, dtype)
     loss = batch.loss(reduction=reduction, chunk_rows=8)
     expected = exactly(batch, 2.0, reduction=reduction)
-    for upstream in (2.0, 1.0, 2.0, 2.0):
-        grads = batch.grads(
-            loss, upstream, retain_graph=upstream == 1.0 or loss.grad_fn is None or True
-        )
+    times = (2.0, 1.0, 2.0, 2.0)
+    for number, upstream in enumerate(times):
+        grads = batch.grads(loss, upstream, retain_graph=number + 1 < len(times))
         for grad, right in zip(grads, expected.grads, strict=True):
             assert off(grad, right * (upstream / 2)) <= TOLERANCE[dtype] * 2
 
@@ -250,3 +249,39 @@ def test_other_chunks_change_last_bits_at_most(device, reduction):
         assert off(loss, right.loss) <= 5e-7
         for grad, expected in zip(batch.grads(loss), right.grads, strict=True):
             assert off(grad, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 1e30])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk_rows", [8, None])
+def test_half_gradients_are_in_range_though_the_scale_never_comes(
+    device, reduction, scale, chunk_rows
+):
+    batch = head(device, torch.float16)
+    scale = torch.tensor(scale, device=device)
+    loss = batch.loss(reduction=reduction, grad_scale=scale, chunk_rows=chunk_rows)
+    for upstream in (1.0, 64.0):
+        expected = exactly(batch, upstream, reduction=reduction).grads
+        for grad, right in zip(
+            batch.grads(loss, upstream, retain_graph=True), expected, strict=True
+        ):
+            assert off(grad, right) <= TOLERANCE[torch.float16] * 2
+
+
+def test_powers_of_two_from_upstream_round_nothing_anew(device):
+    batch = head(device, torch.bfloat16)
+    loss = batch.loss(grad_scale=torch.ones((), device=device))
+    for grad, larger in zip(
+        batch.grads(loss, 1.0, retain_graph=True), batch.grads(loss, 8.0), strict=True
+    ):
+        assert torch.equal(8 * grad, larger)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_gradients_that_nobody_asks_for_are_not_rescaled(wanted):
+    batch = head(torch.device("cpu"), torch.float32)
+    loss = 3 * batch.loss()
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        torch.autograd.grad(loss, batch.tensors()[wanted], retain_graph=True)
+    names = [event.key for event in watched.key_averages() for _ in range(event.count)]
+    assert names.count("ampfuse::cross_entropy_rescale_") == 1

@@ -37,6 +37,22 @@ def refusal(call):
     return "none"
 
 
+def options_of_one(rank):
+    """Each of which both are to have, and only the second one has."""
+    given = rank == 1
+    return {
+        "smoothing": {"label_smoothing": 0.1 * given},
+        "ignored": {"ignore_index": 3 * given},
+        "z-loss": {"z_loss": 1e-3 * given},
+        "softcap": {"softcap": 5.0 if given else None},
+        "denominator": {"denominator": 8.0 + given},
+        "scale": {"grad_scale": 8.0 if given else None},
+        "class weights": {"class_weight": torch.ones(602) if given else None},
+        "other weights": {"class_weight": torch.ones(602) + given},
+        "reduction": {"reduction": "sum" if given else "mean"},
+    }
+
+
 @scenario("refusals")
 def refused(_):
     batch, _ = whole_head(torch.float32, 602, {})
@@ -50,6 +66,8 @@ def refused(_):
     fewer = Head(mine.hidden[:count], mine.weight, mine.bias, mine.target[:count])
     frozen = Head(mine.hidden.detach(), mine.weight, mine.bias, mine.target)
     frozen.hidden.requires_grad_(dist.get_rank() == 0)
+    others = Head(mine.hidden, mine.weight, mine.bias, mine.target.roll(dist.get_rank()))
+    unbiased = Head(mine.hidden, mine.weight, mine.bias if dist.get_rank() else None, mine.target)
     probable = Head(mine.hidden, mine.weight, mine.bias, torch.ones(ROWS, 301) / 602)
     return {
         "target": refusal(lambda: outside.loss(**how)),
@@ -68,6 +86,12 @@ def refused(_):
         "rows": refusal(lambda: fewer.loss(**how)),
         "frozen in one": refusal(lambda: frozen.loss(**how)),
         "chunks": refusal(lambda: mine.loss(chunk_rows=8 + dist.get_rank(), **how)),
+        **{
+            name: refusal(lambda option=option: mine.loss(**option, **how))
+            for name, option in options_of_one(dist.get_rank()).items()
+        },
+        "targets": refusal(lambda: others.loss(**how)),
+        "biases": refusal(lambda: unbiased.loss(**how)),
         "metrics": refusal(lambda: probable.loss(return_metrics=True, **how)),
     }
 
@@ -87,8 +111,12 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(outcomes):
             "rows",
             "frozen in one",
             "chunks",
+            *options_of_one(0),
+            "targets",
+            "biases",
         ):
             assert "the same of all processes" in result[different], different
+        assert "linear_cross_entropy: label_smoothing: expected the same" in result["smoothing"]
         assert "expected indices as targets" in result["metrics"]
 
 

@@ -8,17 +8,24 @@ import pytest
 from packaging_tools import ROOT, environment, run
 
 
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
 def code_block(language: str) -> str:
-    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    return str(blocks[0])
+    (block,) = code_blocks(language)
+    return block
 
 
-def test_python_quick_start_runs(tmp_path: Path) -> None:
-    script = tmp_path / "quick_start.py"
-    script.write_text(code_block("python"))
+# How many tensors each prints.
+@pytest.mark.parametrize(("number", "tensors"), enumerate([4, 0, 0]))
+def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
+    blocks = code_blocks("python")
+    assert len(blocks) == 3
+    script = tmp_path / "example.py"
+    script.write_text(blocks[number])
     package = environment(PYTHONPATH=str(ROOT / "python"))
-    assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == 4
+    assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == tensors
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(std::string, reduction) = "mean";
   TORCH_ARG(double, label_smoothing) = 0.0;
   /// What backward will be called with. With any other number the gradients are multiplied by the
-  /// ratio, in a pass over them that rounds those of 16 bits once more. Without it half gradients
-  /// are formed of losses that are not divided yet.
+  /// ratio, in a pass over them that rounds those of 16 bits a second time. Without it half
+  /// gradients are formed of losses that are not divided yet.
   TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, denominator) = std::nullopt;
   TORCH_ARG(double, z_loss) = 0.0;
@@ -46,7 +46,8 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
 ///
 /// All that is multiplied is of one dtype; under autocast it becomes that one, once. Logits are of
 /// float where that is half or bfloat16, and so is the sum that becomes the weight's gradient,
-/// rounded once to the dtype of the weight. The loss is float, double for doubles.
+/// rounded to the dtype of the weight, or not at all where weight.grad_dtype() is float. The loss
+/// is float, double for doubles.
 ///
 /// With reductions mean and sum, backward has nothing left to multiply but what it is called with.
 /// With "none" it computes the logits once more. Tensors that require no grad cost no product.
