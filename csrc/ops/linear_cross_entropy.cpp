@@ -130,6 +130,14 @@ void put_gradients(LinearCrossEntropyOutputs& outputs, LinearCrossEntropyGradien
 
 // --- calls ---------------------------------------------------------------------------------------
 
+namespace {
+
+int64_t number_of(at::ScalarType dtype) {
+  return static_cast<int64_t>(dtype);
+}
+
+}  // namespace
+
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& a,
                                                        const OptionalTensor& grad_scale,
                                                        const OptionalTensor& denominator,
@@ -140,9 +148,9 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyA
                              .typed<LinearCrossEntropyForward>();
   const ClassShardArguments shard(a.shard);
   return op.call(a.hidden, a.weight, a.bias, a.target, a.class_weight, a.reduction, a.ignore_index,
-                 a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap, a.dtype,
-                 a.weight_grad_dtype, a.chunk_rows, shard.group(), shard.numbers(), wanted,
-                 with_metrics);
+                 a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap,
+                 number_of(a.dtype), number_of(a.weight_grad_dtype), a.chunk_rows, shard.group(),
+                 shard.numbers(), wanted, with_metrics);
 }
 
 LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad_output,
@@ -156,8 +164,8 @@ LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad
   const ClassShardArguments shard(a.shard);
   return op.call(grad_output, a.hidden, a.weight, a.bias, a.target, a.class_weight, statistics,
                  divisor, a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap,
-                 a.dtype, a.weight_grad_dtype, a.chunk_rows, shard.group(), shard.numbers(),
-                 wanted);
+                 number_of(a.dtype), number_of(a.weight_grad_dtype), a.chunk_rows, shard.group(),
+                 shard.numbers(), wanted);
 }
 
 TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
@@ -178,24 +186,25 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
   // Rows, without autograd; products in `dtype`. `class_shard`, of a group of processes:
-  // [group_size, first_class, num_classes].
+  // [group_size, first_class, num_classes]. Dtypes are numbers, c10's: what a package compiled
+  // ahead of time has as a ScalarType comes as another one (torch 2.11).
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
-      "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, ScalarType dtype, "
-      "ScalarType weight_grad_dtype, int? chunk_rows, str? group, int[]? class_shard, bool[3] "
-      "output_mask, "
-      "bool with_metrics) -> (Tensor loss, "
-      "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor baked, "
-      "Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
+      "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, int dtype, "
+      "int weight_grad_dtype, int? chunk_rows, str? group, int[]? class_shard, "
+      "bool[3] output_mask, bool with_metrics) -> (Tensor loss, Tensor grad_hidden, Tensor "
+      "grad_weight, "
+      "Tensor grad_bias, Tensor baked, Tensor statistics, Tensor divisor, Tensor lse, Tensor "
+      "entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
       "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
-      "ScalarType dtype, ScalarType weight_grad_dtype, int? chunk_rows, str? group, int[]? "
-      "class_shard, "
-      "bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+      "int dtype, int weight_grad_dtype, int? chunk_rows, str? group, "
+      "int[]? class_shard, bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor "
+      "grad_bias)",
       {at::Tag::pt2_compliant_tag});
 }
 

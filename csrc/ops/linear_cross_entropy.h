@@ -132,13 +132,13 @@ LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
 using LinearCrossEntropyForward = LinearCrossEntropyOutputs(
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
     const std::optional<at::Tensor>&, int64_t, int64_t, double, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, double, std::optional<double>, at::ScalarType, at::ScalarType,
+    const std::optional<at::Tensor>&, double, std::optional<double>, int64_t, int64_t,
     std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
     LinearGradientMask, bool);
 using LinearCrossEntropyBackward = LinearCrossEntropyGradients(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    int64_t, int64_t, double, double, std::optional<double>, at::ScalarType, at::ScalarType,
+    int64_t, int64_t, double, double, std::optional<double>, int64_t, int64_t,
     std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
     LinearGradientMask);
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
