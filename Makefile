@@ -12,6 +12,8 @@ export AMPFUSE_WITH_CUDA ?= AUTO
 READY := .venv/.ready-$(AMPFUSE_WITH_CUDA)
 export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
 export CTEST_PARALLEL_LEVEL ?= 2
+# Two processes, each with files of tests of its own, which share what a file makes once.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 # What the packaging tests build, in a copy of this checkout, was mostly compiled here before. The
 # server, where one can be started, is the checkout's own, by a name as short as sockets' have to be.
 SCCACHE := $(CURDIR)/$(BIN)/sccache
@@ -51,11 +53,11 @@ demo: build  ## train on handwritten digits in fp32, with torch's AMP and with a
 	$(BIN)/python examples/digits.py
 
 test: catch2 build  ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 	$(BIN)/ctest --test-dir build --output-on-failure --no-tests=error
 
 test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 	$(BIN)/ctest --test-dir build --output-on-failure --no-tests=error
 
 bench: build  ## compare with torch, quickly; BENCH_FLAGS= for all cases, BENCH_FLAGS=--help
