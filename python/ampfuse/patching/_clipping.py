@@ -24,29 +24,23 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
     """For torch's function."""
 
     @functools.wraps(original)
-    def replaced(
-        parameters: TensorOrTensors,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        rest = (max_norm, norm_type, error_if_nonfinite, foreach)
+    def replaced(parameters: TensorOrTensors, *rest: Any, **named: Any) -> Tensor:
         if not is_on():
-            return original(parameters, *rest)
+            return original(parameters, *rest, **named)
         if torch.compiler.is_compiling():
-            return clip_grad_norm_(parameters, *rest)
+            return clip_grad_norm_(parameters, *rest, **named)
         if isinstance(parameters, GeneratorType):
             parameters = list(parameters)
             if not parameters:
-                return original((parameter for parameter in parameters), *rest)  # which warns
+                empty = (parameter for parameter in parameters)
+                return original(empty, *rest, **named)  # which warns
         # Programs may have written gradients through .data since unscale_().
         _C.forget_norms()
         try:
-            norm = clip_grad_norm_(parameters, *rest)
+            norm = clip_grad_norm_(parameters, *rest, **named)
         except (TypeError, ValueError) as error:  # before anything is written
             USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
-            return original(parameters, *rest)
+            return original(parameters, *rest, **named)
         USAGE.serve()
         return norm
 

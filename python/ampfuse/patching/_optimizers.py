@@ -1,6 +1,5 @@
 """`torch.optim.Adam` and `AdamW`: ours, where they compute what torch's would."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -22,24 +21,10 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 def stand_in(ours: type[Adam], is_on: Callable[[], bool]) -> Any:
     """For torch's class of that name."""
     original: type[Optimizer] = getattr(torch.optim, ours.__name__)
-    return StandIn.of(original, partial(_make, original, ours, inspect.signature(original), is_on))
+    return StandIn.of(original, is_on, partial(_make, original, ours))
 
 
-def _make(
-    original: Any,
-    ours: type[Adam],
-    signature: inspect.Signature,
-    is_on: Callable[[], bool],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Optimizer:
-    if not is_on():
-        return original(*args, **kwargs)  # type: ignore[no-any-return]
-    try:
-        given = signature.bind(*args, **kwargs).arguments
-    except TypeError:
-        return original(*args, **kwargs)  # type: ignore[no-any-return]  # which says what is wrong
+def _make(original: Any, ours: type[Adam], given: dict[str, Any]) -> Optimizer:
     given["params"] = _listed(given.get("params"))
     reason = _why_not(given)
     if reason is None:

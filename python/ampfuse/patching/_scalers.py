@@ -1,6 +1,5 @@
 """`torch.amp.GradScaler` and its older names: ours."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,34 +47,19 @@ def stand_in(
     original: Any, ours: type[GradScaler], device: str | None, is_on: Callable[[], bool]
 ) -> Any:
     """For one of these classes."""
-    make = partial(_make, original, ours, device, inspect.signature(original), is_on)
-    return StandIn.of(original, make)
+    return StandIn.of(original, is_on, partial(_make, original, ours, device))
 
 
-def _make(
-    original: Any,
-    ours: type[GradScaler],
-    device: str | None,
-    signature: inspect.Signature,
-    is_on: Callable[[], bool],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if not is_on():
-        return original(*args, **kwargs)
-    try:
-        given = signature.bind(*args, **kwargs).arguments
-    except TypeError:
-        return original(*args, **kwargs)  # which says what is wrong
+def _make(original: Any, ours: type[GradScaler], device: str | None, given: dict[str, Any]) -> Any:
+    named: dict[str, Any] = {}
     if device is not None:
         original(enabled=False)  # which says that the name is deprecated
-        given["device"] = device
+        named["device"] = device
     try:
-        scaler = ours(**given, history=RECORDING.history)
+        scaler = ours(**named, **given, history=RECORDING.history)
     except (TypeError, ValueError) as error:
         USAGE.leave_to_torch(f"{original.__module__}.GradScaler", str(error))
-        return original(*args, **kwargs)
+        return original(**given)
     USAGE.serve()
     RECORDING.note(scaler)
     return scaler

@@ -14,8 +14,9 @@ from typing import Any
 class StandIn(ABCMeta):  # so that classes may derive from one and an abstract one
     """The class of these classes. Each derives from its `original`."""
 
-    original: type
-    make: Callable[..., Any]
+    original: Any
+    is_on: Callable[[], bool]
+    make: Callable[[dict[str, Any]], Any]
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
@@ -25,21 +26,30 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         return types.new_class(name, originals, kwargs, lambda namespace: namespace.update(body))
 
     @classmethod
-    def of(cls, original: type, make: Callable[..., Any]) -> Any:
-        """One that makes what `make` does when it is called."""
+    def of(
+        cls, original: Any, is_on: Callable[[], bool], make: Callable[[dict[str, Any]], Any]
+    ) -> Any:
+        """One that makes what `make` does of the arguments by name, while `is_on()`."""
         body = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "__signature__": inspect.signature(original),
             "original": original,
+            "is_on": staticmethod(is_on),
             "make": staticmethod(make),
         }
         return super().__new__(cls, original.__name__, (original,), body)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make one."""
-        return cls.make(*args, **kwargs)
+        if not cls.is_on():
+            return cls.original(*args, **kwargs)
+        try:
+            given = inspect.signature(cls.original).bind(*args, **kwargs).arguments
+        except TypeError:
+            return cls.original(*args, **kwargs)  # which says what is wrong
+        return cls.make(given)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         """As torch's class says, of which ours are instances, too."""
