@@ -110,6 +110,8 @@ def test_control_c_ends_it_as_without(programs):
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # What a shell starts in the background ignores it, and so would this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)
