@@ -1,5 +1,6 @@
 """One read of an optimizer's gradients, wherever they are: unscaled, looked through, measured."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from ampfuse import _C, ops
 from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest, spread_dimensions
 from ampfuse.optim._state import is_sharded, local
+from ampfuse.optim._traced import groups_of
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Gradients:
 class Inspection:
     """What one look at an optimizer's gradients told; all on the devices of the gradients."""
 
-    params: _C.WeakTensors  # which a model may take with it
+    params: "_C.WeakTensors | TracedWeakTensors"  # which a model may take with it
     norms: list[Tensor]  # of the parameters' gradients, one tensor per device
     total_norms: list[Tensor]  # one per device, of what this process has
     are_whole: bool  # whether that is all of all gradients
@@ -53,9 +55,9 @@ class Inspection:
 def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
     """The gradients of all groups."""
     found = Gradients()
-    for group_index, group in enumerate(optimizer.param_groups):
+    for group_index, group in enumerate(groups_of(optimizer)):
         params = list(group["params"])
-        ordinary, others = _C.ordinary_grads(params, allow_fp16)
+        ordinary, others = ordinary_grads(params, allow_fp16)
         for of_device in ordinary:
             found.add(*of_device)
         for index in others:
@@ -75,6 +77,13 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
                 spread = spread_dimensions(param.grad.placements)
                 found.meshes |= {(mesh, dimension): None for dimension in spread}
     return found
+
+
+def ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
+    """Per device, parameters and their gradients of which all is well; and places of others."""
+    if torch.compiler.is_compiling():
+        return [], [place for place, param in enumerate(params) if param.grad is not None]
+    return _C.ordinary_grads(params, allow_fp16)
 
 
 def dense_part(param: Tensor) -> Tensor:
@@ -112,7 +121,25 @@ def inspect(
     if gradients.meshes or process_group is not None:
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
     are_whole = gradients.are_whole and process_group is None
-    return flags, Inspection(_C.WeakTensors(params), norms, total_norms, are_whole)
+    return flags, Inspection(weak(params), norms, total_norms, are_whole)
+
+
+@dataclass
+class TracedWeakTensors:
+    """`_C.WeakTensors` for the compiler, which can make one."""
+
+    references: "list[weakref.ref[Tensor]]"
+
+    def alive(self) -> list[Tensor | None]:
+        """None for those that are gone."""
+        return [reference() for reference in self.references]
+
+
+def weak(tensors: list[Tensor]) -> _C.WeakTensors | TracedWeakTensors:
+    """References that keep none alive."""
+    if torch.compiler.is_compiling():
+        return TracedWeakTensors([weakref.ref(tensor) for tensor in tensors])
+    return _C.WeakTensors(tensors)
 
 
 def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | None:

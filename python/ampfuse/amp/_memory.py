@@ -48,11 +48,12 @@ class Memory:
         self._history: Tensor | None = None
         self._recorded_from = 0  # the first update of which the history knows
         self._found_inf: Tensor | None = None  # of the last step
-        self._is_replayed = False  # that step, by a CUDA graph
+        self._is_replayed = False  # that step, by a graph
         self._counters_mirror = Mirror()
         self._skips_in_a_row = 0  # that the host knows of
         self._found_inf_mirror: Mirror | None = None  # once somebody has asked
         self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REMEMBERED)
+        self._compiled_step: tuple[Tensor, Inspection | None] | None = None  # if it was the last
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The counters and the history, which are made where they are first needed."""
@@ -81,6 +82,11 @@ class Memory:
     def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
         """A step is about to be taken, unless the flag says otherwise."""
         self._found_inf = found_inf
+        if torch.compiler.is_compiling():  # nothing is read: a graph would be for what was there
+            self._is_replayed = True
+            self._compiled_step = (found_inf, inspection)
+            return
+        self._compiled_step = None
         self._is_replayed = found_inf.is_cuda and is_capturing()
         if self._found_inf_mirror is not None and not self._is_replayed:
             self._found_inf_mirror.send(found_inf)
@@ -146,8 +152,9 @@ class Memory:
 
     def offenders(self) -> list[Tensor]:
         """Parameters whose gradients were not finite in the last skipped step that is known."""
-        for found_inf, inspection in reversed(self._steps):
-            if found_inf.item() != 0:
+        steps = [*self._steps, *([] if self._compiled_step is None else [self._compiled_step])]
+        for found_inf, inspection in reversed(steps):
+            if inspection is not None and found_inf.item() != 0:
                 norms = [norm for norms in inspection.norms for norm in norms.tolist()]
                 pairs = zip(inspection.params.alive(), norms, strict=True)
                 found = [param for param, norm in pairs if not math.isfinite(norm)]

@@ -114,7 +114,7 @@ class Policy:
     @property
     def options(self) -> dict[str, Any]:
         """As the op and state dictionaries have them."""
-        return vars(self)
+        return {name: getattr(self, name) for name in self.__match_args__}
 
     def updated(self, saved: dict[str, Any]) -> "Policy":
         """What a state dictionary says, and this where it says nothing."""

@@ -31,26 +31,36 @@ def step_with_tensors(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """`optimizer.step(*args, **kwargs)`, with attributes that are there for its duration.
+    """`optimizer.step(*args, **kwargs)`, which finds scale and flag for its duration.
 
     `scale`: by which gradients are scaled still, besides the user's own `grad_scale`, if there is
     one.
-
-    Inside `torch.compile` the graph ends before it: such attributes cannot be traced.
     """
-    step = _untraced_step if torch.compiler.is_compiling() else _step
-    return step(optimizer, scale, found_inf, args, kwargs)
+    users_own = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        scale = users_own
+    elif users_own is not None:
+        scale = scale * users_own
+    if not torch.compiler.is_compiling():
+        return _step(optimizer, scale, found_inf, args, kwargs)
+    if isinstance(optimizer, Adam):
+        return _traced_step(optimizer, scale, found_inf, args, kwargs)
+    return _untraced_step(optimizer, scale, found_inf, args, kwargs)
+
+
+def has_pre_hooks(optimizer: Any) -> bool:
+    """They may write gradients, and that without moving version counters."""
+    return (
+        len(torch_optimizer._global_optimizer_pre_hooks) + len(optimizer._optimizer_step_pre_hooks)
+        > 0
+    )
 
 
 def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
-    users_own = getattr(optimizer, "grad_scale", None)
-    if scale is not None and users_own is not None:
-        optimizer.grad_scale = scale * users_own
-    else:
-        optimizer.grad_scale = users_own if scale is None else scale
-    optimizer.found_inf = found_inf
-    if torch_optimizer._global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks:
-        _C.forget_norms()  # hooks may write gradients without moving version counters
+    """As torch has it: they are attributes."""
+    optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+    if has_pre_hooks(optimizer):
+        _C.forget_norms()
     try:
         return optimizer.step(*args, **kwargs)
     finally:
@@ -58,5 +68,23 @@ def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kw
             optimizer.__dict__.pop(name, None)
 
 
-# torch.compiler.disable would import the compiler along with us.
+def _traced_step(
+    optimizer: Adam, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any
+) -> Any:
+    """The compiler cannot follow what becomes an attribute of an optimizer."""
+    traced = optimizer._traced
+    traced.grad_scale, traced.found_inf = scale, found_inf
+    if has_pre_hooks(optimizer):
+        traced.known_norms = []
+    traced.begin()
+    try:
+        if traced.has_scheduler:  # whose wrapper the compiler does not trace
+            return type(optimizer).step(optimizer, *args, **kwargs)
+        return optimizer.step(*args, **kwargs)
+    finally:
+        traced.grad_scale = traced.found_inf = None
+        traced.known_norms = []
+
+
+# The graph ends there. torch.compiler.disable would import the compiler along with us.
 _untraced_step = _disable_dynamo(_step)

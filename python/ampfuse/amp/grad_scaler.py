@@ -1,18 +1,18 @@
 """GradScaler: torch's, without host waits, with limits, hysteresis, and a memory."""
 
 import copy
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse.amp import _active, _policy
-from ampfuse.amp._gradients import Inspection, gather, inspect, unscaled_norm
+from ampfuse.amp._gradients import Inspection, unscaled_norm
+from ampfuse.amp._hooks import Hooks
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
 from ampfuse.amp._outputs import scaled
 from ampfuse.amp._policy import Policy
@@ -22,7 +22,7 @@ from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest
 
 
-class GradScaler(TorchGradScaler):
+class GradScaler(Hooks):
     """`torch.amp.GradScaler` that never makes the host wait for the device where it need not.
 
     Arguments, attributes, private hooks, state dictionary and error messages are torch's. With an
@@ -113,13 +113,6 @@ class GradScaler(TorchGradScaler):
         self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
         _active.note(self)
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """As torch's hook of this name, but that it may be called again."""
-        if self._scale is None:
-            super()._lazy_init_scale_growth_tracker(dev)
-            assert self._scale is not None
-            self._memory.tensors(self._scale.device)
-
     # --- gradients ------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
@@ -127,30 +120,12 @@ class GradScaler(TorchGradScaler):
         return scaled(outputs, self._scale_on) if self._enabled else outputs
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        if self._scale is None:
+        if torch.compiler.is_compiling():
+            self._make_scale(device)
+        elif self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         return on_device(self._scale, device)
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        """As torch's hook of this name; also takes norms, which cost nothing more."""
-        with torch.no_grad():
-            gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
-            flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group)
-        self._inspections[id(optimizer)] = inspection
-        return flags
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As torch's hook of this name: a look at gradients that are scaled still."""
-        flags = super()._check_inf_per_device(optimizer)
-        self._inspections[id(optimizer)].is_scaled = True
-        return flags
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` on unscaled gradients, or nothing if one is not finite.
@@ -162,7 +137,7 @@ class GradScaler(TorchGradScaler):
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         try:
@@ -172,7 +147,8 @@ class GradScaler(TorchGradScaler):
                 return result
             return self._step(optimizer, state, args, kwargs)
         finally:
-            _C.forget_norms()  # steps may write gradients without moving version counters
+            if not torch.compiler.is_compiling():
+                _C.forget_norms()  # steps may write gradients without moving version counters
 
     def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The step of an optimizer that knows nothing of scalers, but perhaps of tensors."""
@@ -182,7 +158,7 @@ class GradScaler(TorchGradScaler):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-        has_gradients = bool(state["found_inf_per_device"])
+        has_gradients = len(state["found_inf_per_device"]) > 0
         if not (has_gradients or skips_itself or self._allow_no_grads):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer. None of its parameters has a "
@@ -209,13 +185,6 @@ class GradScaler(TorchGradScaler):
             found_inf = torch.zeros_like(self._scale)
         self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
         return found_inf
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """As torch's hook of this name: the one place that waits, and once for all devices."""
-        flags = list(optimizer_state["found_inf_per_device"].values())
-        return None if largest(flags).item() else optimizer.step(*args, **kwargs)
 
     # --- the scale ------------------------------------------------------------------------------
 
@@ -256,9 +225,10 @@ class GradScaler(TorchGradScaler):
                 norm=None if history is None else unscaled_norm(self._inspections.values(), scale),
                 **self._policy.options,
             )
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states.clear()
         self._inspections.clear()
-        self._memory.raise_if_collapsed(self.max_consecutive_skips)
+        if not torch.compiler.is_compiling():
+            self._memory.raise_if_collapsed(self.max_consecutive_skips)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """What the scale is multiplied by after `growth_interval` steps; with 1 it never grows."""

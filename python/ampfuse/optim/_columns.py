@@ -56,6 +56,8 @@ class Columns:
     def lr(self, lr: float | Tensor) -> Tensor:
         """A learning rate as the op takes it: one on the host stays there."""
         if not isinstance(lr, Tensor):
+            if torch.compiler.is_compiling():  # a constant would be compiled anew for each value
+                return torch.ones((), dtype=torch.float64, device="cpu") * lr
             return torch.tensor(lr, dtype=torch.float64, device="cpu")
         if lr.device.type != "cpu":
             lr = on_device(lr, self.device)
@@ -258,24 +260,6 @@ def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
 def kept_options(group: dict[str, Any]) -> tuple[Any, ...]:
     """The options that say what there is of a parameter's state."""
     return group["master_weights"], group["state_dtype"], group["amsgrad"]
-
-
-def traced_columns(optimizer: Any, group: dict[str, Any]) -> list[Columns]:
-    """The columns of a group of an optimizer whose step is being compiled, all on one device."""
-    columns = []
-    for has_masters in (False, True):
-        lists: list[list[Tensor]] = [[], [], [], [], [], [], []]
-        optimizer._init_group(group, has_masters, *lists)
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, masters = lists
-        if not group["amsgrad"]:
-            max_exp_avg_sqs = []
-        if params:
-            moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-            part = Columns(params[0].device, params, grads, *moments, state_steps, masters)
-            if not all(map(is_plain, params)):
-                part = localized(part, group["write_back_grads"])
-            columns.append(part)
-    return columns
 
 
 def is_plain(param: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The norms that Adam clips by: over groups, devices, and the shards of DTensors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,17 @@ from torch import Tensor
 
 from ampfuse import _C, ops
 from ampfuse.optim._columns import Columns, Sharding, on_device
+
+Recall = Callable[[list[Tensor]], Tensor | None]
+
+
+def recall_norm(grads: list[Tensor]) -> Tensor | None:
+    """If it is known, and nothing was written since."""
+    return _C.recall_norm(grads, True)
+
+
+def recall_nothing(grads: list[Tensor]) -> None:
+    """For gradients that have to be read."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ def group_clips(
     grad_scale: Tensor | None,
     check: bool,
     process_group: Any,
+    recall: Recall,
 ) -> tuple[list[Clip | None], Tensor | None]:
     """What each group is clipped by: its own norm where it has a limit, else that of the others.
 
@@ -72,10 +84,11 @@ def group_clips(
 
     # What a scaler's own look at scaled gradients told, a moment ago. Not what it told in
     # unscale_(): since then somebody may have written them without moving version counters.
-    may_recall = grad_scale is not None and not check and not torch.compiler.is_compiling()
+    if grad_scale is None or check:
+        recall = recall_nothing
 
     def measured_by_all(columns: Sequence[Columns]) -> Measured:
-        measured = measure(columns, may_recall)
+        measured = measure(columns, recall)
         if process_group is None:
             return measured
         return reduced(measured.to(device_of(groups, process_group)), process_group)
@@ -102,11 +115,11 @@ def group_clips(
     return clips, largest(flags) if check else None
 
 
-def measure(columns: Sequence[Columns], may_recall: bool) -> Measured:
+def measure(columns: Sequence[Columns], recall: Recall) -> Measured:
     """Of all gradients as one vector, on the device of the first; in float64.
 
-    Scaled gradients have norms beyond float32 where none of their elements is. With `may_recall`
-    nobody asks whether one is not finite, and a norm that is known already will do.
+    Scaled gradients have norms beyond float32 where none of their elements is. Of those whose norm
+    `recall` knows already, nobody asks whether one is not finite.
     """
     lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {}
     for part in columns:
@@ -115,7 +128,7 @@ def measure(columns: Sequence[Columns], may_recall: bool) -> Measured:
             continue
         for grad, sharding in zip(part.grads, part.shardings, strict=True):
             lists.setdefault((part.device, sharding), []).append(grad)
-    parts = [_measure_list(grads, sharding, may_recall) for (_, sharding), grads in lists.items()]
+    parts = [_measure_list(grads, sharding, recall) for (_, sharding), grads in lists.items()]
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -133,13 +146,13 @@ def largest(flags: list[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
 
-def _measure_list(grads: list[Tensor], sharding: Sharding | None, may_recall: bool) -> Measured:
+def _measure_list(grads: list[Tensor], sharding: Sharding | None, recall: Recall) -> Measured:
     """Of whole tensors, of which `grads` may be this process's shards.
 
     Whether the norm of these is known makes no difference to the collectives: each process may
     remember other ones.
     """
-    known = _C.recall_norm(grads, True) if may_recall else None
+    known = recall(grads)
     if known is None:
         result = ops.multi_tensor_norm(grads, dtype=torch.float64)
         measured = Measured(result.total_norm, result.found_inf)

@@ -20,9 +20,9 @@ from ampfuse.optim._columns import (
     Columns,
     about_parameter,
     refuse_sparse,
-    traced_columns,
 )
-from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, shared_device
+from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, recall_norm, shared_device
+from ampfuse.optim._traced import Traced, groups_of, traced_columns
 
 
 class Adam(torch.optim.Adam):
@@ -116,6 +116,7 @@ class Adam(torch.optim.Adam):
         self._columns = ColumnCache()
         self._spare_masters: adam_state.Spares = {}
         Optimizer.__init__(self, params, defaults)
+        self._traced = Traced(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's options are checked as the constructor's are."""
@@ -156,6 +157,7 @@ class Adam(torch.optim.Adam):
                     new["lr"] = old["lr"].copy_(torch.as_tensor(new["lr"]))
         Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
+        self._traced = Traced(self)
         self._spare_masters = {}
         if loading is not None:
             self._spare_masters = adam_state.load_all(self.state, self.param_groups, loading)
@@ -187,9 +189,18 @@ class Adam(torch.optim.Adam):
             raise
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, which torch.compile does not trace."""
+        if not (torch.compiler.is_compiling() and set_to_none):
+            Optimizer.zero_grad(self, set_to_none)
+            return
+        for group in groups_of(self):
+            for param in group["params"]:
+                param.grad = None  # which nobody reads: what it was makes no other graph
+
     def _step(self) -> None:
         if torch.compiler.is_compiling():
-            columns = [traced_columns(self, group) for group in self.param_groups]
+            columns = traced_columns(self)
         else:
             adam_state.check_limit(self.max_grad_norm)
             for group in self.param_groups:
@@ -197,49 +208,30 @@ class Adam(torch.optim.Adam):
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
             self._place_grad_norm(columns)
             self._check_before_writing(columns)
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        groups = groups_of(self)
+        told = self if self._traced.found_inf is None else self._traced
+        grad_scale: Tensor | None = getattr(told, "grad_scale", None)
+        found_inf: Tensor | None = getattr(told, "found_inf", None)
         clips, found_here = group_clips(
-            self.param_groups,
+            groups,
             columns,
             self.max_grad_norm,
             self._grad_norm,
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
             process_group=self.process_group,
+            recall=self._traced.recall_norm if torch.compiler.is_compiling() else recall_norm,
         )
         if found_inf is None:
             found_inf = found_here
         elif self.process_group is not None:
             found_inf = found_by_any(found_inf, self.process_group)
-        for group, of_group, clip in zip(self.param_groups, columns, clips, strict=True):
+        for group, of_group, clip in zip(groups, columns, clips, strict=True):
             for of_device in of_group:
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
                 of_device.write_back()
         if not torch.compiler.is_compiling():
             self._columns.note_step(columns)
-
-    def _init_group(self, group: dict[str, Any], has_masters: bool, *lists: list[Tensor]) -> None:
-        """Fill `lists` with the columns of those parameters that have a master, or have none.
-
-        By this name and in this way torch.compile has state made before it starts to trace.
-        """
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            refuse_sparse(param)
-            if self._grad_norm is None and group["max_grad_norm"] is None:
-                self._grad_norm = torch.zeros((), dtype=torch.float32, device=param.device)
-            state = self.state[param]
-            adam_state.ensure(state, param, group, self._spare_masters)
-            if ("master_param" in state) != has_masters:
-                continue
-            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "master_param")
-            for tensors, tensor in zip(
-                lists, (param, param.grad, *map(state.get, names)), strict=True
-            ):
-                if tensor is not None:
-                    tensors.append(tensor)
 
     def _place_grad_norm(self, columns: list[list[Columns]]) -> None:
         """Where steps leave the norm: always the same tensor, unless the parameters move."""

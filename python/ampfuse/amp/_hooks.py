@@ -1,0 +1,114 @@
+"""What torch's GradScaler leaves to methods of its own, done in our way.
+
+torch.compile traces none of the methods of torch's class: what a step needs is all here, or in
+classes derived from this one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ampfuse._compiling import at_compile_time, make_static
+from ampfuse.amp._gradients import Inspection, gather, inspect
+from ampfuse.amp._memory import Memory
+from ampfuse.optim import Adam
+from ampfuse.optim._grad_norm import largest
+
+
+class Hooks(TorchGradScaler):
+    """How gradients are looked at, and the scale is kept."""
+
+    _memory: Memory
+    _inspections: dict[int, Inspection]  # by optimizer, until the next update
+    _allow_fp16_grads: bool
+    process_group: Any
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """As torch's hook of this name, but that it may be called again."""
+        if self._scale is None:
+            super()._lazy_init_scale_growth_tracker(dev)
+            assert self._scale is not None
+            self._memory.tensors(self._scale.device)
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What was done with it since the last update."""
+        states = self._per_optimizer_states
+        if torch.compiler.is_compiling() and id(optimizer) not in states:  # by no function of torch
+            states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
+        return states[id(optimizer)]
+
+    @at_compile_time
+    def _make_scale(self, device: torch.device) -> None:
+        """And all that moves with it, before a graph reads them."""
+        self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        make_static([self._scale, self._growth_tracker, *self._memory.tensors(self._scale.device)])
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """As torch's hook of this name."""
+        if self._scale is None or self._growth_tracker is None:
+            return super()._check_scale_growth_tracker(funcname)  # which raises
+        return self._scale, self._growth_tracker
+
+    def _get_scale_async(self) -> Tensor | None:
+        """As torch's hook of this name."""
+        return self._scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, and look for some that are not finite.
+
+        Once before a step, and only where something is to be done with unscaled gradients in
+        between: `step` unscales by itself.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        inv_scale = scale.double().reciprocal().float()
+        found_inf = torch.zeros_like(scale)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """As torch's hook of this name; also takes norms, which cost nothing more."""
+        with torch.no_grad():
+            gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
+            flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group)
+        self._inspections[id(optimizer)] = inspection
+        return flags
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """As torch's hook of this name: a look at gradients that are scaled still."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        one, found_inf = torch.ones_like(scale), torch.zeros_like(scale)
+        flags = self._unscale_grads_(optimizer, one, found_inf, True)
+        self._state_of(optimizer)["found_inf_per_device"] = flags
+        self._inspections[id(optimizer)].is_scaled = True
+        if torch.compiler.is_compiling() and isinstance(optimizer, Adam):
+            lists = [part.grads for part in gather(optimizer, True).on.values()]
+            norms = self._inspections[id(optimizer)].total_norms
+            optimizer._traced.known_norms = list(zip(lists, norms, strict=True))
+        return flags
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As torch's hook of this name: the one place that waits, and once for all devices."""
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        return None if largest(flags).item() else optimizer.step(*args, **kwargs)

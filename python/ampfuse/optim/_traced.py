@@ -1,0 +1,110 @@
+"""The columns of a step that is being compiled: what the compiler can follow, and guard.
+
+State is made while it traces, as torch has it made for its own optimizers, so that the first step
+needs no graph of its own. Gradients may come of a backward pass in the same graph: they are there
+for the code that is traced, and not yet for anybody else.
+"""
+
+import weakref
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse._compiling import at_compile_time, make_static
+from ampfuse.optim import _state as adam_state
+from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
+
+
+class Traced:
+    """What the compiler sees in place of an optimizer, whose attributes it has ideas of its own on.
+
+    Parameters that it comes by in `param_groups` are constants of its graphs from then on, and a
+    backward pass in such a graph passes them over without a word. What is set on an optimizer it
+    cannot follow at all.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.param_groups: list[dict[str, Any]] = optimizer.param_groups
+        self.has_scheduler = False
+        # For as long as a scaler takes a step:
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+        self.known_norms: list[tuple[list[Tensor], Tensor]] = []  # and the gradients that have them
+
+    @at_compile_time
+    def begin(self) -> None:
+        """Have parameters that other graphs have as constants taken for parameters."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self.param_groups = optimizer.param_groups
+        for group in self.param_groups:
+            make_static(group["params"], guard=False)
+        self.has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        optimizer._opt_called = True  # which schedulers want to see
+
+    @at_compile_time
+    def make_state(self, with_gradient: list[list[int]]) -> None:
+        """Of these parameters of each group, and where the norm is left."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for group, places in zip(self.param_groups, with_gradient, strict=True):
+            for param in [group["params"][place] for place in places]:
+                if optimizer._grad_norm is None and group["max_grad_norm"] is None:
+                    optimizer._grad_norm = torch.zeros((), dtype=torch.float32, device=param.device)
+                state = optimizer.state[param]
+                adam_state.ensure(state, param, group, optimizer._spare_masters)
+                make_static([optimizer._grad_norm, *state.values()])
+
+    def recall_norm(self, grads: list[Tensor]) -> Tensor | None:
+        """If these are known."""
+        for known, norm in self.known_norms:
+            if len(known) == len(grads) and all(map(is_, known, grads)):
+                return norm
+        return None
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups, for code that may be traced."""
+    if torch.compiler.is_compiling() and hasattr(optimizer, "_traced"):
+        optimizer._traced.begin()
+        return optimizer._traced.param_groups  # type: ignore[no-any-return]
+    return optimizer.param_groups  # type: ignore[no-any-return]
+
+
+def traced_columns(optimizer: Any) -> list[list[Columns]]:
+    """Of each group."""
+    groups = groups_of(optimizer)
+    with_gradient = [
+        [place for place, param in enumerate(group["params"]) if param.grad is not None]
+        for group in groups
+    ]
+    optimizer._traced.make_state(with_gradient)
+    return [
+        _group_columns(group, [group["params"][place] for place in places], optimizer.state)
+        for group, places in zip(groups, with_gradient, strict=True)
+    ]
+
+
+def _group_columns(group: dict[str, Any], params: list[Tensor], states: Any) -> list[Columns]:
+    found: dict[tuple[torch.device, bool], Columns] = {}
+    for param in params:
+        refuse_sparse(param)
+        state = states[param]
+        kind = (param.device, "master_param" in state)
+        columns = found.setdefault(kind, Columns(param.device))
+        assert param.grad is not None
+        columns.params.append(param)
+        columns.grads.append(param.grad)
+        columns.exp_avgs.append(state["exp_avg"])
+        columns.exp_avg_sqs.append(state["exp_avg_sq"])
+        columns.state_steps.append(state["step"])
+        if group["amsgrad"]:
+            columns.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
+        if "master_param" in state:
+            columns.masters.append(state["master_param"])
+    if all(map(is_plain, params)):
+        return list(found.values())
+    return [localized(columns, group["write_back_grads"]) for columns in found.values()]

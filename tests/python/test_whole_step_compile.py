@@ -1,0 +1,292 @@
+"""Forward, loss, backward, unscaling, clipping, step and update in one graph of torch.compile."""
+
+import ampfuse
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from optim_models import assert_same_bits
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import ReinplaceCounters
+from whole_step import Training, Transformer, batch
+
+pytestmark = [  # torch's own, of no concern here
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+]
+
+KINDS = {
+    "clipped by the optimizer": {},
+    "clipped by hand": {"clips_by_hand": True},
+    "not clipped": {"max_grad_norm": None},
+    "fp16": {"autocast": torch.float16},
+    "bf16 parameters": {"half": True},
+    "bf16 parameters with remainders": {"half": True, "master_weights": "remainder"},
+    "linear loss": {"model": lambda: Transformer(linear_loss=True)},
+    "checkpointed": {"model": lambda: Transformer(checkpointing=True)},
+}
+EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def backward_is_traced():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Twins:
+    """The same training twice, compiled and as it is."""
+
+    def __init__(self, device, backend="aot_eager", **options):
+        self.counter = CompileCounterWithBackend(backend)
+        self.compiled, self.eager = (Training(device, **options) for _ in range(2))
+        self.compiled_step = torch.compile(self.compiled.step, fullgraph=True, backend=self.counter)
+        self.device = device
+
+    def step(self, seed, rows=4):
+        inputs = batch(self.device, seed, rows)
+        return self.compiled_step(*inputs), self.eager.step(*inputs)
+
+    def assert_same(self):
+        assert_same_bits(self.compiled.model.parameters(), self.eager.model.parameters())
+        scalers = [side.scaler for side in (self.compiled, self.eager)]
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert scalers[0].was_skipped() == scalers[1].was_skipped()
+
+    @property
+    def operators(self):
+        """Ours, as often as they are called in all graphs."""
+        nodes = [node for graph in self.counter.graphs for node in graph.graph.nodes]
+        names = [str(node.target).split(".") for node in nodes]
+        return sorted(name[1] for name in names if name[0] == "ampfuse")
+
+
+CALLS = ["fused_adam", "multi_tensor_norm", "multi_tensor_unscale_norm", "update_scale"]
+
+
+@EVERY_KIND
+def test_one_graph_takes_every_step_as_it_is_taken_without(device, options):
+    twins = Twins(device, **options)
+    for seed in range(6):
+        losses = twins.step(seed)
+        assert_same_bits(losses[:1], losses[1:])
+        twins.assert_same()
+    assert twins.counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({}, []), ({"clips_by_hand": True}, ["multi_tensor_clip", "multi_tensor_norm"])],
+    ids=["clipped by the optimizer", "clipped by hand"],
+)
+def test_operators_are_called_in_the_graph_and_read_gradients_no_more_than_without(
+    device, options, more
+):
+    twins = Twins(device, **options)
+    twins.step(0)
+    assert twins.operators == sorted(["cross_entropy", *CALLS, *more])
+
+
+def test_overflow_skips_the_step_and_moves_the_scale_in_the_graph(device):
+    twins = Twins(device)
+    scales = []
+    for seed in range(8):
+        for side in (twins.compiled, twins.eager):
+            side.factor.fill_(float("inf") if seed in (2, 3, 6) else 1.0)
+        twins.step(seed)
+        twins.assert_same()
+        scales.append(twins.compiled.scaler.get_scale())
+        reports = [
+            side.scaler.overflow_report(side.model) for side in (twins.compiled, twins.eager)
+        ]
+        assert reports[0] == (reports[1] if seed in (2, 3, 6) else [])
+    assert scales == [4, 8, 4, 2, 2, 4, 2, 2]
+    histories = [side.scaler.history() for side in (twins.compiled, twins.eager)]
+    assert [record.skipped for record in histories[0]] == [s in (2, 3, 6) for s in range(8)]
+    assert_same_bits(*([torch.tensor(history)] for history in histories))
+    assert twins.counter.frame_count == 1
+
+
+def test_learning_rate_in_a_tensor_moves_without_another_graph(device):
+    twins = Twins(device)
+    for seed, lr in enumerate((1e-2, 1e-3, 0.0, 0.1)):
+        for side in (twins.compiled, twins.eager):
+            side.lr.fill_(lr)
+        twins.step(seed)
+        twins.assert_same()
+    assert twins.counter.frame_count == 1
+
+
+def test_learning_rate_in_a_number_has_one_more_graph_when_it_first_moves(device):
+    twins = Twins(device, lr=1e-2)
+    for seed, lr in enumerate((1e-2, 1e-3, 0.5, 0.1, 0.25)):
+        for side in (twins.compiled, twins.eager):
+            side.optimizer.param_groups[0]["lr"] = lr
+        twins.step(seed)
+        twins.assert_same()
+    assert twins.counter.frame_count == 2
+
+
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler")
+def test_scheduler_between_steps(device):
+    twins = Twins(device)
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(side.optimizer, step_size=2, gamma=0.25)
+        for side in (twins.compiled, twins.eager)
+    ]
+    for seed in range(6):
+        twins.step(seed)
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.assert_same()
+    assert twins.counter.frame_count == 1
+
+
+def test_batches_of_other_shapes_are_trained_on(device):
+    twins = Twins(device)
+    for seed, rows in enumerate((4, 3, 7, 5)):
+        twins.step(seed, rows)
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("way", ["by the optimizer", "by a list", "by the model"])
+def test_gradients_may_be_reset_in_any_way(device, way):
+    """Parameters that a compiler met in a list first were constants to it, without gradients."""
+    twins = Twins(device)
+    for side in (twins.compiled, twins.eager):
+        side.resets = way
+    for seed, rows in enumerate((4, 3, 7)):
+        twins.step(seed, rows)
+        twins.assert_same()
+
+
+def test_optimizer_that_was_compiled_by_itself_before(device):
+    twins = Twins(device)
+    for side in (twins.compiled, twins.eager):
+        side.loss(*batch(device, 0)).backward()
+    torch.compile(twins.compiled.optimizer.step, fullgraph=True, backend="aot_eager")()
+    twins.eager.optimizer.step()
+    for seed in range(3):
+        twins.step(seed)
+        twins.assert_same()
+
+
+def test_eager_and_compiled_steps_may_alternate(device):
+    twins = Twins(device)
+    for seed in range(6):
+        inputs = batch(device, seed)
+        step = twins.compiled.step if seed % 3 == 1 else twins.compiled_step
+        step(*inputs)
+        twins.eager.step(*inputs)
+        twins.assert_same()
+
+
+def test_saved_in_one_and_loaded_in_the_other(device):
+    twins = Twins(device, half=True)
+    for seed in range(3):
+        twins.step(seed)
+    for ours, theirs in (("compiled", "eager"), ("eager", "compiled")):
+        saved = getattr(twins, theirs)
+        for name in ("model", "optimizer", "scaler"):
+            state = getattr(saved, name).state_dict()
+            getattr(getattr(twins, ours), name).load_state_dict(state)
+        twins.step(4)
+        twins.assert_same()
+    assert twins.counter.frame_count == 1
+
+
+def test_gradients_of_several_batches_accumulate_in_one_graph(device):
+    twins = Twins(device, batches=2)
+    for seed in range(4):
+        twins.step(seed)
+        twins.assert_same()
+    assert twins.counter.frame_count == 1
+
+
+@EVERY_KIND
+def test_inductor_makes_no_copies_and_learns_the_same(device, options):
+    ReinplaceCounters.clear()
+    twins = Twins(device, "inductor", **options)
+    losses = torch.stack([torch.stack(twins.step(seed % 2)) for seed in range(12)])
+    assert ReinplaceCounters.get_total_missed_bytes() == 0
+    assert twins.counter.frame_count == 1
+    assert losses[-1, 0] < losses[0, 0] - 0.5
+    torch.testing.assert_close(losses[:, 0], losses[:, 1], rtol=0.02, atol=0.02)
+
+
+def test_without_traced_backward_the_graph_ends_there_and_nothing_else_changes(device):
+    sides = [Training(device), Training(device)]
+    with torch._dynamo.config.patch(trace_autograd_ops=False):
+        compiled = torch.compile(sides[0].step, backend="aot_eager")
+        for seed in range(4):
+            inputs = batch(device, seed)
+            assert_same_bits([compiled(*inputs)], [sides[1].step(*inputs)])
+    assert_same_bits(*(side.model.parameters() for side in sides))
+    assert sides[0].scaler.state_dict() == sides[1].scaler.state_dict()
+
+
+def test_patched_program_compiles_whole(device):
+    """Its own words are torch's; the operators in its graph are ours."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    with ampfuse.patched():
+        model = torch.nn.Linear(8, 5, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+        criterion = torch.nn.CrossEntropyLoss()
+
+        @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+        def step(inputs, target):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = criterion(model(inputs), target)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(device)
+        target = torch.arange(6, device=device) % 5
+        losses = [step(inputs, target).item() for _ in range(30)]
+
+    assert losses[-1] < losses[0] - 0.2
+    (graph,) = graphs
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    # Of what writes its arguments, the operator is an argument.
+    operators = {str(what) for node in calls for what in (node.target, *node.args[:1])}
+    assert operators >= {
+        f"ampfuse.{name}.default"
+        for name in (
+            "cross_entropy_forward",
+            "cross_entropy_backward",
+            "multi_tensor_unscale_norm",
+            "multi_tensor_clip",
+            "fused_adam",
+            "update_scale",
+        )
+    }
+
+
+def test_what_was_compiled_keeps_no_parameter_alive(device):
+    import gc
+    import weakref
+
+    twins = Twins(device)
+    twins.step(0)
+    scaler = twins.compiled.scaler
+    alive = weakref.ref(next(twins.compiled.model.parameters()))
+    del twins
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
+    assert scaler.was_skipped() is False
+    assert scaler.overflow_report(torch.nn.Linear(1, 1)) == []

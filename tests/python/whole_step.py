@@ -1,0 +1,113 @@
+"""A small transformer and what training does with it, step by step, as one function."""
+
+import ampfuse
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY, WIDTH, LENGTH = 37, 16, 6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            for part in self.qkv(self.before_attention(x)).chunk(3, dim=-1)
+        )
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Transformer(nn.Module):
+    """Returns logits; with `linear_loss` the loss itself, of which logits are never kept."""
+
+    def __init__(self, linear_loss=False, checkpointing=False):
+        super().__init__()
+        self.linear_loss, self.checkpointing = linear_loss, checkpointing
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens, target):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        x = self.norm(x).flatten(0, 1)
+        if self.linear_loss:
+            return ampfuse.linear_cross_entropy(
+                x, self.head.weight, target.flatten(), self.head.bias
+            )
+        return ampfuse.cross_entropy(self.head(x), target.flatten())
+
+
+def batch(device, seed=0, rows=4):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=generator).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Training:
+    """The same from the same seed: what differs is whether `step` is compiled."""
+
+    def __init__(
+        self,
+        device,
+        autocast=torch.bfloat16,
+        *,
+        model=None,
+        max_grad_norm=1.0,
+        clips_by_hand=False,
+        half=False,
+        lr=None,
+        batches=1,
+        **options,
+    ):
+        torch.manual_seed(0)
+        self.device, self.autocast, self.clips_by_hand = device, autocast, clips_by_hand
+        self.model = (model or Transformer)().to(device)
+        if half:
+            self.model.bfloat16()
+        self.params = list(self.model.parameters())
+        self.factor = torch.ones((), device=device)  # of the loss
+        self.resets, self.batches = "by the optimizer", batches
+        self.lr = torch.tensor(1e-2, device=device) if lr is None else lr
+        self.optimizer = ampfuse.AdamW(
+            self.model.parameters(),
+            lr=self.lr,
+            max_grad_norm=None if clips_by_hand else max_grad_norm,
+            **options,
+        )
+        self.scaler = ampfuse.GradScaler(device.type, 4.0, growth_interval=2, history=16)
+
+    def loss(self, tokens, target):
+        with torch.autocast(self.device.type, self.autocast):
+            return self.model(tokens, target)
+
+    def zero_grad(self):
+        if self.resets == "by the optimizer":
+            self.optimizer.zero_grad()
+        for param in self.params if self.resets == "by a list" else self.model.parameters():
+            param.grad = None
+
+    def step(self, tokens, target):
+        self.zero_grad()
+        for _ in range(self.batches):
+            loss = self.loss(tokens, target) / self.batches
+            self.scaler.scale(loss * self.factor).backward()
+        if self.clips_by_hand:
+            self.scaler.unscale_(self.optimizer)
+            ampfuse.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
