@@ -20,6 +20,7 @@ from ampfuse._linear_cross_entropy import (  # noqa: E402
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.amp._cpp_archive import load_cpp_scaler_state, save_cpp_scaler_state  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
+from ampfuse.graphed_step import GraphedStep  # noqa: E402
 from ampfuse.optim import Adam, AdamW  # noqa: E402
 from ampfuse.optim._cpp_archive import (  # noqa: E402
     load_cpp_optimizer_state,
@@ -33,6 +34,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyMetrics",
     "GradScaler",
+    "GraphedStep",
     "LinearCrossEntropyLoss",
     "ScaleCollapseError",
     "ScaleRecord",

@@ -18,10 +18,10 @@ def code_block(language: str) -> str:
 
 
 # How many tensors each prints.
-@pytest.mark.parametrize(("number", "tensors"), enumerate([4, 0, 0]))
+@pytest.mark.parametrize(("number", "tensors"), enumerate([4, 0, 0, 0, 0]))
 def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
     blocks = code_blocks("python")
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     script = tmp_path / "example.py"
     script.write_text(blocks[number])
     package = environment(PYTHONPATH=str(ROOT / "python"))

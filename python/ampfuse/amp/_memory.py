@@ -93,6 +93,11 @@ class Memory:
         if inspection is not None:
             self._steps.append((found_inf, inspection))
 
+    def begin_replays(self) -> None:
+        """What a captured step leaves where its flag is going to be is no flag."""
+        if self._found_inf is not None:
+            self._found_inf.zero_()
+
     def step_skipped(self) -> Tensor:
         """Of the last step, on the device."""
         return torch.tensor(False) if self._found_inf is None else self._found_inf != 0

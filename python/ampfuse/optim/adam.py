@@ -78,6 +78,7 @@ class Adam(torch.optim.Adam):
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
+    _is_rehearsed = False  # while steps are skipped, but for the state that they make
 
     def __init__(
         self,
@@ -226,6 +227,8 @@ class Adam(torch.optim.Adam):
             found_inf = found_here
         elif self.process_group is not None:
             found_inf = found_by_any(found_inf, self.process_group)
+        if self._is_rehearsed:
+            found_inf = torch.ones((), dtype=torch.float32)
         for group, of_group, clip in zip(groups, columns, clips, strict=True):
             for of_device in of_group:
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)

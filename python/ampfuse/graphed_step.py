@@ -1,0 +1,249 @@
+"""A training step as one CUDA graph: the host launches it, and decides nothing in it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampfuse.amp import GradScaler
+from ampfuse.clip_grad import clip_grad_norm_
+from ampfuse.optim import Adam
+
+REHEARSALS = 3  # after which libraries have chosen their kernels and taken their memory
+
+
+class GraphedStep:
+    """Forward, loss, backward, unscaling, clipping, step and scale update: one launch on a GPU.
+
+    `step(*batch)` computes `loss_fn(model(*batch[:-1]), batch[-1])`, trains the model by it, and
+    returns it. Batches are like `sample`: as many tensors, of its shapes, dtypes and device. On a
+    CPU each step is taken as it comes.
+
+    On a GPU the step is captured when this is made, after some rehearsals that change nothing:
+    their steps are skipped, and buffers, random numbers and the scaler's state are put back.
+    Batches are copied to where the graph reads them. The scale moves in the graph, which skips
+    steps by itself. Gradients are in `.grad` until the next step.
+
+    What else the model and the loss do on the host is done when this is made, and never again.
+    Learning rates become tensors, which schedulers write, and a number that is put in the place of
+    one is taken over. All other options of the optimizer and the scaler, and whether the model is
+    in training mode, are for good what they were: a step that finds them changed raises.
+
+    - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
+    - `autocast`: the dtype that forward and loss run in, or None.
+    - `max_grad_norm`: to clip by between unscaling and the step; the optimizer's own costs less.
+    - `micro_batches`: into how many equal parts batches are split along their first dimension, to
+      take less memory: gradients of the parts accumulate, of the mean of their losses. A model in a
+      graph may recompute activations (`torch.utils.checkpoint`) with `preserve_rng_state=False`.
+
+    >>> import torch, ampfuse
+    >>> model = torch.nn.Linear(4, 3)
+    >>> step = ampfuse.GraphedStep(
+    ...     model,
+    ...     torch.nn.functional.cross_entropy,
+    ...     ampfuse.AdamW(model.parameters(), lr=0.1),
+    ...     ampfuse.GradScaler("cpu"),
+    ...     sample=(torch.ones(2, 4), torch.tensor([0, 2])),
+    ... )
+    >>> losses = [step(torch.ones(2, 4), torch.tensor([0, 2])).item() for _ in range(5)]
+    >>> losses[4] < losses[0]
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Tensor], Tensor],
+        optimizer: Adam,
+        scaler: GradScaler,
+        sample: Sequence[Tensor],
+        *,
+        autocast: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.optimizer, self.scaler = optimizer, scaler
+        self.autocast, self.max_grad_norm = autocast, max_grad_norm
+        if not isinstance(optimizer, Adam):
+            raise TypeError(
+                f"optimizer: expected ampfuse.Adam or AdamW, got {type(optimizer).__name__}"
+            )
+        if not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler).__name__}")
+        self._sample = list(sample)
+        self._device = _device_of(self._sample)
+        self._micro_batches = _checked_split(micro_batches, self._sample)
+        groups = optimizer.param_groups
+        self._learning_rates = [_as_tensor(group["lr"], self._device) for group in groups]
+        self._put_learning_rates()
+        self._options = [name for name in optimizer.defaults if name != "lr"]
+        self._fixed = self._read_fixed()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                self._capture()
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Train on a batch; the loss, which no later step overwrites."""
+        self._check(batch)
+        self._put_learning_rates()
+        if self._graph is None:
+            return self._step(batch)
+        for place, tensor in zip(self._sample, batch, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        if self.scaler.is_enabled():
+            self.scaler._memory.raise_if_collapsed(self.scaler.max_consecutive_skips)
+        return self._loss.clone()
+
+    def _check(self, batch: Sequence[Tensor]) -> None:
+        if len(batch) != len(self._sample):
+            raise TypeError(f"expected {len(self._sample)} tensors, got {len(batch)}")
+        for index, (tensor, sample) in enumerate(zip(batch, self._sample, strict=True)):
+            if (tensor.shape, tensor.dtype) != (sample.shape, sample.dtype):
+                raise ValueError(
+                    f"batch[{index}]: expected {sample.dtype} of shape {tuple(sample.shape)}, as "
+                    f"the sample is, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+        now = self._read_fixed()
+        if now != self._fixed:
+            changed = [name for name in self._fixed if now.get(name) != self._fixed[name]]
+            raise RuntimeError(
+                f"{', '.join(changed)}: changed since the step was captured; make another one"
+            )
+
+    def _read_fixed(self) -> dict[str, Any]:
+        """What a graph has for good, by name."""
+        groups = self.optimizer.param_groups
+        fixed = {
+            "the number of parameters": [len(group["params"]) for group in groups],
+            "model.training": self.model.training,
+            "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
+        }
+        for index, group in enumerate(groups):
+            for name in self._options:
+                fixed[f"{name} of group {index}"] = group[name]
+        if self.scaler.is_enabled():
+            fixed["scaler.growth_factor"] = self.scaler.get_growth_factor()
+            fixed["scaler.backoff_factor"] = self.scaler.get_backoff_factor()
+            fixed["scaler.growth_interval"] = self.scaler.get_growth_interval()
+            fixed["scaler's other options"] = self.scaler._policy
+        return fixed
+
+    def _put_learning_rates(self) -> None:
+        """Where somebody put another one in the place of a graph's."""
+        for group, lr in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+            if group["lr"] is not lr:
+                lr.copy_(torch.as_tensor(group["lr"], dtype=torch.float64))
+                group["lr"] = lr
+
+    def _step(self, batch: Sequence[Tensor]) -> Tensor:
+        self.optimizer.zero_grad()
+        losses = []
+        for part in self._parts(batch):
+            loss = self._loss_of(part)
+            if self._micro_batches > 1:
+                loss = loss / self._micro_batches
+            self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        if self.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            clip_grad_norm_(params, self.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _parts(self, batch: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        if self._micro_batches == 1:
+            return iter([batch])
+        return zip(*(tensor.chunk(self._micro_batches) for tensor in batch), strict=True)
+
+    def _loss_of(self, batch: Sequence[Tensor]) -> Tensor:
+        autocast = (
+            nullcontext()
+            if self.autocast is None
+            else torch.autocast(self._device.type, self.autocast)
+        )
+        with autocast:
+            return self.loss_fn(self.model(*batch[:-1]), batch[-1])
+
+    # --- capture --------------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        self._sample = [tensor.clone() for tensor in self._sample]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._rehearse()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        torch.clear_autocast_cache()
+        with torch.cuda.graph(graph):
+            self._loss = self._step(self._sample)
+        self.scaler._begin_replays()
+        self._graph = graph
+
+    def _rehearse(self) -> None:
+        """Take steps that leave no trace but the optimizer's state, where there was none."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        devices = [self._device] if self._device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            self.scaler._rehearsal(self._device),
+            _rehearsal(self.optimizer),
+        ):
+            for _ in range(REHEARSALS):
+                self._step(self._sample)
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@contextmanager
+def _rehearsal(optimizer: Adam) -> Iterator[None]:
+    """Steps in it make the optimizer's state where there is none, and change nothing."""
+    norm = optimizer._grad_norm
+    before = None if norm is None else norm.clone()
+    optimizer._is_rehearsed = True
+    try:
+        yield
+    finally:
+        optimizer._is_rehearsed = False
+        if optimizer._grad_norm is not None:
+            optimizer._grad_norm.copy_(before if before is not None else torch.zeros(()))
+
+
+def _device_of(sample: list[Tensor]) -> torch.device:
+    for index, tensor in enumerate(sample):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"sample[{index}]: expected a tensor, got {type(tensor).__name__}")
+    devices = {tensor.device for tensor in sample}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, devices))) or "nothing"
+        raise ValueError(f"sample: expected tensors on one CPU or one GPU, got {names}")
+    return next(iter(devices))
+
+
+def _checked_split(micro_batches: int, sample: list[Tensor]) -> int:
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
+    if micro_batches > 1:
+        for index, tensor in enumerate(sample):
+            if tensor.dim() == 0 or tensor.shape[0] % micro_batches:
+                raise ValueError(
+                    f"sample[{index}]: expected a first dimension that {micro_batches} "
+                    f"micro_batches divide, got shape {tuple(tensor.shape)}"
+                )
+    return micro_batches
+
+
+def _as_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
+    """There; the same one where it is."""
+    if isinstance(lr, Tensor) and lr.device == device:
+        return lr
+    return torch.as_tensor(lr, dtype=torch.float64).to(device)

@@ -1,0 +1,112 @@
+"""A model, and a training step written out, for comparison with `ampfuse.GraphedStep`."""
+
+import ampfuse
+import torch
+from optim_models import assert_same_bits
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+CLASSES = 5
+
+
+class Model(nn.Module):
+    """With buffers, and random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16),
+            nn.BatchNorm1d(16),
+            nn.GELU(),
+            nn.Dropout(0.25),
+            nn.Linear(16, CLASSES),
+        )
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+class Checkpointed(Model):
+    """Whose activations are recomputed in backward."""
+
+    def forward(self, inputs):
+        return checkpoint(self.layers, inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def batch(device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(8, 6, generator=generator)
+    return inputs.to(device), torch.randint(CLASSES, (8,), generator=generator).to(device)
+
+
+class Side:
+    """A model, its optimizer and scaler; and the step as one would write it."""
+
+    def __init__(
+        self,
+        device,
+        dtype=torch.bfloat16,
+        clip=None,
+        half=False,
+        scaler=None,
+        parts=1,
+        checkpointed=False,
+        **options,
+    ):
+        torch.manual_seed(0)
+        self.device, self.dtype, self.clip, self.parts = device, dtype, clip, parts
+        self.model = (Checkpointed() if checkpointed else Model()).to(device)
+        if checkpointed:
+            self.model.layers[3] = nn.Identity()  # no random numbers
+        if half:
+            self.model.bfloat16()
+        options.setdefault("max_grad_norm", None if clip else 0.5)
+        self.optimizer = ampfuse.AdamW(self.model.parameters(), **{"lr": 1e-2, **options})
+        self.scaler = ampfuse.GradScaler(
+            device.type, 4.0, growth_interval=2, history=16, **(scaler or {})
+        )
+
+    def step(self, inputs, target):
+        self.optimizer.zero_grad()
+        whole = torch.zeros((), device=self.device)
+        for rows, classes in zip(inputs.chunk(self.parts), target.chunk(self.parts), strict=True):
+            with torch.autocast(self.device.type, self.dtype):
+                loss = functional.cross_entropy(self.model(rows), classes) / self.parts
+            self.scaler.scale(loss).backward()
+            whole += loss.detach()
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            ampfuse.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return whole
+
+    def graphed(self):
+        return ampfuse.GraphedStep(
+            self.model,
+            functional.cross_entropy,
+            self.optimizer,
+            self.scaler,
+            batch(self.device),
+            autocast=self.dtype,
+            max_grad_norm=self.clip,
+            micro_batches=self.parts,
+        )
+
+    @property
+    def tensors(self):
+        """All that training changes."""
+        states = [*self.optimizer.state.values()]
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *(value for state in states for value in state.values()),
+        ]
+
+    def assert_same(self, other):
+        assert_same_bits(self.tensors, other.tensors)
+        assert self.scaler.state_dict() == other.scaler.state_dict()
+        assert self.scaler.was_skipped() == other.scaler.was_skipped()
+        histories = [torch.tensor(side.scaler.history()) for side in (self, other)]
+        assert_same_bits(histories[:1], histories[1:])
