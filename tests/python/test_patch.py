@@ -254,3 +254,33 @@ def test_what_outlives_its_block_is_torchs_again():
     p = parameter()
     p.grad = torch.ones(3)
     assert clip([p], 1.0).item() == pytest.approx(3**0.5)
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "tensor"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16,),
+        (torch.float16,),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.complex64,),
+        (),
+    ],
+    ids=str,
+)
+def test_norms_are_in_torchs_dtype(device, dtypes, kind):
+    def clipped():
+        params = [torch.nn.Parameter(torch.ones(3, device=device, dtype=d)) for d in dtypes]
+        for param in params:
+            param.grad = torch.full_like(param, 3)
+        given = {"list": params, "generator": iter(params), "tensor": (params or [None])[0]}[kind]
+        return torch.nn.utils.clip_grad_norm_(given, 1.0)
+
+    if kind == "tensor" and not dtypes:
+        return
+    expected = clipped()
+    with ampfuse.patched():
+        norm = clipped()
+    assert norm.dtype == expected.dtype
+    torch.testing.assert_close(norm, expected, rtol=2**-8, atol=0)

@@ -17,6 +17,8 @@ USAGE = Usage("clip_grad_norm")
 
 NAME = "torch.nn.utils.clip_grad_norm_"
 
+NARROW = ({torch.float16}, {torch.bfloat16})
+
 original = torch_clip_grad.clip_grad_norm_
 
 
@@ -29,9 +31,10 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
             return original(parameters, *rest, **named)
         if torch.compiler.is_compiling():
             return clip_grad_norm_(parameters, *rest, **named)
-        if isinstance(parameters, GeneratorType):
+        if not isinstance(parameters, Tensor):
+            is_generator = isinstance(parameters, GeneratorType)
             parameters = list(parameters)
-            if not parameters:
+            if is_generator and not parameters:
                 empty = (parameter for parameter in parameters)
                 return original(empty, *rest, **named)  # which warns
         # Programs may have written gradients through .data since unscale_().
@@ -42,6 +45,13 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
             USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
             return original(parameters, *rest, **named)
         USAGE.serve()
-        return norm
+        return _as_torchs(norm, parameters)
 
     return replaced
+
+
+def _as_torchs(norm: Tensor, parameters: TensorOrTensors) -> Tensor:
+    """torch rounds it where all gradients are of the same 16 bits."""
+    each = [parameters] if isinstance(parameters, Tensor) else parameters
+    dtypes = {parameter.grad.dtype for parameter in each if parameter.grad is not None}
+    return norm.to(dtypes.pop()) if dtypes in NARROW else norm
