@@ -1,21 +1,28 @@
 """torch.compile, seen from code that is traced by it."""
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler's would import the compiler along
 
-T = TypeVar("T")
 
-
-def at_compile_time(method: T) -> T:
+def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
     """A method that runs while code that calls it is traced, and is not in the graph.
 
-    That is `torch.compiler.assume_constant_result`, which would import the compiler along with us.
+    That is `torch.compiler.assume_constant_result`, but that it is not traced either when it is
+    called by code that runs as it is, because a graph ended there.
     """
-    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return method
+    untraced = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def run(*args: Any) -> None:
+        untraced(*args)
+
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return run
 
 
 def make_static(values: Iterable[Any], guard: bool = True) -> None:

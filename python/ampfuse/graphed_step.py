@@ -1,15 +1,18 @@
 """A training step as one CUDA graph: the host launches it, and decides nothing in it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ampfuse._rehearsal import rehearsal
 from ampfuse.amp import GradScaler
+from ampfuse.amp._policy import count
 from ampfuse.clip_grad import clip_grad_norm_
 from ampfuse.optim import Adam
+from ampfuse.optim._state import new_master
 
 REHEARSALS = 3  # after which libraries have chosen their kernels and taken their memory
 
@@ -18,18 +21,23 @@ class GraphedStep:
     """Forward, loss, backward, unscaling, clipping, step and scale update: one launch on a GPU.
 
     `step(*batch)` computes `loss_fn(model(*batch[:-1]), batch[-1])`, trains the model by it, and
-    returns it. Batches are like `sample`: as many tensors, of its shapes, dtypes and device. On a
-    CPU each step is taken as it comes.
+    returns it. Batches are like `sample`: as many tensors, of its shapes and dtypes. On a CPU each
+    step is taken as it comes.
 
     On a GPU the step is captured when this is made, after some rehearsals that change nothing:
-    their steps are skipped, and buffers, random numbers and the scaler's state are put back.
-    Batches are copied to where the graph reads them. The scale moves in the graph, which skips
-    steps by itself. Gradients are in `.grad` until the next step.
+    their steps are skipped, and buffers, gradients, random numbers and the scaler's state are put
+    back. Batches are copied to where the graph reads them, from the host, too; if from pinned
+    memory, that must not be written before they have arrived. The scale moves in the graph, which
+    skips steps by itself. Gradients are in `.grad` until the next step. A scaler may have several
+    of these, for several shapes say, and steps of other kinds in between.
 
-    What else the model and the loss do on the host is done when this is made, and never again.
-    Learning rates become tensors, which schedulers write, and a number that is put in the place of
-    one is taken over. All other options of the optimizer and the scaler, and whether the model is
-    in training mode, are for good what they were: a step that finds them changed raises.
+    What else the model and the loss do on the host is done when this is made, and never again:
+    hooks, too. Learning rates become tensors, which schedulers write, and a number that is put in
+    the place of one is taken over. All other options of the optimizer and the scaler (so no
+    schedules of betas, which OneCycleLR has unless told), which parameters are trained, where they
+    lie, and which modules are in training mode, are for good what they were: a step that finds them
+    changed raises. State that is loaded into the optimizer goes into the tensors of the graph;
+    after loading a model that has masters, call `optimizer.sync_masters_from_model()`.
 
     - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
     - `autocast`: the dtype that forward and loss run in, or None.
@@ -79,6 +87,7 @@ class GraphedStep:
         groups = optimizer.param_groups
         self._learning_rates = [_as_tensor(group["lr"], self._device) for group in groups]
         self._put_learning_rates()
+        self._modules = list(model.modules())
         self._options = [name for name in optimizer.defaults if name != "lr"]
         self._fixed = self._read_fixed()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -92,17 +101,20 @@ class GraphedStep:
         self._put_learning_rates()
         if self._graph is None:
             return self._step(batch)
+        if self.optimizer._columns is not self._known_columns:
+            self._take_over_state()
         for place, tensor in zip(self._sample, batch, strict=True):
             place.copy_(tensor, non_blocking=True)
         self._graph.replay()
-        if self.scaler.is_enabled():
-            self.scaler._memory.raise_if_collapsed(self.scaler.max_consecutive_skips)
+        self._note_replay()
         return self._loss.clone()
 
     def _check(self, batch: Sequence[Tensor]) -> None:
         if len(batch) != len(self._sample):
             raise TypeError(f"expected {len(self._sample)} tensors, got {len(batch)}")
         for index, (tensor, sample) in enumerate(zip(batch, self._sample, strict=True)):
+            if tensor.requires_grad:
+                raise ValueError(f"batch[{index}]: expected none that requires grad: it gets none")
             if (tensor.shape, tensor.dtype) != (sample.shape, sample.dtype):
                 raise ValueError(
                     f"batch[{index}]: expected {sample.dtype} of shape {tuple(sample.shape)}, as "
@@ -119,8 +131,12 @@ class GraphedStep:
         """What a graph has for good, by name."""
         groups = self.optimizer.param_groups
         fixed = {
-            "the number of parameters": [len(group["params"]) for group in groups],
-            "model.training": self.model.training,
+            "parameters": [
+                (id(param), param.requires_grad, param.data_ptr())
+                for group in groups
+                for param in group["params"]
+            ],
+            "model.training": [module.training for module in self._modules],
             "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
         }
         for index, group in enumerate(groups):
@@ -151,8 +167,7 @@ class GraphedStep:
             losses.append(loss.detach())
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            params = [param for group in self.optimizer.param_groups for param in group["params"]]
-            clip_grad_norm_(params, self.max_grad_norm)
+            clip_grad_norm_(self._params(), self.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -174,48 +189,71 @@ class GraphedStep:
     # --- capture --------------------------------------------------------------------------------
 
     def _capture(self) -> None:
-        self._sample = [tensor.clone() for tensor in self._sample]
+        self._sample = [tensor.detach().clone() for tensor in self._sample]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._rehearse()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        torch.clear_autocast_cache()
-        with torch.cuda.graph(graph):
-            self._loss = self._step(self._sample)
-        self.scaler._begin_replays()
-        self._graph = graph
-
-    def _rehearse(self) -> None:
-        """Take steps that leave no trace but the optimizer's state, where there was none."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        devices = [self._device] if self._device.type == "cuda" else []
         with (
-            torch.random.fork_rng(devices),
-            self.scaler._rehearsal(self._device),
-            _rehearsal(self.optimizer),
+            torch.cuda.stream(stream),
+            rehearsal(self.model, self.optimizer, self.scaler, self._device),
         ):
             for _ in range(REHEARSALS):
                 self._step(self._sample)
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        torch.clear_autocast_cache()
+        memory = self.scaler._memory if self.scaler.is_enabled() else None
+        before = memory and memory.last_step()
+        try:
+            # Other threads, which load data say, may do what a capture could not take.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._loss = self._step(self._sample)
+        except BaseException:
+            if memory:
+                self.scaler._forget(self.optimizer)
+            self.optimizer.zero_grad()
+            raise
+        finally:
+            torch.clear_autocast_cache()
+            if memory and before:
+                self._replayed = memory.last_step()
+                memory.put_last_step(before)
+        self._grads = [(param, param.grad) for param in self._params()]
+        self._states = [
+            (param, dict(self.optimizer.state[param]))
+            for param, grad in self._grads
+            if grad is not None
+        ]
+        self._known_columns = self.optimizer._columns
+        self._graph = graph
 
+    def _note_replay(self) -> None:
+        """Have what a step leaves be this graph's, also where others were taken in between."""
+        if any(param.grad is not grad for param, grad in (self._grads[0], self._grads[-1])):
+            for param, grad in self._grads:
+                param.grad = grad
+        if self.scaler.is_enabled():
+            self.scaler._memory.put_last_step(self._replayed)
+            self.scaler._memory.raise_if_collapsed(self.scaler.max_consecutive_skips)
 
-@contextmanager
-def _rehearsal(optimizer: Adam) -> Iterator[None]:
-    """Steps in it make the optimizer's state where there is none, and change nothing."""
-    norm = optimizer._grad_norm
-    before = None if norm is None else norm.clone()
-    optimizer._is_rehearsed = True
-    try:
-        yield
-    finally:
-        optimizer._is_rehearsed = False
-        if optimizer._grad_norm is not None:
-            optimizer._grad_norm.copy_(before if before is not None else torch.zeros(()))
+    def _take_over_state(self) -> None:
+        """What was loaded, into the tensors that the graph writes."""
+        for param, tensors in self._states:
+            state = self.optimizer.state[param]
+            for name, tensor in tensors.items():
+                loaded = state.get(name)
+                if loaded is tensor:
+                    continue
+                if loaded is not None:
+                    tensor.copy_(loaded)
+                elif name == "master_param":
+                    tensor.copy_(new_master(param, tensor.dtype))
+                else:
+                    tensor.zero_()
+                state[name] = tensor
+        self._known_columns = self.optimizer._columns
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 
 def _device_of(sample: list[Tensor]) -> torch.device:
@@ -230,8 +268,7 @@ def _device_of(sample: list[Tensor]) -> torch.device:
 
 
 def _checked_split(micro_batches: int, sample: list[Tensor]) -> int:
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
+    micro_batches = count("micro_batches", micro_batches, least=1)
     if micro_batches > 1:
         for index, tensor in enumerate(sample):
             if tensor.dim() == 0 or tensor.shape[0] % micro_batches:

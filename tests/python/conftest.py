@@ -55,3 +55,15 @@ def waits_are_errors() -> Iterator[Callable[[], None]]:
     """A function that makes torch raise where the host would wait, until the test is over."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(params=["as it is", "captured"])
+def graphs_on_cpu(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> pytest.MonkeyPatch | None:
+    """Whether graphs are made on a CPU, too, where a replay is the step itself."""
+    if request.param == "as it is":
+        return None
+    if device.type == "cuda":
+        pytest.skip("a GPU has graphs")
+    return monkeypatch

@@ -2,6 +2,7 @@
 
 import ampfuse
 import torch
+from fake_graphs import capture
 from optim_models import assert_same_bits
 from torch import nn
 from torch.nn import functional
@@ -52,8 +53,11 @@ class Side:
         scaler=None,
         parts=1,
         checkpointed=False,
+        monkeypatch=None,
         **options,
     ):
+        """With `monkeypatch` steps are captured on a CPU, too."""
+        self.monkeypatch = monkeypatch
         torch.manual_seed(0)
         self.device, self.dtype, self.clip, self.parts = device, dtype, clip, parts
         self.model = (Checkpointed() if checkpointed else Model()).to(device)
@@ -82,9 +86,9 @@ class Side:
         self.scaler.update()
         return whole
 
-    def graphed(self):
-        return ampfuse.GraphedStep(
-            self.model,
+    def graphed(self, model=None):
+        step = ampfuse.GraphedStep(
+            model or self.model,
             functional.cross_entropy,
             self.optimizer,
             self.scaler,
@@ -93,6 +97,9 @@ class Side:
             max_grad_norm=self.clip,
             micro_batches=self.parts,
         )
+        if self.monkeypatch is not None and self.device.type == "cpu":
+            capture(step, self.monkeypatch)
+        return step
 
     @property
     def tensors(self):

@@ -6,9 +6,8 @@ import torch
 from functorch.compile import make_boxed_func
 from optim_models import assert_same_bits
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import ReinplaceCounters
-from whole_step import Training, Transformer, batch
+from whole_step import Training, Transformer, Twins, batch
 
 pytestmark = [  # torch's own, of no concern here
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
@@ -35,33 +34,6 @@ def backward_is_traced():
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         yield
     torch._dynamo.reset()
-
-
-class Twins:
-    """The same training twice, compiled and as it is."""
-
-    def __init__(self, device, backend="aot_eager", **options):
-        self.counter = CompileCounterWithBackend(backend)
-        self.compiled, self.eager = (Training(device, **options) for _ in range(2))
-        self.compiled_step = torch.compile(self.compiled.step, fullgraph=True, backend=self.counter)
-        self.device = device
-
-    def step(self, seed, rows=4):
-        inputs = batch(self.device, seed, rows)
-        return self.compiled_step(*inputs), self.eager.step(*inputs)
-
-    def assert_same(self):
-        assert_same_bits(self.compiled.model.parameters(), self.eager.model.parameters())
-        scalers = [side.scaler for side in (self.compiled, self.eager)]
-        assert scalers[0].state_dict() == scalers[1].state_dict()
-        assert scalers[0].was_skipped() == scalers[1].was_skipped()
-
-    @property
-    def operators(self):
-        """Ours, as often as they are called in all graphs."""
-        nodes = [node for graph in self.counter.graphs for node in graph.graph.nodes]
-        names = [str(node.target).split(".") for node in nodes]
-        return sorted(name[1] for name in names if name[0] == "ampfuse")
 
 
 CALLS = ["fused_adam", "multi_tensor_norm", "multi_tensor_unscale_norm", "update_scale"]

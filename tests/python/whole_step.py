@@ -2,7 +2,9 @@
 
 import ampfuse
 import torch
+from optim_models import assert_same_bits
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +73,7 @@ class Training:
         half=False,
         lr=None,
         batches=1,
+        optimizer=ampfuse.AdamW,
         **options,
     ):
         torch.manual_seed(0)
@@ -82,7 +85,7 @@ class Training:
         self.factor = torch.ones((), device=device)  # of the loss
         self.resets, self.batches = "by the optimizer", batches
         self.lr = torch.tensor(1e-2, device=device) if lr is None else lr
-        self.optimizer = ampfuse.AdamW(
+        self.optimizer = optimizer(
             self.model.parameters(),
             lr=self.lr,
             max_grad_norm=None if clips_by_hand else max_grad_norm,
@@ -111,3 +114,30 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()
+
+
+class Twins:
+    """The same training twice, compiled and as it is."""
+
+    def __init__(self, device, backend="aot_eager", **options):
+        self.counter = CompileCounterWithBackend(backend)
+        self.compiled, self.eager = (Training(device, **options) for _ in range(2))
+        self.compiled_step = torch.compile(self.compiled.step, fullgraph=True, backend=self.counter)
+        self.device = device
+
+    def step(self, seed, rows=4):
+        inputs = batch(self.device, seed, rows)
+        return self.compiled_step(*inputs), self.eager.step(*inputs)
+
+    def assert_same(self):
+        assert_same_bits(self.compiled.model.parameters(), self.eager.model.parameters())
+        scalers = [side.scaler for side in (self.compiled, self.eager)]
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert scalers[0].was_skipped() == scalers[1].was_skipped()
+
+    @property
+    def operators(self):
+        """Ours, as often as they are called in all graphs."""
+        nodes = [node for graph in self.counter.graphs for node in graph.graph.nodes]
+        names = [str(node.target).split(".") for node in nodes]
+        return sorted(name[1] for name in names if name[0] == "ampfuse")

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ampfuse._compiling import at_compile_time, make_static
 from ampfuse.amp._gradients import Inspection, gather, inspect
 from ampfuse.amp._memory import Memory
-from ampfuse.optim import Adam
 from ampfuse.optim._grad_norm import largest
 
 
@@ -40,6 +39,11 @@ class Hooks(TorchGradScaler):
         if torch.compiler.is_compiling() and id(optimizer) not in states:  # by no function of torch
             states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
         return states[id(optimizer)]
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        """What was done with it since the last update, which is not going to come."""
+        self._per_optimizer_states.pop(id(optimizer), None)
+        self._inspections.pop(id(optimizer), None)
 
     @at_compile_time
     def _make_scale(self, device: torch.device) -> None:
@@ -100,10 +104,6 @@ class Hooks(TorchGradScaler):
         flags = self._unscale_grads_(optimizer, one, found_inf, True)
         self._state_of(optimizer)["found_inf_per_device"] = flags
         self._inspections[id(optimizer)].is_scaled = True
-        if torch.compiler.is_compiling() and isinstance(optimizer, Adam):
-            lists = [part.grads for part in gather(optimizer, True).on.values()]
-            norms = self._inspections[id(optimizer)].total_norms
-            optimizer._traced.known_norms = list(zip(lists, norms, strict=True))
         return flags
 
     def _maybe_opt_step(

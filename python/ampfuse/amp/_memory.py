@@ -38,6 +38,14 @@ class ScaleRecord(NamedTuple):
 ScaleRecord.__module__ = "ampfuse"  # where users find it
 
 
+class LastStep(NamedTuple):
+    """What is remembered of it."""
+
+    found_inf: Tensor | None
+    graph_step: tuple[Tensor, Inspection | None] | None
+    is_replayed: bool
+
+
 class Memory:
     """Everything but the scale and torch's growth tracker, which are attributes of torch's."""
 
@@ -48,12 +56,12 @@ class Memory:
         self._history: Tensor | None = None
         self._recorded_from = 0  # the first update of which the history knows
         self._found_inf: Tensor | None = None  # of the last step
-        self._is_replayed = False  # that step, by a graph
+        self._is_replayed = False  # that step, by a graph, who knows how often
         self._counters_mirror = Mirror()
         self._skips_in_a_row = 0  # that the host knows of
         self._found_inf_mirror: Mirror | None = None  # once somebody has asked
         self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REMEMBERED)
-        self._compiled_step: tuple[Tensor, Inspection | None] | None = None  # if it was the last
+        self._graph_step: tuple[Tensor, Inspection | None] | None = None  # the last one's
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The counters and the history, which are made where they are first needed."""
@@ -82,21 +90,24 @@ class Memory:
     def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
         """A step is about to be taken, unless the flag says otherwise."""
         self._found_inf = found_inf
-        if torch.compiler.is_compiling():  # nothing is read: a graph would be for what was there
-            self._is_replayed = True
-            self._compiled_step = (found_inf, inspection)
+        is_compiled = torch.compiler.is_compiling()
+        if is_compiled or is_capturing():
+            # Nothing is read: what is compiled would be for what was there.
+            self._is_replayed, self._graph_step = True, (found_inf, inspection)
             return
-        self._compiled_step = None
-        self._is_replayed = found_inf.is_cuda and is_capturing()
-        if self._found_inf_mirror is not None and not self._is_replayed:
+        self._is_replayed, self._graph_step = False, None
+        if self._found_inf_mirror is not None:
             self._found_inf_mirror.send(found_inf)
         if inspection is not None:
             self._steps.append((found_inf, inspection))
 
-    def begin_replays(self) -> None:
-        """What a captured step leaves where its flag is going to be is no flag."""
-        if self._found_inf is not None:
-            self._found_inf.zero_()
+    def last_step(self) -> "LastStep":
+        """To be put back."""
+        return LastStep(self._found_inf, self._graph_step, self._is_replayed)
+
+    def put_last_step(self, step: "LastStep") -> None:
+        """As it was: after steps that do not count, or when a graph has been replayed."""
+        self._found_inf, self._graph_step, self._is_replayed = step
 
     def step_skipped(self) -> Tensor:
         """Of the last step, on the device."""
@@ -157,7 +168,7 @@ class Memory:
 
     def offenders(self) -> list[Tensor]:
         """Parameters whose gradients were not finite in the last skipped step that is known."""
-        steps = [*self._steps, *([] if self._compiled_step is None else [self._compiled_step])]
+        steps = [*self._steps, *([] if self._graph_step is None else [self._graph_step])]
         for found_inf, inspection in reversed(steps):
             if inspection is not None and found_inf.item() != 0:
                 norms = [norm for norms in inspection.norms for norm in norms.tolist()]

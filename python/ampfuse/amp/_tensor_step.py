@@ -9,6 +9,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from ampfuse import _C
+from ampfuse.amp._gradients import Inspection, gather
 from ampfuse.optim import Adam
 
 
@@ -28,13 +29,14 @@ def step_with_tensors(
     optimizer: Any,
     scale: Tensor | None,
     found_inf: Tensor,
+    inspection: Inspection | None,
     args: Any,
     kwargs: Any,
 ) -> Any:
     """`optimizer.step(*args, **kwargs)`, which finds scale and flag for its duration.
 
     `scale`: by which gradients are scaled still, besides the user's own `grad_scale`, if there is
-    one.
+    one. `inspection`: what was told of the gradients.
     """
     users_own = getattr(optimizer, "grad_scale", None)
     if scale is None:
@@ -44,23 +46,15 @@ def step_with_tensors(
     if not torch.compiler.is_compiling():
         return _step(optimizer, scale, found_inf, args, kwargs)
     if isinstance(optimizer, Adam):
-        return _traced_step(optimizer, scale, found_inf, args, kwargs)
+        return _traced_step(optimizer, scale, found_inf, inspection, args, kwargs)
     return _untraced_step(optimizer, scale, found_inf, args, kwargs)
-
-
-def has_pre_hooks(optimizer: Any) -> bool:
-    """They may write gradients, and that without moving version counters."""
-    return (
-        len(torch_optimizer._global_optimizer_pre_hooks) + len(optimizer._optimizer_step_pre_hooks)
-        > 0
-    )
 
 
 def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
     """As torch has it: they are attributes."""
     optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-    if has_pre_hooks(optimizer):
-        _C.forget_norms()
+    if torch_optimizer._global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks:
+        _C.forget_norms()  # hooks may write gradients without moving version counters
     try:
         return optimizer.step(*args, **kwargs)
     finally:
@@ -69,14 +63,21 @@ def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kw
 
 
 def _traced_step(
-    optimizer: Adam, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any
+    optimizer: Adam,
+    scale: Tensor | None,
+    found_inf: Tensor,
+    inspection: Inspection | None,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """The compiler cannot follow what becomes an attribute of an optimizer."""
     traced = optimizer._traced
-    traced.grad_scale, traced.found_inf = scale, found_inf
-    if has_pre_hooks(optimizer):
-        traced.known_norms = []
     traced.begin()
+    traced.grad_scale, traced.found_inf = scale, found_inf
+    # There are no version counters here: nobody's code may come between the look and the step.
+    if inspection is not None and inspection.is_scaled and traced.steps_alone and not args:
+        lists = [part.grads for part in gather(optimizer, allow_fp16=True).on.values()]
+        traced.known_norms = list(zip(lists, inspection.total_norms, strict=True))
     try:
         if traced.has_scheduler:  # whose wrapper the compiler does not trace
             return type(optimizer).step(optimizer, *args, **kwargs)

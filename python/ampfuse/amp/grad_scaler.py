@@ -1,8 +1,6 @@
 """GradScaler: torch's, without host waits, with limits, hysteresis, and a memory."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -168,8 +166,10 @@ class GradScaler(Hooks):
             )
         found_inf = self._note_step(optimizer, state)
         if skips_itself:
-            scale = self._get_scale_async() if state["stage"] is OptState.READY else None
-            result = step_with_tensors(optimizer, scale, found_inf, args, kwargs)
+            scale, inspection = None, self._inspections.get(id(optimizer))
+            if state["stage"] is OptState.READY:
+                scale = self._get_scale_async()
+            result = step_with_tensors(optimizer, scale, found_inf, inspection, args, kwargs)
         elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
@@ -252,30 +252,6 @@ class GradScaler(Hooks):
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None
         return self._scale
-
-    @contextmanager
-    def _rehearsal(self, device: torch.device) -> Iterator[None]:
-        """What steps and updates in it do to the scaler is forgotten."""
-        if not self._enabled:
-            yield
-            return
-        scale = self._scale_on(device)
-        kept = {name: getattr(self, name) for name in ("_scale", "_growth_tracker", "_memory")}
-        limit, self.max_consecutive_skips = self.max_consecutive_skips, None
-        self._scale, self._growth_tracker = scale.clone(), kept["_growth_tracker"].clone()
-        self._memory = Memory(self._memory.counts(), self._memory.length)
-        try:
-            yield
-        finally:
-            vars(self).update(kept)
-            self.max_consecutive_skips = limit
-            self._inspections.clear()
-            self._per_optimizer_states.clear()
-
-    def _begin_replays(self) -> None:
-        """A step was captured, and not taken yet."""
-        if self._enabled:
-            self._memory.begin_replays()
 
     # --- what happened --------------------------------------------------------------------------
 

@@ -5,12 +5,14 @@ needs no graph of its own. Gradients may come of a backward pass in the same gra
 for the code that is traced, and not yet for anybody else.
 """
 
+import inspect
 import weakref
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 from ampfuse._compiling import at_compile_time, make_static
 from ampfuse.optim import _state as adam_state
@@ -29,6 +31,7 @@ class Traced:
         self._optimizer = weakref.ref(optimizer)
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.has_scheduler = False
+        self.steps_alone = False  # whether nobody's code comes between a call of step and Adam's
         # For as long as a scaler takes a step:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
@@ -42,7 +45,16 @@ class Traced:
         self.param_groups = optimizer.param_groups
         for group in self.param_groups:
             make_static(group["params"], guard=False)
-        self.has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        own, wrapped = type(optimizer).step, vars(optimizer).get("step")
+        self.has_scheduler = getattr(wrapped, "_wrapped_by_lr_sched", False) and (
+            getattr(wrapped, "__wrapped__", None) is own
+        )
+        self.steps_alone = (
+            (wrapped is None or self.has_scheduler)
+            and inspect.unwrap(own) is type(optimizer)._own_step
+            and not optimizer._optimizer_step_pre_hooks
+            and not torch_optimizer._global_optimizer_pre_hooks
+        )
         optimizer._opt_called = True  # which schedulers want to see
 
     @at_compile_time
@@ -50,13 +62,21 @@ class Traced:
         """Of these parameters of each group, and where the norm is left."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        for group, places in zip(self.param_groups, with_gradient, strict=True):
-            for param in [group["params"][place] for place in places]:
-                if optimizer._grad_norm is None and group["max_grad_norm"] is None:
-                    optimizer._grad_norm = torch.zeros((), dtype=torch.float32, device=param.device)
+        params = [
+            [group["params"][place] for place in places]
+            for group, places in zip(self.param_groups, with_gradient, strict=True)
+        ]
+        if optimizer._grad_norm is None:
+            measured = zip(self.param_groups, params, strict=True)
+            sharing = [of for group, of in measured if group["max_grad_norm"] is None and of]
+            device = sharing[0][0].device if sharing else "cpu"
+            optimizer._grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        make_static([optimizer._grad_norm])
+        for group, of_group in zip(self.param_groups, params, strict=True):
+            for param in of_group:
                 state = optimizer.state[param]
                 adam_state.ensure(state, param, group, optimizer._spare_masters)
-                make_static([optimizer._grad_norm, *state.values()])
+                make_static(state.values())
 
     def recall_norm(self, grads: list[Tensor]) -> Tensor | None:
         """If these are known."""
@@ -92,6 +112,7 @@ def _group_columns(group: dict[str, Any], params: list[Tensor], states: Any) -> 
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param)
+        id(param)  # so that the graph is for this parameter, whose state it has
         state = states[param]
         kind = (param.device, "master_param" in state)
         columns = found.setdefault(kind, Columns(param.device))

@@ -5,6 +5,7 @@ written unless asked, and the host never waits for a GPU.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,6 +190,8 @@ class Adam(torch.optim.Adam):
                     refuse_sparse(param)  # clearer than what the ops say
             raise
         return loss
+
+    _own_step = inspect.unwrap(step)  # which derived classes may have another one of
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, which torch.compile does not trace."""

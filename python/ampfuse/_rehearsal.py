@@ -1,0 +1,104 @@
+"""Training steps that change nothing: what libraries do at a first call is done, and state is made.
+
+Steps are skipped, so that neither parameters nor the optimizer's state need be copied.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from ampfuse.amp import GradScaler
+from ampfuse.amp._memory import Memory
+from ampfuse.optim import Adam
+
+
+@contextmanager
+def rehearsal(
+    model: nn.Module, optimizer: Adam, scaler: GradScaler, device: torch.device
+) -> Iterator[None]:
+    """Steps in it leave no trace but the optimizer's state, where there was none.
+
+    That is so for buffers, gradients, random numbers and the scaler, too; and whatever is raised.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(_restored_scaler(scaler, device))
+        stack.enter_context(_skipped_steps(optimizer))
+        stack.enter_context(_restored_gradients(model))
+        stack.enter_context(_restored_buffers(model))
+        yield
+
+
+@contextmanager
+def _restored_scaler(scaler: GradScaler, device: torch.device) -> Iterator[None]:
+    if not scaler.is_enabled():
+        yield
+        return
+    scale = scaler._scale_on(device)
+    growth_tracker, memory = scaler._growth_tracker, scaler._memory
+    assert growth_tracker is not None
+    kept = dict(vars(scaler))
+    scaler._scale, scaler._growth_tracker = scale.clone(), growth_tracker.clone()
+    scaler._memory = Memory(memory.counts(), memory.length)
+    scaler._inspections = {}
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    scaler.max_consecutive_skips = None
+    try:
+        yield
+    finally:
+        vars(scaler).update(kept)
+
+
+@contextmanager
+def _skipped_steps(optimizer: Adam) -> Iterator[None]:
+    norm = optimizer._grad_norm
+    before = None if norm is None else norm.clone()
+    optimizer._is_rehearsed = True
+    try:
+        yield
+    finally:
+        optimizer._is_rehearsed = False
+        if optimizer._grad_norm is not None:
+            optimizer._grad_norm.copy_(before if before is not None else torch.zeros(()))
+
+
+@contextmanager
+def _restored_gradients(model: nn.Module) -> Iterator[None]:
+    """Also of parameters that are no optimizer's."""
+    grads = [(param, param.grad) for param in model.parameters()]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+
+
+@contextmanager
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    buffers = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        yield
+    finally:
+        now = dict(model.named_buffers())
+        replaced = [name for name in buffers if now.get(name) is not buffers[name]]
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(values[name])
+                _put_buffer(model, name, buffer)
+    if replaced:
+        raise RuntimeError(
+            f"{', '.join(replaced)}: forward puts another tensor in the place of this buffer, of "
+            "which a graph knows nothing; write into it, by copy_() say"
+        )
+
+
+def _put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    model.get_submodule(path)._buffers[attribute] = buffer

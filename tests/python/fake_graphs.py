@@ -1,0 +1,88 @@
+"""CUDA graphs of steps on a CPU: what is captured is not done, and a replay does it.
+
+A replay takes the captured step again, and puts its results where capturing it had put them, as a
+graph would; of Python's objects it changes none.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+
+class FakeGraph:
+    """In place of torch.cuda.CUDAGraph."""
+
+    step = None  # the GraphedStep
+
+    def replay(self):
+        memory = self.step.scaler._memory if self.step.scaler.is_enabled() else None
+        before = memory and memory.last_step()
+        params = self.step._params()
+        grads = [param.grad for param in params]
+        with capturing():
+            loss = self.step._step(self.step._sample)
+        self.step._loss.copy_(loss)
+        for (param, captured), grad in zip(self.step._grads, grads, strict=True):
+            if captured is not None:
+                captured.copy_(param.grad)
+            param.grad = grad
+        if memory:
+            ours, now = self.step._replayed, memory.last_step()
+            ours.found_inf.copy_(now.found_inf)
+            pairs = zip(ours.graph_step[1].norms, now.graph_step[1].norms, strict=True)
+            for captured, norms in pairs:
+                captured.copy_(norms)
+            memory.put_last_step(before)
+
+
+_is_capturing = False
+
+
+@contextmanager
+def capturing():
+    global _is_capturing
+    _is_capturing = True
+    try:
+        yield
+    finally:
+        _is_capturing = False
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+def capture(step, monkeypatch):
+    """Have a step on a CPU captured as if it were on a GPU."""
+
+    @contextmanager
+    def graph(fake, capture_error_mode):
+        fake.step = step
+        tensors = [*step.model.parameters(), *step.model.buffers()]
+        for state in step.optimizer.state.values():
+            tensors += state.values()
+        tensors.append(step.optimizer._grad_norm)
+        if step.scaler.is_enabled():
+            scaler = step.scaler
+            tensors += [scaler._scale, scaler._growth_tracker]
+            tensors += [t for t in scaler._memory.tensors(torch.device("cpu")) if t is not None]
+        values = [tensor.detach().clone() for tensor in tensors]
+        random_state = torch.get_rng_state()
+        try:
+            with capturing():
+                yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            torch.set_rng_state(random_state)
+
+    monkeypatch.setattr("ampfuse.amp._memory.is_capturing", lambda: _is_capturing)
+    monkeypatch.setattr("ampfuse.optim._state.is_capturing", lambda: _is_capturing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    step._capture()

@@ -1,0 +1,122 @@
+"""ampfuse.GraphedStep, and what is loaded, done, or goes wrong beside it."""
+
+import copy
+
+import pytest
+import torch
+from graphed_models import Side, batch
+from optim_models import assert_same_bits
+from torch import nn
+
+
+@pytest.mark.parametrize("from_torch", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_checkpoints_load_into_it(device, graphs_on_cpu, steps_before, from_torch):
+    """Twice, of which the second finds what the first has left."""
+    options = {"half": True, "max_grad_norm": 0.5}
+    ours, other = (Side(device, monkeypatch=m, **options) for m in (graphs_on_cpu, None))
+    step = ours.graphed()
+    for seed in range(steps_before):
+        torch.manual_seed(seed)
+        other.step(*batch(device, seed))
+    saved = copy.deepcopy(
+        [getattr(other, name).state_dict() for name in ("model", "optimizer", "scaler")]
+    )
+    if from_torch:
+        for state in saved[1]["state"].values():
+            del state["master_param"]
+    for _ in range(2):
+        step(*batch(device, 5))
+        for side in (ours, other):
+            for name, state in zip(("model", "optimizer", "scaler"), saved, strict=True):
+                getattr(side, name).load_state_dict(copy.deepcopy(state))
+        for seed in range(7, 9):
+            for train in (step, other.step):
+                torch.manual_seed(seed)
+                train(*batch(device, seed))
+        assert_same_bits(ours.tensors, other.tensors)
+        assert ours.scaler.get_scale() == other.scaler.get_scale()
+
+
+def test_two_of_them_and_an_eager_step_share_a_scaler(device, graphs_on_cpu):
+    ours, eager = Side(device, monkeypatch=graphs_on_cpu), Side(device)
+    steps = [ours.graphed(), ours.graphed(), ours.step]
+    for seed, overflows in enumerate((0, 1, 0, 0, 1, 1, 0, 0)):
+        inputs, target = batch(device, seed)
+        if overflows:
+            inputs[0, 0] = float("nan")
+        torch.manual_seed(seed)
+        steps[seed % 3](inputs, target)
+        torch.manual_seed(seed)
+        eager.step(inputs, target)
+        assert ours.scaler.was_skipped() == eager.scaler.was_skipped() == bool(overflows)
+        assert ours.scaler.step_skipped.item() == bool(overflows)
+        reports = [side.scaler.overflow_report(side.model) for side in (ours, eager)]
+        assert not overflows or reports[0] == reports[1] != []
+        grads = [[param.grad for param in side.model.parameters()] for side in (ours, eager)]
+        assert_same_bits(*grads)
+        if seed == 3:
+            ours.optimizer.zero_grad()
+    assert ours.scaler.get_scale() == eager.scaler.get_scale()
+
+
+def test_making_one_is_no_step(device, graphs_on_cpu):
+    ours = Side(device, monkeypatch=graphs_on_cpu)
+    inputs, target = batch(device)
+    ours.step(inputs * float("nan"), target)
+    ours.scaler.unscale_(other := torch.optim.SGD([nn.Parameter(torch.ones(2, device=device))]))
+    reports = [ours.scaler.overflow_report(ours.model)]
+    ours.model.layers[1].running_mean.zero_()
+    ours.graphed()
+    assert ours.scaler.was_skipped()
+    assert [ours.scaler.overflow_report(ours.model)] == reports
+    if graphs_on_cpu is None and device.type == "cpu":
+        with pytest.raises(RuntimeError, match="already been called"):
+            ours.scaler.unscale_(other)
+
+
+class Broken(nn.Module):
+    """Puts another tensor in the place of its buffer, or raises, the second time."""
+
+    def __init__(self, side, raises):
+        super().__init__()
+        self.side, self.raises, self.calls = [side], raises, 0
+        self.register_buffer("mean", torch.zeros((), device=side.device))
+
+    def forward(self, inputs):
+        self.calls += 1
+        if not self.raises:
+            self.mean = self.mean + 1
+        elif self.calls == 2:
+            raise KeyError("no such layer")
+        return self.side[0].model(inputs)
+
+    def parameters(self, recurse=True):
+        return self.side[0].model.parameters()
+
+
+@pytest.mark.parametrize(
+    ("raises", "error", "words"),
+    [(True, KeyError, "no such layer"), (False, RuntimeError, "mean: forward puts another tensor")],
+)
+def test_models_that_cannot_be_captured_are_left_as_they_were(
+    device, monkeypatch, raises, error, words
+):
+    ours, other = Side(device, monkeypatch=monkeypatch), Side(device)
+    for side in (ours, other):
+        torch.manual_seed(0)
+        side.step(*batch(device))
+    broken = Broken(ours, raises)
+    random_state = torch.get_rng_state()
+    buffers = [buffer.clone() for buffer in ours.model.buffers()]
+    with pytest.raises(error, match=words):
+        ours.graphed(broken)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert broken.mean == 0
+    if raises:
+        assert len(buffers) == len(list(ours.model.buffers()))
+    for side in (ours, other):
+        torch.manual_seed(1)
+        side.step(*batch(device, 1))
+    assert_same_bits(ours.model.parameters(), other.model.parameters())
+    assert ours.scaler.state_dict() == other.scaler.state_dict()

@@ -1,0 +1,101 @@
+"""A whole step in torch.compile, and what others do to its optimizer."""
+
+import ampfuse
+import pytest
+import torch
+from optim_models import assert_same_bits
+from whole_step import Training, Twins, batch
+
+pytestmark = [  # torch's own, of no concern here
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def backward_is_traced():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+class WritesGradients(ampfuse.AdamW):
+    """Whose step is not the one that is looked for."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(0.125)
+        return super().step(closure)
+
+
+def test_gradients_that_a_derived_step_writes_are_measured_as_they_are(device):
+    twins = Twins(device, max_grad_norm=0.25, optimizer=WritesGradients)
+    for seed in range(3):
+        twins.step(seed)
+        twins.assert_same()
+        norms = [side.optimizer.grad_norm for side in (twins.compiled, twins.eager)]
+        assert_same_bits(norms[:1], norms[1:])
+
+
+def test_gradients_that_a_hook_writes_are_measured_as_they_are(device):
+    def halve(optimizer, args, kwargs):
+        for param in optimizer._traced.param_groups[0]["params"]:
+            param.grad.mul_(0.125)
+
+    twins = Twins(device, max_grad_norm=0.25)
+    for side in (twins.compiled, twins.eager):
+        side.optimizer.register_step_pre_hook(halve)
+    for seed in range(3):
+        twins.step(seed)
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_that_cannot_be_traced_end_the_graph_and_nothing_else(device, kind, traced):
+    calls = []
+
+    def hook(optimizer, args, kwargs):
+        torch._dynamo.graph_break()
+        calls.append(optimizer)
+
+    sides = [Training(device), Training(device)]
+    for side in sides:
+        getattr(side.optimizer, f"register_step_{kind}_hook")(hook)
+    with torch._dynamo.config.patch(trace_autograd_ops=traced):
+        compiled = torch.compile(sides[0].step, backend="aot_eager")
+        for seed in range(3):
+            inputs = batch(device, seed)
+            assert_same_bits([compiled(*inputs)], [sides[1].step(*inputs)])
+    assert_same_bits(*(side.model.parameters() for side in sides))
+    assert len(calls) == 6
+    traced = sides[0].optimizer._traced
+    assert (traced.grad_scale, traced.found_inf, traced.known_norms) == (None, None, [])
+
+
+def test_parameter_that_takes_the_place_of_another_has_state_of_its_own(device):
+    twins = Twins(device)
+    twins.step(0)
+    for side in (twins.compiled, twins.eager):
+        new = torch.nn.Parameter(torch.ones_like(side.model.head.bias))
+        params = side.optimizer.param_groups[0]["params"]
+        params[-1] = side.params[-1] = side.model.head.bias = new
+    for seed in range(1, 4):
+        twins.step(seed)
+        twins.assert_same()
+    assert twins.compiled.model.head.bias in twins.compiled.optimizer.state
+
+
+def test_norm_is_zero_where_nobody_shares_the_limit(device):
+    twins = Twins(device)
+    for side in (twins.compiled, twins.eager):
+        side.optimizer.param_groups[0]["max_grad_norm"] = 0.5
+    for seed in range(2):
+        twins.step(seed)
+        twins.assert_same()
+    norms = [side.optimizer.grad_norm for side in (twins.compiled, twins.eager)]
+    assert_same_bits(norms[:1], norms[1:])
