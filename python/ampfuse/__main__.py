@@ -35,10 +35,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
         told = report.report(chosen.name, parts, time.perf_counter() - start, raised)
         if not chosen.quiet:
             show.table(show.rows(told), show.title(told), sys.stderr)
-        if chosen.json is not None:
-            chosen.json.write_text(json.dumps(told, indent=2) + "\n")
-        if chosen.plot is not None:
-            show.plot(told, chosen.plot)
+        try:
+            if chosen.json is not None:
+                text = json.dumps(report.in_json(told), indent=2, allow_nan=False)
+                chosen.json.write_text(text + "\n")
+            if chosen.plot is not None:
+                show.plot(told, chosen.plot)
+        except OSError as error:  # which is not the program's
+            print(f"python -m ampfuse: {error}", file=sys.stderr)
     program.end_as_after(raised)
 
 

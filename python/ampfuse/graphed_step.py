@@ -32,12 +32,15 @@ class GraphedStep:
     of these, for several shapes say, and steps of other kinds in between.
 
     What else the model and the loss do on the host is done when this is made, and never again:
-    hooks, too. Learning rates become tensors, which schedulers write, and a number that is put in
-    the place of one is taken over. All other options of the optimizer and the scaler (so no
-    schedules of betas, which OneCycleLR has unless told), which parameters are trained, where they
-    lie, and which modules are in training mode, are for good what they were: a step that finds them
-    changed raises. State that is loaded into the optimizer goes into the tensors of the graph;
-    after loading a model that has masters, call `optimizer.sync_masters_from_model()`.
+    hooks, too. Learning rates become tensors on the device, always the same ones (to keep or to
+    print one as a number, take its `item()`), which schedulers write, and a number that is put in
+    the place of one is taken over. All other options of the optimizer and the scaler, which
+    parameters are trained, where they lie, and which modules are in training mode, are for good
+    what they were: a step that finds them changed raises. So OneCycleLR and CyclicLR are told
+    `cycle_momentum=False`, a model is back in training mode after an evaluation, and the last batch
+    of a loader, if it is a smaller one, is left out (`drop_last=True`) or trained on eagerly.
+    Checkpoints are loaded before or later: state goes into the tensors of the graph; after loading
+    a model that has masters, call `optimizer.sync_masters_from_model()`.
 
     - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
     - `autocast`: the dtype that forward and loss run in, or None.
@@ -77,10 +80,10 @@ class GraphedStep:
         self.autocast, self.max_grad_norm = autocast, max_grad_norm
         if not isinstance(optimizer, Adam):
             raise TypeError(
-                f"optimizer: expected ampfuse.Adam or AdamW, got {type(optimizer).__name__}"
+                f"optimizer: expected ampfuse.Adam or AdamW, got {_name_of(type(optimizer))}"
             )
         if not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler).__name__}")
+            raise TypeError(f"scaler: expected ampfuse.GradScaler, got {_name_of(type(scaler))}")
         self._sample = list(sample)
         self._device = _device_of(self._sample)
         self._micro_batches = _checked_split(micro_batches, self._sample)
@@ -88,7 +91,7 @@ class GraphedStep:
         self._learning_rates = [_as_tensor(group["lr"], self._device) for group in groups]
         self._put_learning_rates()
         self._modules = list(model.modules())
-        self._options = [name for name in optimizer.defaults if name != "lr"]
+        self._options = [name for name in set(groups[0]) & set(optimizer.defaults) if name != "lr"]
         self._fixed = self._read_fixed()
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
@@ -254,6 +257,10 @@ class GraphedStep:
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _device_of(sample: list[Tensor]) -> torch.device:

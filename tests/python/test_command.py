@@ -230,6 +230,9 @@ def test_parts_can_be_chosen(programs):
     assert without.stdout == "ampfuse.optim.adamw torch.amp.grad_scaler\n"
     assert "cross_entropy" in without.stderr
     assert "steps" not in without.stderr
+    twice = ("--only", "scaler", "--only", "clip_grad_norm")
+    again = programs.run("-m", "ampfuse", "--quiet", *twice, "train.py")
+    assert again.stdout == only.stdout
     none = programs.run("-m", "ampfuse", "--only=scaler", "--without=scaler", "train.py")
     assert none.stdout == "torch.optim.adamw torch.amp.grad_scaler\n"
 
@@ -287,6 +290,8 @@ def test_a_child_that_was_forked_does_not_tell(programs):
         (["--without", "scaler,x", "x.py"], "unknown part 'x'"),
         (["--fast", "x.py"], "--fast"),
         (["--js", "f", "x.py"], "--js"),
+        (["--json", "none/x.json", "x.py"], "--json: there is no folder none"),
+        (["--plot", "none/x.png", "x.py"], "--plot: there is no folder none"),
         (["--json"], "--json"),
         (["env", "--all"], "env takes no arguments, got --all"),
     ],
@@ -305,3 +310,38 @@ def test_nothing_at_all_is_told_the_usage(programs):
     assert done.returncode == 2
     assert "usage: python -m ampfuse [options] script.py" in done.stderr
     assert "--without PARTS" in programs.run("-m", "ampfuse", "--help").stdout
+
+
+OVERFLOWS = """
+import torch
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.AdamW([parameter])
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for factor in (1.0, float("inf")):
+    optimizer.zero_grad()
+    scaler.scale((parameter * factor).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+"""
+
+
+def test_json_is_json_after_an_overflow_and_tells_what_is_not_counted(programs, tmp_path):
+    programs.write("overflows.py", OVERFLOWS)
+    done = programs.run("-m", "ampfuse", "--json", "told.json", "overflows.py")
+    assert done.returncode == 0
+    text = (tmp_path / "told.json").read_text()
+    told = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert [record[1] for record in told["scalers"][0]["history"]] == [False, True]
+    assert told["scalers"][0]["history"][1][2] is None
+    assert "inside of torch.compile is not counted" in done.stderr
+
+
+def test_summary_that_cannot_be_written_changes_no_exit_code(programs, tmp_path):
+    programs.write("ends.py", "import sys; sys.exit(3)")
+    (tmp_path / "told.json").mkdir()
+    done = programs.run("-m", "ampfuse", "--json", "told.json", "ends.py")
+    assert done.returncode == 3
+    assert "python -m ampfuse: " in done.stderr
+    assert "told.json" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -225,8 +225,20 @@ def test_what_it_cannot_graph_is_refused(device):
     sgd = torch.optim.SGD(side.model.parameters())
     torchs = torch.amp.GradScaler(device.type)
     for optimizer, scaler, given, error, words in (
-        (sgd, side.scaler, sample, TypeError, "expected ampfuse.Adam or AdamW, got SGD"),
-        (side.optimizer, torchs, sample, TypeError, "scaler: expected ampfuse.GradScaler"),
+        (
+            sgd,
+            side.scaler,
+            sample,
+            TypeError,
+            "expected ampfuse.Adam or AdamW, got torch.optim.sgd.SGD",
+        ),
+        (
+            side.optimizer,
+            torchs,
+            sample,
+            TypeError,
+            "scaler: expected ampfuse.GradScaler, got torch.amp",
+        ),
         (side.optimizer, side.scaler, (), ValueError, "got nothing"),
         (side.optimizer, side.scaler, (sample[0], 3), TypeError, r"sample\[1\]: expected a tensor"),
         (side.optimizer, side.scaler, (sample[0].to("meta"),), ValueError, "got meta"),

@@ -2,11 +2,13 @@
 
 import copy
 
+import ampfuse
 import pytest
 import torch
 from graphed_models import Side, batch
 from optim_models import assert_same_bits
 from torch import nn
+from torch.nn import functional
 
 
 @pytest.mark.parametrize("from_torch", [False, True])
@@ -36,6 +38,24 @@ def test_checkpoints_load_into_it(device, graphs_on_cpu, steps_before, from_torc
                 train(*batch(device, seed))
         assert_same_bits(ours.tensors, other.tensors)
         assert ours.scaler.get_scale() == other.scaler.get_scale()
+
+
+@pytest.mark.parametrize("cls", [ampfuse.AdamW, torch.optim.AdamW])
+def test_checkpoints_load_before_it_is_made(device, graphs_on_cpu, cls):
+    ours, other = (Side(device, monkeypatch=m) for m in (graphs_on_cpu, None))
+    source = cls(other.model.parameters(), lr=1e-2)
+    functional.cross_entropy(other.model(batch(device)[0]), batch(device)[1]).backward()
+    source.step()
+    saved = source.state_dict(), other.model.state_dict()
+    for side in (ours, other):
+        side.optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        side.model.load_state_dict(copy.deepcopy(saved[1]))
+    step = ours.graphed()
+    for seed in range(3):
+        for train in (step, other.step):
+            torch.manual_seed(seed)
+            train(*batch(device, seed))
+    ours.assert_same(other)
 
 
 def test_two_of_them_and_an_eager_step_share_a_scaler(device, graphs_on_cpu):

@@ -256,6 +256,11 @@ def test_what_outlives_its_block_is_torchs_again():
     assert clip([p], 1.0).item() == pytest.approx(3**0.5)
 
 
+def test_one_part_may_be_left_out_by_its_name():
+    with ampfuse.patched(without="scaler"):
+        assert replaced() == ["optimizers", "cross_entropy", "clip_grad_norm"]
+
+
 @pytest.mark.parametrize("kind", ["list", "generator", "tensor"])
 @pytest.mark.parametrize(
     "dtypes",

@@ -99,3 +99,12 @@ def test_norm_is_zero_where_nobody_shares_the_limit(device):
         twins.assert_same()
     norms = [side.optimizer.grad_norm for side in (twins.compiled, twins.eager)]
     assert_same_bits(norms[:1], norms[1:])
+
+
+def test_limits_of_groups_may_change(device):
+    twins = Twins(device)
+    for seed, limit in enumerate((0.5, 0.25, 0.75, 0.125, float("inf"))):
+        for side in (twins.compiled, twins.eager):
+            side.optimizer.param_groups[0]["max_grad_norm"] = limit
+        twins.step(seed)
+        twins.assert_same()

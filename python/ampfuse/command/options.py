@@ -51,8 +51,12 @@ def parse(arguments: Sequence[str]) -> Options:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", type=_parts, metavar="PARTS", help="replace only these")
-    parser.add_argument("--without", type=_parts, metavar="PARTS", help="replace all but these")
+    parser.add_argument(
+        "--only", action="extend", type=_parts, metavar="PARTS", help="replace only these"
+    )
+    parser.add_argument(
+        "--without", action="extend", type=_parts, metavar="PARTS", help="replace all but these"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what happened there")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw how the loss scale moved")
     parser.add_argument("--quiet", action="store_true", help="say nothing at the end")
@@ -69,6 +73,9 @@ def parse(arguments: Sequence[str]) -> Options:
         refuse(f"unknown option {words[0]}")
     if given.plot is not None and find_spec("matplotlib") is None:
         refuse("--plot needs matplotlib: pip install matplotlib")
+    for name, file in (("--json", given.json), ("--plot", given.plot)):
+        if file is not None and not file.parent.is_dir():
+            refuse(f"{name}: there is no folder {file.parent}")
     parts = [
         part
         for part in PARTS

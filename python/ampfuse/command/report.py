@@ -1,5 +1,6 @@
 """What became of a program that was run with ampfuse, as plain numbers and words."""
 
+import math
 import os
 import resource
 import sys
@@ -39,8 +40,17 @@ def report(
         "unreached": unreached(parts),
         "scalers": scalers,
         "peak_memory": _peak_memory(),
-        "hints": [hint for scaler in scalers for hint in _hints(scaler)],
+        "hints": [*_about_compiling(), *(hint for scaler in scalers for hint in _hints(scaler))],
     }
+
+
+def in_json(value: Any) -> Any:
+    """The same with null for numbers that JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: in_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ended(raised: BaseException | None) -> str:
@@ -62,6 +72,12 @@ def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
         "scale": scaler.get_scale(),
         "history": [list(record) for record in history],
     }
+
+
+def _about_compiling() -> Iterable[str]:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and dynamo.counters["stats"]["unique_graphs"]:
+        yield "What runs inside of torch.compile is not counted, but for what scalers tell."
 
 
 def _hints(scaler: dict[str, Any]) -> Iterable[str]:

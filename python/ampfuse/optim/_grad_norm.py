@@ -97,7 +97,7 @@ def group_clips(
     clips: list[Clip | None] = [None] * len(groups)
     flags = []
     for index, limit in enumerate(limits):
-        if limit is not None and (check or not math.isinf(limit)):
+        if limit is not None and (check or limit != math.inf):
             measured = measured_by_all(columns[index])
             clips[index] = Clip(measured.total_norm, limit, None)
             flags.append(measured.found_inf)

@@ -159,7 +159,8 @@ class Adam(torch.optim.Adam):
                     new["lr"] = old["lr"].copy_(torch.as_tensor(new["lr"]))
         Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
-        self._traced = Traced(self)
+        self._traced = vars(self).get("_traced") or Traced(self)
+        self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
             self._spare_masters = adam_state.load_all(self.state, self.param_groups, loading)

@@ -74,7 +74,7 @@ PARTS: dict[str, Part] = {part.name: part for part in _parts()}
 
 def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
     """Those of these names, or all, but for those `without`."""
-    names, without = list(names), list(without)
+    names, without = list(names), [without] if isinstance(without, str) else list(without)
     for name in (*names, *without):
         if name not in PARTS:
             raise ValueError(f"expected parts among {', '.join(PARTS)}, got {name!r}")
