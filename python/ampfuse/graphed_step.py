@@ -91,7 +91,7 @@ class GraphedStep:
         self._learning_rates = [_as_tensor(group["lr"], self._device) for group in groups]
         self._put_learning_rates()
         self._modules = list(model.modules())
-        self._options = [name for name in set(groups[0]) & set(optimizer.defaults) if name != "lr"]
+        self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
