@@ -6,6 +6,7 @@ to have a GPU can't pass without it.
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ampfuse
 import pytest
@@ -55,6 +56,34 @@ def waits_are_errors() -> Iterator[Callable[[], None]]:
     """A function that makes torch raise where the host would wait, until the test is over."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile as if nothing had been compiled yet, and nothing left of what is."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def missed_copies(fresh_compiler: None) -> Iterator[Any]:
+    """Counters of what could have been written in place, and was copied.
+
+    The compiler compiles all: what it finds in a cache it does not look at for that.
+    """
+    from torch._dynamo.utils import ReinplaceCounters
+
+    ReinplaceCounters.clear()  # type: ignore[no-untyped-call]
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield ReinplaceCounters
+
+
+@pytest.fixture
+def traced_backward(fresh_compiler: None) -> Iterator[None]:
+    """The same, and backward passes are part of graphs."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
 
 
 @pytest.fixture(params=["as it is", "captured"])

@@ -20,12 +20,6 @@ EVERY_KIND = pytest.mark.parametrize("dtypes", [Dtypes(), *WITH_MASTERS], ids=st
 # That which writes the gradients too has a schema of its own, which says so.
 EVERY_OVERLOAD = pytest.mark.parametrize("overload", ["default", "write_back_grads"])
 
-pytestmark = [  # torch's own, of no concern here
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
-
 LAYOUTS = {
     "contiguous": lambda x: x,
     "strided": lambda x: x[:, ::2],
@@ -219,15 +213,6 @@ def norm_then_step(columns, lr, grad_scale, found_inf, grad_norm):
 EVERY_STEP = pytest.mark.parametrize("take", [step, norm_then_step], ids=lambda f: f.__name__)
 
 
-@pytest.fixture
-def fresh_compiler():
-    """A compiler that compiles: what it finds in a cache it doesn't look at for missed copies."""
-    torch._dynamo.reset()
-    ReinplaceCounters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield
-
-
 def arguments(dtypes, device, seed):
     """Columns of 33 and 257 × 2 elements, one more strided, and scalars; new values per seed."""
     lists = adam_lists([33, (257, 2), (9, 8)], device, dtypes, amsgrad=True, steps=seed, seed=seed)
@@ -243,7 +228,7 @@ def written(columns, lr, grad_scale, found_inf, grad_norm):
     return [x for column in columns for x in column] + [grad_norm]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("missed_copies")
 @EVERY_KIND
 @EVERY_STEP
 def test_compiled_step_gives_the_bits_of_the_eager_one_and_copies_nothing(device, take, dtypes):
@@ -260,7 +245,7 @@ def test_compiled_step_gives_the_bits_of_the_eager_one_and_copies_nothing(device
     assert ReinplaceCounters.get_total_missed_bytes() == 0
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("missed_copies")
 @EVERY_STEP
 def test_steps_of_one_list_share_a_graph(device, take):
     counter = CompileCounter()

@@ -6,16 +6,11 @@ import torch
 from linear_reference import TOLERANCE, exactly, head, off
 from torch._dynamo.testing import CompileCounter
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 EVERY_REDUCTION = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def step_of(**options):

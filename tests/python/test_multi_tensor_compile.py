@@ -8,12 +8,9 @@ from reference import heavy_tailed, parameters_with_gradients, same_bits
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import ReinplaceCounters
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+pytestmark = pytest.mark.usefixtures("missed_copies")
 
-pytestmark = [  # torch's own, of no concern here
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
 
 
 def norm(tensors, found_inf, inv_scale):
@@ -54,15 +51,6 @@ STEPS = [
     unscale_norm_then_clip,
 ]
 EVERY_STEP = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """A compiler that compiles: what it finds in a cache it doesn't look at for missed copies."""
-    torch._dynamo.reset()
-    ReinplaceCounters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield
 
 
 def arguments(device, seed, sizes=(33, 257)):

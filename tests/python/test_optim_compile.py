@@ -15,11 +15,7 @@ from optim_models import (
 from torch._dynamo.testing import CompileCounter
 from torch.nn import Parameter
 
-pytestmark = [  # torch's own, of no concern here
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 KINDS = {
     "float32": (torch.float32, {}),
@@ -31,13 +27,6 @@ KINDS = {
     "fp16, written back": (torch.float16, {"max_grad_norm": 1.0, "write_back_grads": True}),
 }
 EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Twins:

@@ -1,19 +1,17 @@
 """Forward, loss, backward, unscaling, clipping, step and update in one graph of torch.compile."""
 
+import gc
+import weakref
+
 import ampfuse
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from optim_models import assert_same_bits
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import ReinplaceCounters
 from whole_step import Training, Transformer, Twins, batch
 
-pytestmark = [  # torch's own, of no concern here
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
+pytestmark = pytest.mark.usefixtures("traced_backward")
 
 KINDS = {
     "clipped by the optimizer": {},
@@ -26,14 +24,6 @@ KINDS = {
     "checkpointed": {"model": lambda: Transformer(checkpointing=True)},
 }
 EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-
-
-@pytest.fixture(autouse=True)
-def backward_is_traced():
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
 
 
 CALLS = ["fused_adam", "multi_tensor_norm", "multi_tensor_unscale_norm", "update_scale"]
@@ -66,17 +56,15 @@ def test_overflow_skips_the_step_and_moves_the_scale_in_the_graph(device):
     twins = Twins(device)
     scales = []
     for seed in range(8):
-        for side in (twins.compiled, twins.eager):
+        for side in twins.sides:
             side.factor.fill_(float("inf") if seed in (2, 3, 6) else 1.0)
         twins.step(seed)
         twins.assert_same()
         scales.append(twins.compiled.scaler.get_scale())
-        reports = [
-            side.scaler.overflow_report(side.model) for side in (twins.compiled, twins.eager)
-        ]
+        reports = [side.scaler.overflow_report(side.model) for side in twins.sides]
         assert reports[0] == (reports[1] if seed in (2, 3, 6) else [])
     assert scales == [4, 8, 4, 2, 2, 4, 2, 2]
-    histories = [side.scaler.history() for side in (twins.compiled, twins.eager)]
+    histories = [side.scaler.history() for side in twins.sides]
     assert [record.skipped for record in histories[0]] == [s in (2, 3, 6) for s in range(8)]
     assert_same_bits(*([torch.tensor(history)] for history in histories))
     assert twins.counter.frame_count == 1
@@ -85,7 +73,7 @@ def test_overflow_skips_the_step_and_moves_the_scale_in_the_graph(device):
 def test_learning_rate_in_a_tensor_moves_without_another_graph(device):
     twins = Twins(device)
     for seed, lr in enumerate((1e-2, 1e-3, 0.0, 0.1)):
-        for side in (twins.compiled, twins.eager):
+        for side in twins.sides:
             side.lr.fill_(lr)
         twins.step(seed)
         twins.assert_same()
@@ -95,7 +83,7 @@ def test_learning_rate_in_a_tensor_moves_without_another_graph(device):
 def test_learning_rate_in_a_number_has_one_more_graph_when_it_first_moves(device):
     twins = Twins(device, lr=1e-2)
     for seed, lr in enumerate((1e-2, 1e-3, 0.5, 0.1, 0.25)):
-        for side in (twins.compiled, twins.eager):
+        for side in twins.sides:
             side.optimizer.param_groups[0]["lr"] = lr
         twins.step(seed)
         twins.assert_same()
@@ -107,7 +95,7 @@ def test_scheduler_between_steps(device):
     twins = Twins(device)
     schedulers = [
         torch.optim.lr_scheduler.StepLR(side.optimizer, step_size=2, gamma=0.25)
-        for side in (twins.compiled, twins.eager)
+        for side in twins.sides
     ]
     for seed in range(6):
         twins.step(seed)
@@ -128,7 +116,7 @@ def test_batches_of_other_shapes_are_trained_on(device):
 def test_gradients_may_be_reset_in_any_way(device, way):
     """Parameters that a compiler met in a list first were constants to it, without gradients."""
     twins = Twins(device)
-    for side in (twins.compiled, twins.eager):
+    for side in twins.sides:
         side.resets = way
     for seed, rows in enumerate((4, 3, 7)):
         twins.step(seed, rows)
@@ -137,7 +125,7 @@ def test_gradients_may_be_reset_in_any_way(device, way):
 
 def test_optimizer_that_was_compiled_by_itself_before(device):
     twins = Twins(device)
-    for side in (twins.compiled, twins.eager):
+    for side in twins.sides:
         side.loss(*batch(device, 0)).backward()
     torch.compile(twins.compiled.optimizer.step, fullgraph=True, backend="aot_eager")()
     twins.eager.optimizer.step()
@@ -179,11 +167,10 @@ def test_gradients_of_several_batches_accumulate_in_one_graph(device):
 
 
 @EVERY_KIND
-def test_inductor_makes_no_copies_and_learns_the_same(device, options):
-    ReinplaceCounters.clear()
+def test_inductor_makes_no_copies_and_learns_the_same(device, options, missed_copies):
     twins = Twins(device, "inductor", **options)
     losses = torch.stack([torch.stack(twins.step(seed % 2)) for seed in range(12)])
-    assert ReinplaceCounters.get_total_missed_bytes() == 0
+    assert missed_copies.get_total_missed_bytes() == 0
     assert twins.counter.frame_count == 1
     assert losses[-1, 0] < losses[0, 0] - 0.5
     torch.testing.assert_close(losses[:, 0], losses[:, 1], rtol=0.02, atol=0.02)
@@ -249,9 +236,6 @@ def test_patched_program_compiles_whole(device):
 
 
 def test_what_was_compiled_keeps_no_parameter_alive(device):
-    import gc
-    import weakref
-
     twins = Twins(device)
     twins.step(0)
     scaler = twins.compiled.scaler

@@ -6,19 +6,7 @@ import torch
 from optim_models import assert_same_bits
 from whole_step import Training, Twins, batch
 
-pytestmark = [  # torch's own, of no concern here
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
-
-
-@pytest.fixture(autouse=True)
-def backward_is_traced():
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("traced_backward")
 
 
 class WritesGradients(ampfuse.AdamW):
@@ -36,8 +24,7 @@ def test_gradients_that_a_derived_step_writes_are_measured_as_they_are(device):
     for seed in range(3):
         twins.step(seed)
         twins.assert_same()
-        norms = [side.optimizer.grad_norm for side in (twins.compiled, twins.eager)]
-        assert_same_bits(norms[:1], norms[1:])
+        twins.assert_same_norms()
 
 
 def test_gradients_that_a_hook_writes_are_measured_as_they_are(device):
@@ -46,7 +33,7 @@ def test_gradients_that_a_hook_writes_are_measured_as_they_are(device):
             param.grad.mul_(0.125)
 
     twins = Twins(device, max_grad_norm=0.25)
-    for side in (twins.compiled, twins.eager):
+    for side in twins.sides:
         side.optimizer.register_step_pre_hook(halve)
     for seed in range(3):
         twins.step(seed)
@@ -80,7 +67,7 @@ def test_hooks_that_cannot_be_traced_end_the_graph_and_nothing_else(device, kind
 def test_parameter_that_takes_the_place_of_another_has_state_of_its_own(device):
     twins = Twins(device)
     twins.step(0)
-    for side in (twins.compiled, twins.eager):
+    for side in twins.sides:
         new = torch.nn.Parameter(torch.ones_like(side.model.head.bias))
         params = side.optimizer.param_groups[0]["params"]
         params[-1] = side.params[-1] = side.model.head.bias = new
@@ -92,19 +79,18 @@ def test_parameter_that_takes_the_place_of_another_has_state_of_its_own(device):
 
 def test_norm_is_zero_where_nobody_shares_the_limit(device):
     twins = Twins(device)
-    for side in (twins.compiled, twins.eager):
+    for side in twins.sides:
         side.optimizer.param_groups[0]["max_grad_norm"] = 0.5
     for seed in range(2):
         twins.step(seed)
         twins.assert_same()
-    norms = [side.optimizer.grad_norm for side in (twins.compiled, twins.eager)]
-    assert_same_bits(norms[:1], norms[1:])
+    twins.assert_same_norms()
 
 
 def test_limits_of_groups_may_change(device):
     twins = Twins(device)
     for seed, limit in enumerate((0.5, 0.25, 0.75, 0.125, float("inf"))):
-        for side in (twins.compiled, twins.eager):
+        for side in twins.sides:
             side.optimizer.param_groups[0]["max_grad_norm"] = limit
         twins.step(seed)
         twins.assert_same()

@@ -100,6 +100,7 @@ class Training:
     def zero_grad(self):
         if self.resets == "by the optimizer":
             self.optimizer.zero_grad()
+            return
         for param in self.params if self.resets == "by a list" else self.model.parameters():
             param.grad = None
 
@@ -129,9 +130,16 @@ class Twins:
         inputs = batch(self.device, seed, rows)
         return self.compiled_step(*inputs), self.eager.step(*inputs)
 
+    @property
+    def sides(self):
+        return self.compiled, self.eager
+
+    def assert_same_norms(self):
+        assert_same_bits(*([side.optimizer.grad_norm] for side in self.sides))
+
     def assert_same(self):
-        assert_same_bits(self.compiled.model.parameters(), self.eager.model.parameters())
-        scalers = [side.scaler for side in (self.compiled, self.eager)]
+        assert_same_bits(*(side.model.parameters() for side in self.sides))
+        scalers = [side.scaler for side in self.sides]
         assert scalers[0].state_dict() == scalers[1].state_dict()
         assert scalers[0].was_skipped() == scalers[1].was_skipped()
 
