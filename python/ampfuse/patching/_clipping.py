@@ -17,7 +17,7 @@ USAGE = Usage("clip_grad_norm")
 
 NAME = "torch.nn.utils.clip_grad_norm_"
 
-NARROW = ({torch.float16}, {torch.bfloat16})
+NARROW = (torch.float16, torch.bfloat16)
 
 original = torch_clip_grad.clip_grad_norm_
 
@@ -53,5 +53,6 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
 def _as_torchs(norm: Tensor, parameters: TensorOrTensors) -> Tensor:
     """torch rounds it where all gradients are of the same 16 bits."""
     each = [parameters] if isinstance(parameters, Tensor) else parameters
-    dtypes = {parameter.grad.dtype for parameter in each if parameter.grad is not None}
-    return norm.to(dtypes.pop()) if dtypes in NARROW else norm
+    dtypes = (parameter.grad.dtype for parameter in each if parameter.grad is not None)
+    first = next(dtypes, norm.dtype)  # and the others are looked at only where it is one
+    return norm.to(first) if first in NARROW and all(dtype == first for dtype in dtypes) else norm
