@@ -24,9 +24,9 @@ struct DeviceRoom {
   int64_t l2;
 
   /// Bytes of shared memory for each of so many blocks on a multiprocessor. The system takes 1 KiB
-  /// of each, and kernels have a few hundred bytes of their own.
+  /// of each.
   int64_t of_block(int blocks) const {
-    return std::min(shared_per_block, shared / blocks - 1024) - 512;
+    return std::min(shared_per_block, shared / blocks - 1024) - kOwnShared;
   }
 };
 

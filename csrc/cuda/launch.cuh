@@ -26,6 +26,15 @@ inline int grid_size(int64_t warps, int multiprocessors) {
   return blocks > 0 ? static_cast<int>(blocks) : 1;
 }
 
+// Bytes of shared memory that a kernel declares itself, at most, beside those a launch brings.
+inline constexpr int kOwnShared = 512;
+
+// Whether CUDA would refuse a launch that did not ask for its shared memory before: the 48 KiB that
+// a block has anyway are for what its kernel declares, too.
+constexpr bool must_ask_for_shared(int dynamic) {
+  return dynamic > 48 * 1024 - kOwnShared;
+}
+
 }  // namespace ampfuse
 
 #if defined(__CUDACC__)

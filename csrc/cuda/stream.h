@@ -29,8 +29,7 @@ class LaunchStream {
   template <typename... Parameters, typename... Arguments>
   void launch_blocks(void (*kernel)(Parameters...), int blocks, int threads, int shared,
                      Arguments&&... arguments) const {
-    // More than 48 KiB are refused unless they are asked for.
-    if (shared > 48 * 1024) {
+    if (must_ask_for_shared(shared)) {
       C10_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     }

@@ -8,6 +8,7 @@
 #include "catch.h"
 
 using ampfuse::DeviceRoom;
+using ampfuse::kOwnShared;
 using ampfuse::RowWork;
 
 namespace {
@@ -59,8 +60,8 @@ TEMPLATE_TEST_CASE("teams keep what their blocks have room for", "", c10::BFloat
               ampfuse::row_launch<TestType, Team, kWork>(room, 10000, classes, true);
           CHECK(launch.kept % Team::kSize == 0);
           CHECK(launch.shared == launch.kept * Team::kTeams * 16);
-          CHECK(launch.shared + 512 <= room.shared_per_block);
-          CHECK(kBlocks * (launch.shared + 512 + kKiB) <= room.shared);
+          CHECK(launch.shared + kOwnShared <= room.shared_per_block);
+          CHECK(kBlocks * (launch.shared + kOwnShared + kKiB) <= room.shared);
           CHECK(launch.blocks <= room.multiprocessors * kBlocks);
           // No more than all of a row.
           CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) < classes);
@@ -84,6 +85,16 @@ TEST_CASE("only the largest teams leave more of their rows than the L2 cache hol
       }
     }
   }
+}
+
+TEST_CASE("what kernels declare is of the 48 KiB that blocks have without asking") {
+  // Rows of eight warps, twelve packs for each thread.
+  const auto launch =
+      ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 9, 1536, true);
+  CHECK(launch.shared == 48 * kKiB);
+  CHECK(ampfuse::must_ask_for_shared(launch.shared));
+  CHECK(ampfuse::must_ask_for_shared(48 * kKiB - kOwnShared + 1));
+  CHECK_FALSE(ampfuse::must_ask_for_shared(48 * kKiB - kOwnShared));
 }
 
 TEST_CASE("nothing is kept where there is no second pass") {

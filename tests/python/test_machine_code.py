@@ -34,6 +34,7 @@ class MachineCode:
     """The library's kernels for one architecture."""
 
     def __init__(self, arch: str) -> None:
+        self.arch = arch
         self.resources = dump("-res-usage", arch)
         self.sass = dump("-sass", arch)
 
@@ -69,6 +70,14 @@ def test_no_kernel_spills_or_has_a_stack(code: MachineCode) -> None:
     for name, used in code.resources.items():
         assert re.search(r"STACK:0 .*LOCAL:0\b", used), name
         assert not re.search(r"\b(LDL|STL)\b", code.sass[name]), name
+
+
+def test_kernels_declare_no_more_shared_memory_than_launches_leave_them(code: MachineCode) -> None:
+    header = (ROOT / "csrc" / "cuda" / "launch.cuh").read_text()
+    left = int(re.search(r"kOwnShared = (\d+);", header)[1])
+    for name, used in code.resources.items():
+        used_by_system = 1024 if code.arch >= "sm_90" else 0
+        assert int(re.search(r"SHARED:(\d+)", used)[1]) <= used_by_system + left, name
 
 
 # Cross-entropies of doubles, and those with more to do than exponentials, want more registers.
