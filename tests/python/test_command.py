@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-ENVIRONMENT = {**os.environ, "COLUMNS": "120", "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+ENVIRONMENT = {**os.environ, "COLUMNS": "120", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Programs:

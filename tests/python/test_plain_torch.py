@@ -12,9 +12,10 @@ FOLDER = Path(__file__).parents[2] / "examples" / "plain_torch"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 # Of 16-bit activations, whose rounding the smallest difference before may turn: how far apart the
-# trained weights may be, and the numbers that are printed with four digits.
+# trained weights may be, and the numbers that are printed; an image of 512 may change its class.
 WEIGHTS = 3e-2
 PRINTED = 2e-3
+ONE_IMAGE = 2.5e-3
 
 # Fewer than people would take.
 STEPS = {"char_language_model": ["--steps", "20"], "image_classifier": ["--epochs", "2"]}
@@ -60,7 +61,7 @@ def test_results_are_those_without(tmp_path, program, dtype):
     for mine, torchs in zip(
         re.findall(r"\d+\.\d+", ours.stdout), re.findall(r"\d+\.\d+", plain.stdout), strict=True
     ):
-        assert float(mine) == pytest.approx(float(torchs), rel=PRINTED, abs=PRINTED)
+        assert float(mine) == pytest.approx(float(torchs), rel=PRINTED, abs=ONE_IMAGE)
 
     left = "optimizers" if program == "lbfgs" else None
     for part in ("scaler", "optimizers", "cross_entropy", "clip_grad_norm"):
