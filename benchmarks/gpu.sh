@@ -123,7 +123,7 @@ if wanted pytest; then
   workers=()
   python3 -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
   # Packaging has no GPU side, and wants the network's package index.
-  stage pytest 300 env OMP_NUM_THREADS=2 python3 -m pytest tests/python -q --durations=20 \
+  stage pytest 400 env OMP_NUM_THREADS=2 python3 -m pytest tests/python -q --durations=20 \
     "${workers[@]}" "${pytest_flags[@]}" \
     --ignore tests/python/test_packaging.py --ignore tests/python/test_configure.py
 fi

@@ -18,7 +18,7 @@ def code_block(language: str) -> str:
 
 
 # How many tensors each prints.
-@pytest.mark.parametrize(("number", "tensors"), enumerate([4, 0, 0, 0, 0]))
+@pytest.mark.parametrize(("number", "tensors"), list(enumerate([4, 0, 0, 0, 0])))
 def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
     blocks = code_blocks("python")
     assert len(blocks) == 5
