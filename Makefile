@@ -14,16 +14,13 @@ export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
 export CTEST_PARALLEL_LEVEL ?= 2
 # Two processes, each with files of tests of its own, which share what a file makes once.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
-# What the packaging tests build, in a copy of this checkout, was mostly compiled here before. The
-# server, where one can be started, is the checkout's own, by a name as short as sockets' have to be.
-SCCACHE := $(CURDIR)/$(BIN)/sccache
-export SCCACHE_DIR := $(CURDIR)/build/sccache
-export SCCACHE_BASEDIRS := $(CURDIR)/build/packaging:$(CURDIR)
-export SCCACHE_SERVER_UDS := /tmp/ampfuse-$(shell echo "$(CURDIR) $$USER" | cksum | cut -d' ' -f1)
-build test: export CMAKE_CXX_COMPILER_LAUNCHER = $(shell SCCACHE_DIR="$(SCCACHE_DIR)" \
-	SCCACHE_BASEDIRS="$(SCCACHE_BASEDIRS)" SCCACHE_SERVER_UDS="$(SCCACHE_SERVER_UDS)" \
-	"$(SCCACHE)" --start-server >/dev/null 2>&1; \
-	[ -S "$(SCCACHE_SERVER_UDS)" ] && echo "$(SCCACHE)")
+# What the packaging tests build, in a copy of this checkout, was compiled here before: of paths into
+# these folders ccache looks at what follows alone.
+export CCACHE_DIR ?= $(CURDIR)/build/ccache
+COPY := $(CURDIR)/build/packaging
+OWN_FOLDERS := $(CURDIR)/csrc $(CURDIR)/build/include $(COPY)/csrc $(COPY)/build/include $(COPY)/wheel/include
+export CCACHE_BASEDIR := $(shell echo $(OWN_FOLDERS) | tr ' ' ':')
+export CCACHE_NOHASHDIR := 1
 BENCH_FLAGS ?= --quick
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)

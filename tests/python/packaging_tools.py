@@ -61,6 +61,15 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, **changes}
 
 
+def found_again(checkout: Path) -> dict[str, str]:
+    """What has ccache take a wheel's sources for those that `make build` compiled."""
+    return {
+        # As deep as the folder of that build: ccache makes paths relative.
+        "AMPFUSE_BUILD_DIR": str(checkout / "wheel"),
+        "CMAKE_ARGS": "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
+    }
+
+
 class EmptyEnvironment:
     """A virtual environment with torch in its own site-packages and no ampfuse.
 
@@ -79,8 +88,8 @@ class EmptyEnvironment:
         paths = {str(SITE), sysconfig.get_path("purelib")}
         (self.site / "dependencies.pth").write_text("\n".join(paths) + "\n")
 
-    def pip_install(self, *arguments: str | Path, cwd: Path) -> None:
+    def pip_install(self, *arguments: str | Path, cwd: Path, **changes: str) -> None:
         """Install with this interpreter's pip, CPU kernels only."""
-        build = environment(AMPFUSE_WITH_CUDA="OFF")
+        build = environment(AMPFUSE_WITH_CUDA="OFF", **changes)
         options = ("--no-build-isolation", "--no-deps", "--disable-pip-version-check")
         run(self.python, "-m", "pip", "install", *options, *arguments, cwd=cwd, env=build)
