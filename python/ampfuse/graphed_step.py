@@ -1,7 +1,7 @@
 """A training step as one CUDA graph: the host launches it, and decides nothing in it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,14 +33,15 @@ class GraphedStep:
 
     What else the model and the loss do on the host is done when this is made, and never again:
     hooks, too. Learning rates become tensors on the device, always the same ones (to keep or to
-    print one as a number, take its `item()`), which schedulers write, and a number that is put in
-    the place of one is taken over. All other options of the optimizer and the scaler, which
-    parameters are trained, where they lie, and which modules are in training mode, are for good
-    what they were: a step that finds them changed raises. So OneCycleLR and CyclicLR are told
-    `cycle_momentum=False`, a model is back in training mode after an evaluation, and the last batch
-    of a loader, if it is a smaller one, is left out (`drop_last=True`) or trained on eagerly.
-    Checkpoints are loaded before or later: state goes into the tensors of the graph; after loading
-    a model that has masters, call `optimizer.sync_masters_from_model()`.
+    print one as a number, take its `item()`), which schedulers write; a number that is put in the
+    place of one is taken over, and a tensor read anew for each step. All other options of the
+    optimizer and the scaler, which parameters are trained, where they lie, and which modules are in
+    training mode, are for good what they were: a step that finds them changed raises. So OneCycleLR
+    and CyclicLR are told `cycle_momentum=False`, a model is back in training mode after an
+    evaluation, and the last batch of a loader, if it is a smaller one, is left out
+    (`drop_last=True`) or trained on eagerly. Checkpoints are loaded before or later: state goes
+    into the tensors of the graph; after loading a model that has masters, call
+    `optimizer.sync_masters_from_model()`.
 
     - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
     - `autocast`: the dtype that forward and loss run in, or None.
@@ -84,18 +85,20 @@ class GraphedStep:
             )
         if not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler: expected ampfuse.GradScaler, got {_name_of(type(scaler))}")
+        if isinstance(sample, Tensor):
+            raise TypeError("sample: expected a sequence of tensors, got a tensor")
         self._sample = list(sample)
         self._device = _device_of(self._sample)
         self._micro_batches = _checked_split(micro_batches, self._sample)
         groups = optimizer.param_groups
-        self._learning_rates = [_as_tensor(group["lr"], self._device) for group in groups]
+        self._learning_rates = _own_rates([group["lr"] for group in groups], self._device)
         self._put_learning_rates()
         self._modules = list(model.modules())
         self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self._device), self._with_own_rates():
                 self._capture()
 
     def __call__(self, *batch: Tensor) -> Tensor:
@@ -153,10 +156,24 @@ class GraphedStep:
         return fixed
 
     def _put_learning_rates(self) -> None:
-        """Where somebody put another one in the place of a graph's."""
-        for group, lr in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
-            if group["lr"] is not lr:
-                lr.copy_(torch.as_tensor(group["lr"], dtype=torch.float64))
+        """Where there is another one in the place of a graph's. Tensors stay, to be written to."""
+        for group, own in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+            if group["lr"] is not own:
+                own.copy_(torch.as_tensor(group["lr"], dtype=torch.float64), non_blocking=True)
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = own
+
+    @contextmanager
+    def _with_own_rates(self) -> Iterator[None]:
+        """For the optimizer, while it is captured."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, own in zip(groups, self._learning_rates, strict=True):
+            group["lr"] = own
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, rates, strict=True):
                 group["lr"] = lr
 
     def _step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -286,8 +303,13 @@ def _checked_split(micro_batches: int, sample: list[Tensor]) -> int:
     return micro_batches
 
 
-def _as_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
-    """There; the same one where it is."""
-    if isinstance(lr, Tensor) and lr.device == device:
-        return lr
-    return torch.as_tensor(lr, dtype=torch.float64).to(device)
+def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors there, one for each group: its own where it has one that is no other group's."""
+    own: list[Tensor] = []
+    for lr in rates:
+        if isinstance(lr, Tensor) and lr.device == device and lr.is_floating_point():
+            is_shared = sum(lr is other for other in rates) > 1
+            own.append(lr.clone() if is_shared else lr)
+        else:
+            own.append(torch.as_tensor(lr, dtype=torch.float64).to(device, copy=True))
+    return own

@@ -140,3 +140,42 @@ def test_models_that_cannot_be_captured_are_left_as_they_were(
         side.step(*batch(device, 1))
     assert_same_bits(ours.model.parameters(), other.model.parameters())
     assert ours.scaler.state_dict() == other.scaler.state_dict()
+
+
+@pytest.mark.parametrize("put", ["number", "tensor", "number for one"])
+def test_groups_that_share_a_rate_may_part(device, graphs_on_cpu, put):
+    sides = []
+    for monkeypatch in (graphs_on_cpu, None):
+        shared = torch.tensor(1e-2, device=device)
+        side = Side(device, monkeypatch=monkeypatch)
+        params = list(side.model.parameters())
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        side.optimizer = ampfuse.AdamW(groups, lr=shared, max_grad_norm=0.5)
+        sides.append((side, shared))
+    (ours, our_rate), (eager, rate) = sides
+    step = ours.graphed()
+    ours_put, theirs_put = (torch.tensor(5e-2, device=device) for _ in range(2))
+    for seed in range(6):
+        if seed == 2:
+            our_rate.fill_(2e-2), rate.fill_(2e-2)  # of both groups
+        if seed == 4 and put != "tensor":
+            ours.optimizer.param_groups[0]["lr"] = eager.optimizer.param_groups[0]["lr"] = 0.5
+        if seed == 4 and put == "tensor":
+            ours.optimizer.param_groups[0]["lr"] = ours_put
+            eager.optimizer.param_groups[0]["lr"] = theirs_put
+        if seed == 5 and put == "tensor":
+            ours_put.fill_(0.25), theirs_put.fill_(0.25)
+        if seed == 5 and put == "number":
+            ours.optimizer.param_groups[1]["lr"] = eager.optimizer.param_groups[1]["lr"] = 0.25
+        for train in (step, eager.step):
+            torch.manual_seed(seed)
+            train(*batch(device, seed))
+        ours.assert_same(eager)
+
+
+def test_a_tensor_is_no_sample(device):
+    side = Side(device)
+    with pytest.raises(TypeError, match="expected a sequence of tensors, got a tensor"):
+        ampfuse.GraphedStep(
+            side.model, ampfuse.cross_entropy, side.optimizer, side.scaler, batch(device)[0]
+        )

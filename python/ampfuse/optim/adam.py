@@ -23,6 +23,7 @@ from ampfuse.optim._columns import (
     refuse_sparse,
 )
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, recall_norm, shared_device
+from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
 
 
@@ -155,8 +156,7 @@ class Adam(torch.optim.Adam):
                 new.update({name: old[name] for name in ("master_weights", "state_dtype")})
                 for name, value in old.items():  # a checkpoint of torch's has not all options
                     new.setdefault(name, value)
-                if isinstance(old["lr"], Tensor):  # which a captured graph may read
-                    new["lr"] = old["lr"].copy_(torch.as_tensor(new["lr"]))
+            keep_rates(state["param_groups"], self.param_groups)
         Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
         self._traced = vars(self).get("_traced") or Traced(self)

@@ -1,0 +1,42 @@
+"""Learning rates in tensors that groups share, or that are the caller's."""
+
+import copy
+
+import ampfuse
+import pytest
+import torch
+
+
+def pair(cls, lr, device):
+    first, second = (torch.nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
+    return cls([{"params": [first]}, {"params": [second]}], lr=lr)
+
+
+def rates(optimizer):
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("cls", [ampfuse.AdamW, torch.optim.AdamW])
+def test_rates_that_differ_are_loaded_into_groups_that_shared_one(device, cls):
+    saved = pair(cls, torch.tensor(1e-3), device)
+    saved.param_groups[0]["lr"] = torch.tensor(0.5)
+    loaded = pair(cls, torch.tensor(0.25), device)
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert rates(loaded) == pytest.approx([0.5, 1e-3])
+    loaded.param_groups[0]["lr"].fill_(0.125)
+    assert rates(loaded) == pytest.approx([0.125, 1e-3])
+
+
+def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device):
+    """Which a graph may read."""
+    rate = torch.tensor(0.25, device=device)
+    loaded = pair(ampfuse.AdamW, rate, device)
+    loaded.load_state_dict(pair(ampfuse.AdamW, 0.5, device).state_dict())
+    assert all(group["lr"] is rate for group in loaded.param_groups)
+    assert rate == 0.5
+
+
+def test_integers_take_no_fraction(device):
+    loaded = pair(ampfuse.AdamW, torch.tensor(1), device)
+    loaded.load_state_dict(pair(ampfuse.AdamW, 0.5, device).state_dict())
+    assert rates(loaded) == [0.5, 0.5]
