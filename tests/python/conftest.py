@@ -6,11 +6,13 @@ to have a GPU can't pass without it.
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ampfuse
 import pytest
 import torch
+from programs import Programs
 
 
 def _why_no_cuda() -> str | None:
@@ -96,3 +98,9 @@ def graphs_on_cpu(
     if device.type == "cuda":
         pytest.skip("a GPU has graphs")
     return monkeypatch
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Programs:
+    """A folder for programs of the test's."""
+    return Programs(tmp_path)

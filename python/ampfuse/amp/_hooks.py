@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ampfuse._compiling import at_compile_time, make_static
 from ampfuse.amp._gradients import Inspection, gather, inspect
 from ampfuse.amp._memory import Memory
+from ampfuse.amp._tensor_step import skips_unseen, step_with_tensors
 from ampfuse.optim._grad_norm import largest
 
 
@@ -109,6 +110,12 @@ class Hooks(TorchGradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As torch's hook of this name: the one place that waits, and once for all devices."""
-        flags = list(optimizer_state["found_inf_per_device"].values())
-        return None if largest(flags).item() else optimizer.step(*args, **kwargs)
+        """As torch's hook of this name: the one place that waits, and once for all devices.
+
+        And not for an `Adam` that may as well decide by itself.
+        """
+        found_inf = largest(list(optimizer_state["found_inf_per_device"].values()))
+        if skips_unseen(optimizer, args, kwargs):
+            inspection = self._inspections.get(id(optimizer))
+            return step_with_tensors(optimizer, None, found_inf, inspection, args, kwargs)
+        return None if found_inf.item() else optimizer.step(*args, **kwargs)

@@ -10,7 +10,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ampfuse import _C
 from ampfuse.amp._gradients import Inspection, gather
-from ampfuse.optim import Adam
+from ampfuse.optim import Adam, _traced
 
 
 def takes_tensors(optimizer: Any) -> bool:
@@ -23,6 +23,16 @@ def wants_the_scaler(optimizer: Any) -> bool:
     if isinstance(optimizer, Adam):
         return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
+    """Whether nobody can tell whether the host or the device decides that it skips."""
+    if not isinstance(optimizer, Adam) or args or kwargs:
+        return False
+    if not torch.compiler.is_compiling():
+        return _traced.skips_unseen(optimizer)
+    optimizer._traced.begin()
+    return optimizer._traced.skips_unseen
 
 
 def step_with_tensors(

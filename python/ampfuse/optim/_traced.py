@@ -19,6 +19,33 @@ from ampfuse.optim import _state as adam_state
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 
 
+def has_scheduler(optimizer: Any) -> bool:
+    """Whether its step is wrapped by nobody but a scheduler of torch's, which counts calls."""
+    wrapped = vars(optimizer).get("step")
+    return getattr(wrapped, "_wrapped_by_lr_sched", False) and (
+        getattr(wrapped, "__wrapped__", None) is type(optimizer).step
+    )
+
+
+def steps_alone(optimizer: Any) -> bool:
+    """Whether nobody's code comes between a call of its step and what Adam does."""
+    return (
+        ("step" not in vars(optimizer) or has_scheduler(optimizer))
+        and inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
+        and not optimizer._optimizer_step_pre_hooks
+        and not torch_optimizer._global_optimizer_pre_hooks
+    )
+
+
+def skips_unseen(optimizer: Any) -> bool:
+    """Whether nobody is told of a step either, who would take one that does nothing for one."""
+    return (
+        steps_alone(optimizer)
+        and not optimizer._optimizer_step_post_hooks
+        and not torch_optimizer._global_optimizer_post_hooks
+    )
+
+
 class Traced:
     """What the compiler sees in place of an optimizer, whose attributes it has ideas of its own on.
 
@@ -31,7 +58,8 @@ class Traced:
         self._optimizer = weakref.ref(optimizer)
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.has_scheduler = False
-        self.steps_alone = False  # whether nobody's code comes between a call of step and Adam's
+        self.steps_alone = False
+        self.skips_unseen = False
         # For as long as a scaler takes a step:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
@@ -45,16 +73,9 @@ class Traced:
         self.param_groups = optimizer.param_groups
         for group in self.param_groups:
             make_static(group["params"], guard=False)
-        own, wrapped = type(optimizer).step, vars(optimizer).get("step")
-        self.has_scheduler = getattr(wrapped, "_wrapped_by_lr_sched", False) and (
-            getattr(wrapped, "__wrapped__", None) is own
-        )
-        self.steps_alone = (
-            (wrapped is None or self.has_scheduler)
-            and inspect.unwrap(own) is type(optimizer)._own_step
-            and not optimizer._optimizer_step_pre_hooks
-            and not torch_optimizer._global_optimizer_pre_hooks
-        )
+        self.has_scheduler = has_scheduler(optimizer)
+        self.steps_alone = steps_alone(optimizer)
+        self.skips_unseen = skips_unseen(optimizer)
         optimizer._opt_called = True  # which schedulers want to see
 
     @at_compile_time

@@ -23,7 +23,10 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
 
     - `torch.amp.GradScaler(...)` makes an `ampfuse.GradScaler`, as do its older names.
     - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, with the memory of torch's (no
-      masters), whatever torch's implementation was to be chosen. What these cannot do is left to
+      masters), whatever torch's implementation was to be chosen; but a scaler's steps take scaled
+      gradients, and leave them so, with `fused=True` alone. Without, gradients are unscaled before,
+      and where hooks or wrappers would see a step that is skipped, the host waits to know, as in
+      torch. What these cannot do is left to
       torch's class (`differentiable=True`, parameters that are neither on a CPU nor a GPU of
       NVIDIA's), and the reason is logged, once.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
@@ -31,17 +34,20 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
       expects the gradient that `scaler.scale(loss).backward()` brings, of the newest scaler that
       is alive and has been used. That is a guess: where it is another scaler's scale, or the
       gradient is taken without one, it costs a pass over the logits' gradient, which is as right.
+      (Of half logits that would lose digits: with several scalers alive nothing is guessed.)
+      Logits must stay as they are until backward, which may read them; torch's reads a copy.
     - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
 
     Names that modules imported before mean ampfuse's, too. Where torch's are referred to by other
     names, in tables, default arguments or closures, a warning is logged that says where. Classes
-    stay torch's for `isinstance`, and for classes that derive from them. To call it again changes
-    nothing.
+    stay torch's for `isinstance`, and for classes that derive from them. Torch's own, made before
+    or left to torch, are not pickled meanwhile: their name means another class. To call it again
+    changes nothing.
 
     >>> import torch, ampfuse
     >>> ampfuse.patch()
-    >>> torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).__module__
-    'ampfuse.optim.adamw'
+    >>> isinstance(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), ampfuse.AdamW)
+    True
     >>> ampfuse.unpatch()
     """
     wanted = chosen(parts, without)
@@ -70,13 +76,14 @@ def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
     >>> isinstance(scaler, ampfuse.GradScaler), isinstance(scaler, torch.amp.GradScaler)
     (True, True)
     """
-    wanted = chosen(parts, without)
-    with changing():
-        for part in wanted:
-            part.blocks += 1
+    wanted, entered = chosen(parts, without), []
     try:
+        with changing():
+            for part in wanted:
+                part.blocks += 1
+                entered.append(part)
         yield
     finally:
         with changing():
-            for part in wanted:
+            for part in entered:
                 part.blocks -= 1

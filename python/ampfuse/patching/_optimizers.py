@@ -8,53 +8,106 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse.optim import Adam, AdamW
+from ampfuse import optim
+from ampfuse.optim._state import TORCHS_OWN
 from ampfuse.patching._stand_in import StandIn
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("optimizers")
 
-# How torch computes it. Ours has one way, which runs in a graph, too.
-IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+# Which of torch's implementations: ours has one, which runs in a graph, too.
+IMPLEMENTATIONS = dict.fromkeys(TORCHS_OWN) | {"capturable": False, "differentiable": False}
 
 
-def stand_in(ours: type[Adam], is_on: Callable[[], bool]) -> Any:
+class _InPlaceOfTorchs(optim.Adam):
+    """With torch's arguments and the contract that a program knows of torch's class.
+
+    Only with `fused=True` do steps take gradients that are scaled, and leave them so. Else scalers
+    unscale them first, and call no hooks of a step that is skipped.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._implementations = {
+            name: options.pop(name, default) for name, default in IMPLEMENTATIONS.items()
+        }
+        super().__init__(*args, **options, master_weights=False)
+        self.defaults.update(self._implementations)
+        self._take_contract()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; with moments as wide as torch's, where one dtype will do for a group."""
+        if isinstance(param_group, dict):
+            (group,) = _listed([param_group])
+            params = _tensors(group.get("params"))
+            dtypes = {param.dtype for param in params if isinstance(param, Tensor)}
+            narrow = dtypes == {torch.bfloat16}
+            group.setdefault("state_dtype", torch.bfloat16 if narrow else torch.float32)
+            for name, value in self._implementations.items():
+                group.setdefault(name, value)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickle, deepcopy and load_state_dict."""
+        super().__setstate__(state)
+        self._implementations = {name: self.defaults[name] for name in IMPLEMENTATIONS}
+        self._take_contract()
+
+    def _take_contract(self) -> None:
+        self._step_supports_amp_scaling = bool(self._implementations["fused"])
+
+    def _step(self) -> None:
+        super()._step()
+        USAGE.serve()
+
+
+class Adam(_InPlaceOfTorchs):
+    """`ampfuse.Adam` there."""
+
+
+class AdamW(_InPlaceOfTorchs, optim.AdamW):
+    """`ampfuse.AdamW` there."""
+
+
+OURS: tuple[type[_InPlaceOfTorchs], ...] = (Adam, AdamW)
+
+
+def stand_in(ours: type[_InPlaceOfTorchs], is_on: Callable[[], bool]) -> Any:
     """For torch's class of that name."""
     original: type[Optimizer] = getattr(torch.optim, ours.__name__)
     return StandIn.of(original, is_on, partial(_make, original, ours))
 
 
-def _make(original: Any, ours: type[Adam], given: dict[str, Any]) -> Optimizer:
+def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) -> Optimizer:
     given["params"] = _listed(given.get("params"))
     reason = _why_not(given)
     if reason is None:
-        options = {name: value for name, value in given.items() if name not in IMPLEMENTATIONS}
+        before = [(group, dict(group)) for group in _groups(given["params"])]
         try:
-            optimizer = ours(
-                **options, master_weights=False, state_dtype=_state_dtype(given["params"])
-            )
+            return ours(**given)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = str(error)
-        else:
-            optimizer.register_step_post_hook(_count)
-            return optimizer
+        for group, entries in before:  # the program's own, to which ours were added
+            group.clear()
+            group.update(entries)
     made = original(**given)
     USAGE.leave_to_torch(f"torch.optim.{original.__name__}", reason)
     return made  # type: ignore[no-any-return]
 
 
-def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    USAGE.serve()
-
-
 def _listed(params: Any) -> Any:
-    """What can be gone through twice, where it could be once."""
+    """What can be gone through twice, where it could be once. Groups stay the program's own."""
     if not isinstance(params, Iterator | list | tuple):
         return params
-    return [
-        {**entry, "params": _listed(entry.get("params"))} if isinstance(entry, dict) else entry
-        for entry in params
-    ]
+    params = list(params) if isinstance(params, Iterator) else params
+    for group in _groups(params):
+        if isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])
+    return params
+
+
+def _groups(params: Any) -> list[dict[str, Any]]:
+    is_list = isinstance(params, list | tuple)
+    return [entry for entry in params if isinstance(entry, dict)] if is_list else []
 
 
 def _tensors(params: Any) -> Iterator[Any]:
@@ -71,7 +124,7 @@ def _tensors(params: Any) -> Iterator[Any]:
 
 def _why_not(given: dict[str, Any]) -> str | None:
     params = given["params"]
-    groups = [entry for entry in params if isinstance(entry, dict)] if type(params) is list else []
+    groups = _groups(params)
     if any(options.get("differentiable") for options in (given, *groups)):
         return "differentiable=True"
     betas = [options["betas"] for options in (given, *groups) if "betas" in options]
@@ -81,12 +134,3 @@ def _why_not(given: dict[str, Any]) -> str | None:
         if isinstance(tensor, Tensor) and tensor.device.type not in ("cpu", "cuda"):
             return f"parameters on {tensor.device.type}"
     return None
-
-
-def _state_dtype(params: Any) -> torch.dtype:
-    """As wide as torch's, where one will do."""
-    dtypes = {tensor.dtype for tensor in _tensors(params)}
-    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
-
-
-OURS = (Adam, AdamW)

@@ -1,0 +1,37 @@
+"""Programs in a folder, run by Python as they are, and by `python -m ampfuse`."""
+
+import os
+import subprocess
+import sys
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "120", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class Programs:
+    """In a folder of their own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return self
+
+    def run(self, *arguments, **options):
+        command = [sys.executable, *arguments]
+        options = {"cwd": self.folder, "env": ENVIRONMENT, "text": True} | options
+        return subprocess.run(command, capture_output=True, check=False, **options)
+
+    def both(self, *arguments, **options):
+        """Without and with."""
+        return self.run(*arguments, **options), self.run(
+            "-m", "ampfuse", "--quiet", *arguments, **options
+        )
+
+
+def assert_same(plain, ours):
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == plain.stderr
+    assert ours.returncode == plain.returncode

@@ -1,0 +1,177 @@
+"""What a program may know of torch's optimizers: the patched ones are fused where it says so."""
+
+import copy
+import pickle
+
+import ampfuse
+import pytest
+import torch
+
+OVERFLOWS = (1, 2, 4)  # of six steps
+
+
+def train(device, optimizer_class=None, watch=None, steps=6, **options):
+    """A program; what it comes by, written down."""
+    optimizer_class = optimizer_class or torch.optim.AdamW
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = optimizer_class([param], lr=1e-2, **options)
+    scaler = torch.amp.GradScaler(device.type)
+    told = []
+    if watch:
+        watch(optimizer, told)
+    for number in range(steps):
+        optimizer.zero_grad()
+        scaler.scale((param * param).sum()).backward()
+        if number in OVERFLOWS:
+            param.grad[0] = float("inf")
+        scaler.step(optimizer)
+        told.append(("grad", *param.grad.tolist()))
+        scaler.update()
+        told.append(("scale", scaler.get_scale()))
+    told.append(("param", *param.tolist()))
+    return told
+
+
+def pre_hook(optimizer, told):
+    optimizer.register_step_pre_hook(
+        lambda o, *_: told.append(("pre", *o.param_groups[0]["params"][0].grad.tolist()))
+    )
+
+
+def post_hook(optimizer, told):
+    optimizer.register_step_post_hook(lambda *_: told.append(("post",)))
+
+
+def clip_in_a_hook(optimizer, told):
+    params = optimizer.param_groups[0]["params"]
+    optimizer.register_step_pre_hook(
+        lambda *_: torch.nn.utils.clip_grad_norm_(params, 0.5) and None
+    )
+
+
+def wrap_step(optimizer, told):
+    """As accelerate does, to see whether a step was skipped."""
+    step = optimizer.step
+    optimizer.step = lambda *args, **kwargs: (told.append(("step",)), step(*args, **kwargs))[1]
+
+
+def schedule(optimizer, told):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.register_step_post_hook(lambda *_: told.append(("lr", *scheduler.get_last_lr())))
+
+
+WATCHES = {
+    "nobody": None,
+    "before": pre_hook,
+    "after": post_hook,
+    "clipping": clip_in_a_hook,
+    "wrapped": wrap_step,
+    "scheduled": schedule,
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES.values(), ids=list(WATCHES))
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": False}], ids=str)
+def test_programs_come_by_the_same(device, watch, options):
+    plain = train(device, watch=watch, **options)
+    with ampfuse.patched():
+        ours = train(device, watch=watch, **options)
+    assert len(ours) == len(plain)
+    for mine, torchs in zip(ours, plain, strict=True):
+        assert mine[0] == torchs[0]
+        assert mine[1:] == pytest.approx(torchs[1:], rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_who_unscales_is_what_was_asked_for(device, fused):
+    with ampfuse.patched():
+        optimizer = torch.optim.AdamW(
+            [torch.nn.Parameter(torch.ones(3, device=device))], fused=fused
+        )
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert one._step_supports_amp_scaling is bool(fused)
+    assert ampfuse.AdamW(optimizer.param_groups[0]["params"])._step_supports_amp_scaling
+
+
+def test_fp16_gradients_are_refused_as_by_torch(device):
+    messages = []
+    for patch in (False, True):
+        param = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float16))
+        with ampfuse.patched(*(() if patch else ("clip_grad_norm",))):
+            optimizer, scaler = torch.optim.AdamW([param]), torch.amp.GradScaler(device.type)
+            scaler.scale(param.float().sum()).backward()
+            with pytest.raises(ValueError, match="FP16") as refusal:
+                scaler.step(optimizer)
+        messages.append(str(refusal.value))
+    assert messages[1].startswith(messages[0])
+
+
+def test_a_step_without_gradients_is_an_error_as_in_torch(device):
+    with ampfuse.patched():
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device=device))])
+        scaler = torch.amp.GradScaler(device.type)
+        scaler.scale(torch.ones((), device=device))
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_options_are_where_torchs_are(name):
+    torchs = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(3))], capturable=True)
+    with ampfuse.patched():
+        ours = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(3))], capturable=True)
+    assert torchs.defaults.items() <= ours.defaults.items()
+    for key in torchs.param_groups[0].keys() - {"params"}:
+        assert ours.param_groups[0][key] == torchs.param_groups[0][key]
+    again = type(ours)([torch.nn.Parameter(torch.ones(3))], 0.5, fused=False, foreach=True)
+    assert again.param_groups[0]["foreach"] is True
+    assert type(ours).__name__ == name
+
+
+def test_groups_stay_the_programs(device):
+    group = {"params": iter([torch.nn.Parameter(torch.ones(3, device=device))]), "lr": 1e-3}
+    with ampfuse.patched():
+        optimizer = torch.optim.AdamW([group])
+        assert optimizer.param_groups[0] is group
+        group["lr"] = 0.5
+        optimizer.add_param_group({"params": iter([torch.nn.Parameter(torch.ones(2))])})
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert [len(g["params"]) for g in optimizer.param_groups] == [1, 1]
+
+
+def test_groups_that_ours_refuses_are_as_they_were():
+    group = {"params": [torch.nn.Parameter(torch.ones(3))], "betas": (0.5, 0.5), "eps": -1.0}
+    with ampfuse.patched(), pytest.raises(ValueError, match="epsilon"):
+        torch.optim.AdamW([group], eps=-1.0)
+    assert not group.keys() & {"state_dtype", "master_weights"}
+
+
+def test_moments_are_each_groups(device):
+    narrow, wide = (
+        torch.nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    with ampfuse.patched():
+        optimizer = torch.optim.AdamW([narrow])
+        optimizer.add_param_group({"params": [wide]})
+    narrow.grad, wide.grad = torch.ones_like(narrow), torch.ones_like(wide)
+    optimizer.step()
+    assert [optimizer.state[p]["exp_avg"].dtype for p in (narrow, wide)] == [
+        torch.bfloat16,
+        torch.float32,
+    ]
+
+
+@pytest.mark.needs_cuda
+def test_nobody_waits_where_nobody_can_tell(waits_are_errors):
+    param = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    with ampfuse.patched():
+        optimizer, scaler = torch.optim.AdamW([param]), torch.amp.GradScaler("cuda")
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale((param * param).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if number == 0:
+                torch.cuda.synchronize()
+                waits_are_errors()
