@@ -229,18 +229,18 @@ def test_compiled_it_is_in_the_graph(device):
 
 def test_the_scale_is_found_once_it_is_used(device):
     scaler = torch.amp.GradScaler(device.type, 1024.0)
-    assert active_scale(device) is None
+    assert active_scale(device, torch.float32) is None
     scaler.scale(torch.ones((), device=device))
-    scale = active_scale(torch.ones((), device=device).device)
+    scale = active_scale(torch.ones((), device=device).device, torch.float32)
     assert scale.item() == 1024.0
     assert scale.data_ptr() == scaler.scale_tensor().data_ptr()
     newer = torch.amp.GradScaler(device.type, 8.0)
     newer.scale(torch.ones((), device=device))
-    assert active_scale(scale.device).item() == 8.0
+    assert active_scale(scale.device, torch.float32).item() == 8.0
     torch.amp.GradScaler(device.type, 2.0, enabled=False)
-    assert active_scale(scale.device).item() == 8.0
+    assert active_scale(scale.device, torch.float32).item() == 8.0
     del newer
-    assert active_scale(scale.device).item() == 1024.0
+    assert active_scale(scale.device, torch.float32).item() == 1024.0
     del scaler, scale
 
 

@@ -80,7 +80,7 @@ def _ours(
             REDUCTIONS[reduction],
             ignore_index,
             label_smoothing,
-            grad_scale=active_scale(input.device) if is_scaled else None,
+            grad_scale=active_scale(input.device, input.dtype) if is_scaled else None,
         )
     except (TypeError, ValueError, IndexError) as error:
         # Torch's error, or what torch takes and ours does not.
