@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ampfuse.command import options, program, report, show
 from ampfuse.env import describe
@@ -32,18 +32,24 @@ def main(arguments: Sequence[str]) -> NoReturn:
         options.refuse(str(error))
     program.tell(raised)
     if report.is_for_this_process(pid):
-        told = report.report(chosen.name, parts, time.perf_counter() - start, raised)
-        if not chosen.quiet:
-            show.table(show.rows(told), show.title(told), sys.stderr)
         try:
-            if chosen.json is not None:
-                text = json.dumps(report.in_json(told), indent=2, allow_nan=False)
-                chosen.json.write_text(text + "\n")
-            if chosen.plot is not None:
-                show.plot(told, chosen.plot)
-        except OSError as error:  # which is not the program's
-            print(f"python -m ampfuse: {error}", file=sys.stderr)
+            program.await_threads()
+            told = report.report(chosen.name, parts, time.perf_counter() - start, raised)
+            tell(chosen, told)
+        except (Exception, KeyboardInterrupt) as error:  # which is not the program's
+            print(f"python -m ampfuse: {str(error) or type(error).__name__}", file=sys.stderr)
     program.end_as_after(raised)
+
+
+def tell(chosen: options.Options, told: dict[str, Any]) -> None:
+    """In the ways that were asked for."""
+    if not chosen.quiet:
+        show.table(show.rows(told), show.title(told), sys.stderr)
+    if chosen.json is not None:
+        text = json.dumps(report.in_json(told), indent=2, allow_nan=False)
+        chosen.json.write_text(text + "\n")
+    if chosen.plot is not None:
+        show.plot(told, chosen.plot)
 
 
 if __name__ == "__main__":

@@ -109,3 +109,53 @@ def test_names_that_somebody_else_has_changed_since_are_left_alone():
     ampfuse.unpatch()
     assert torch.optim.AdamW is torch.optim.SGD
     torch.optim.AdamW = original
+
+
+class Refusing(type(sys)):
+    """A module that cannot be written to."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError("read only")
+
+
+@pytest.fixture
+def refusing():
+    module = Refusing("refusing")
+    vars(module)["AdamW"] = torch.optim.AdamW
+    sys.modules["refusing"] = module
+    yield module
+    del sys.modules["refusing"]
+
+
+def test_modules_that_refuse_are_told_and_keep_nobody_else(refusing, caplog):
+    torchs = torch.optim.AdamW
+    with ampfuse.patched():
+        assert torch.optim.AdamW is not torchs
+        assert refusing.AdamW is torchs
+    assert torch.optim.AdamW is torchs
+    ampfuse.patch()
+    told = [r.getMessage() for r in caplog.records]
+    assert any("refusing.AdamW is torch.optim.adamw.AdamW still" in line for line in told)
+
+
+def test_a_block_that_does_not_begin_leaves_nothing(monkeypatch):
+    torchs = torch.optim.AdamW
+
+    def interrupted(pairs):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ampfuse.patching._parts.exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt), ampfuse.patched():
+        pass
+    assert torch.optim.AdamW is torchs
+    assert all(part.blocks == 0 and not part.is_bound for part in ampfuse.patching.PARTS.values())
+
+
+def test_a_programs_data_is_not_gone_through(other, caplog):
+    other.DATA = [torch.optim.AdamW] * 100_000
+    other.FEW = [torch.optim.AdamW]
+    ampfuse.patch()
+    told = " ".join(record.getMessage() for record in caplog.records)
+    assert "other_module.FEW[0]" in told
+    assert "other_module.DATA" not in told

@@ -37,6 +37,9 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
+VALUED = ("--only", "--without", "--json", "--plot")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         refuse(message)
@@ -62,7 +65,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--quiet", action="store_true", help="say nothing at the end")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(_with_module_apart(arguments))
     words = given.program if given.module is None else given.module
     if not words:
         parser.print_usage(sys.stderr)
@@ -86,10 +89,22 @@ def parse(arguments: Sequence[str]) -> Options:
         is_module=given.module is not None,
         arguments=words[1:],
         parts=parts,
-        json=given.json,
-        plot=given.plot,
+        json=given.json and given.json.absolute(),  # programs may go elsewhere
+        plot=given.plot and given.plot.absolute(),
         quiet=given.quiet,
     )
+
+
+def _with_module_apart(arguments: Sequence[str]) -> list[str]:
+    """`-mpackage` as two words, where it is an option of ours; Python takes it, argparse half."""
+    apart = list(arguments)
+    place = 0
+    while place < len(apart) and apart[place].startswith("-") and apart[place] != "-m":
+        if apart[place].startswith("-m"):
+            apart[place : place + 1] = ["-m", apart[place][2:]]
+            break
+        place += 2 if apart[place] in VALUED else 1
+    return apart
 
 
 def _parts(text: str) -> list[str]:

@@ -4,8 +4,9 @@ import builtins
 import importlib.util
 import os
 import sys
+import threading
 from importlib.abc import InspectLoader
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -32,11 +33,14 @@ def run_script(name: str, arguments: list[str]) -> BaseException | None:
 
 def run_module(name: str, arguments: list[str]) -> BaseException | None:
     """As `python -m name arguments...`; returns what it raised."""
+    sys.argv = ["-m", *arguments]  # for packages, which are imported first
     try:
-        spec = importlib.util.find_spec(name)
+        spec = _found(name)
         if spec is not None and spec.submodule_search_locations is not None:
             name += ".__main__"
-            spec = importlib.util.find_spec(name)
+            spec = _found(name)
+    except _RaisedByPackageError as error:
+        return error.__cause__
     except (ImportError, ValueError) as error:
         raise NoProgramError(f"cannot find module {name}: {error}") from None
     code = spec.loader.get_code(name) if spec and isinstance(spec.loader, InspectLoader) else None
@@ -54,6 +58,23 @@ def run_module(name: str, arguments: list[str]) -> BaseException | None:
     )
 
 
+class _RaisedByPackageError(Exception):
+    """That a module is in."""
+
+
+def _found(name: str) -> ModuleSpec | None:
+    """Where a module is, once the package that it is in was imported."""
+    package = name.rpartition(".")[0]
+    try:
+        importlib.import_module(package or "sys")
+    except BaseException as error:
+        missing = error.name if isinstance(error, ImportError) else None
+        if missing is not None and f"{package}.".startswith(f"{missing}."):
+            raise
+        raise _RaisedByPackageError from error
+    return importlib.util.find_spec(name)
+
+
 def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException | None:
     """It stays `__main__`: threads, pickles, and what runs at exit may look there."""
     main = ModuleType("__main__")
@@ -68,6 +89,17 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
         assert traceback is not None  # beginning here
         return error.with_traceback(traceback.tb_next)
     return None
+
+
+def await_threads() -> None:
+    """As Python does before it ends: those that are not daemons."""
+    while waiting := [thread for thread in threading.enumerate() if _is_awaited(thread)]:
+        for thread in waiting:
+            thread.join()
+
+
+def _is_awaited(thread: threading.Thread) -> bool:
+    return not thread.daemon and thread is not threading.main_thread()
 
 
 def tell(raised: BaseException | None) -> None:

@@ -39,6 +39,7 @@ def report(
         },
         "unreached": unreached(parts),
         "scalers": scalers,
+        "earlier_scalers": RECORDING.made - len(scalers),
         "peak_memory": _peak_memory(),
         "hints": [*_about_compiling(), *(hint for scaler in scalers for hint in _hints(scaler))],
     }

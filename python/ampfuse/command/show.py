@@ -23,6 +23,8 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             for reason, count in part["left_to_torch"].items()
         ]
     told += [("", what) for what in report["unreached"]]
+    if report["earlier_scalers"]:
+        told.append(("scalers", f"{report['earlier_scalers']:,} before these"))
     for scaler in report["scalers"]:
         told += _of_scaler(scaler)
     told += [

@@ -98,12 +98,11 @@ def changing() -> Iterator[None]:
 
 
 def unreached(parts: Iterable[Part]) -> list[str]:
-    """Where torch's are referred to by what cannot be changed."""
+    """Where torch's are referred to by what cannot be changed, or would not."""
     originals = [original for part in parts for original, _ in part.pairs]
     return [
         f"{where} is {value.__module__}.{value.__qualname__} still"
-        for where, value, put in references(originals)
-        if put is None
+        for where, value, _ in references(originals)
     ]
 
 

@@ -6,6 +6,7 @@ already, and so has whoever keeps it in a class or in a table of optimizers.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -39,7 +40,8 @@ def exchange(pairs: list[tuple[Any, Any]]) -> None:
     new = {id(old): new for old, new in pairs}
     for reference in references(old for old, _ in pairs):
         if reference.put is not None:
-            reference.put(new[id(reference.value)])
+            with suppress(Exception):  # of modules and classes that refuse, to be told as such
+                reference.put(new[id(reference.value)])
 
 
 # A program's modules name tens of thousands of things: few are more than looked at.
@@ -79,12 +81,15 @@ def _named(where: str, owner: Any, attribute: str, value: Any) -> Reference:
 
 # Of exactly these: others may do something when they are asked.
 CONTAINERS = (dict, list, tuple, partial)
+MOST_ENTRIES = 10_000  # longer ones are a program's data
 
 
 def _in_container(ids: set[int], where: str, container: Any) -> Iterator[Reference]:
     if type(container) is partial:
         if id(container.func) in ids:
             yield Reference(f"{where}.func", container.func)
+        return
+    if len(container) > MOST_ENTRIES:
         return
     is_dict = type(container) is dict
     for key, value in list(container.items() if is_dict else enumerate(container)):

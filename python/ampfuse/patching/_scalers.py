@@ -1,5 +1,6 @@
 """`torch.amp.GradScaler` and its older names: ours."""
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,15 +23,20 @@ class _CpuGradScaler(GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
 
 
 class Recording:
-    """Of scalers that are made while it is on: they remember, and are not forgotten."""
+    """Of scalers that are made while it is on: they remember, and the last ones are remembered."""
 
     def __init__(self) -> None:
         self.history = 0  # how many updates each remembers
-        self.scalers: list[GradScaler] = []
+        self.made = 0
+        self.scalers: deque[GradScaler] = deque(maxlen=16)
 
     def note(self, scaler: GradScaler) -> None:
         if self.history and scaler.is_enabled():
-            self.scalers.append(scaler)
+            self.made += 1
+            # What it knows, and not itself: while it is alive, losses expect its scale.
+            known = object.__new__(type(scaler))
+            known.__dict__ = vars(scaler)
+            self.scalers.append(known)
 
 
 RECORDING = Recording()
