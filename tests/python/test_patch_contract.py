@@ -175,3 +175,15 @@ def test_nobody_waits_where_nobody_can_tell(waits_are_errors):
             if number == 0:
                 torch.cuda.synchronize()
                 waits_are_errors()
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+@pytest.mark.filterwarnings("ignore:.*GradScaler.* is deprecated")
+def test_scalers_of_old_names_take_what_those_took(name):
+    with ampfuse.patched():
+        scaler = getattr(torch, name).amp.GradScaler(4.0, 3.0)
+    again = type(scaler)(8.0, 2.0, 0.5, 2000, False)
+    assert isinstance(scaler, getattr(torch, name).amp.GradScaler)
+    assert not again.is_enabled()
+    if scaler.is_enabled():  # not for CUDA where there is none
+        assert scaler.get_growth_factor() == copy.deepcopy(scaler).get_growth_factor() == 3.0

@@ -159,3 +159,22 @@ def test_a_programs_data_is_not_gone_through(other, caplog):
     told = " ".join(record.getMessage() for record in caplog.records)
     assert "other_module.FEW[0]" in told
     assert "other_module.DATA" not in told
+
+
+def test_classes_that_are_made_of_a_stand_in_are_of_the_module_that_made_them():
+    ampfuse.patch()
+    made = type("Made", (torch.optim.AdamW,), {})
+    assert made.__module__ == __name__
+    assert made.__mro__[1].__module__ == "torch.optim.adamw"
+
+
+def test_traced_losses_name_their_options_as_torchs_do():
+    def calls():
+        graph = torch.fx.symbolic_trace(torch.nn.CrossEntropyLoss(reduction="sum")).graph
+        return [(len(node.args), node.kwargs) for node in graph.nodes if node.kwargs]
+
+    plain = calls()
+    with ampfuse.patched():
+        (ours,) = calls()
+    assert ours[0] == plain[0][0]
+    assert plain[0][1].items() <= ours[1].items()

@@ -42,17 +42,24 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        as_passed = (size_average, ignore_index, reduce, reduction, label_smoothing)
+        as_passed: dict[str, Any] = {
+            "weight": weight,
+            "size_average": size_average,
+            "ignore_index": ignore_index,
+            "reduce": reduce,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+        }
         if not is_on():
-            return original(input, target, weight, *as_passed)
+            return original(input, target, **as_passed)
         if has_torch_function_variadic(input, target, weight) and not _are_devices_alone():
             return handle_torch_function(  # type: ignore[no-any-return]
-                original, (input, target, weight), input, target, weight, *as_passed
+                original, (input, target, weight), input, target, **as_passed
             )
         reason = _why_not(input, target, size_average, reduce, reduction)
         if reason is not None:
             USAGE.leave_to_torch(NAME, reason)
-            return original(input, target, weight, *as_passed)
+            return original(input, target, **as_passed)
         return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
 
     # TorchScript compiles what it is told here.

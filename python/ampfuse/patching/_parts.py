@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
+import torch
+
 from ampfuse.patching import _clipping, _losses, _optimizers, _scalers
 from ampfuse.patching._references import exchange, references
 from ampfuse.patching._usage import Usage, logger
@@ -49,10 +51,12 @@ class Part:
 
 def _parts() -> Iterator[Part]:
     scaler = Part(_scalers.USAGE)
-    for original, ours, device in _scalers.KINDS:
+    for original, ours in _scalers.KINDS:
         home = original.__module__
-        modules = [home, home.removesuffix(".grad_scaler"), *(() if device else ("torch",))]
-        made = _scalers.stand_in(original, ours, device, scaler.is_on)
+        modules = [home, home.removesuffix(".grad_scaler")]
+        if original is torch.GradScaler:
+            modules.append("torch")
+        made = _scalers.stand_in(original, ours, scaler.is_on)
         scaler.replace(original, made, modules)
     yield scaler
     optimizers = Part(_optimizers.USAGE)

@@ -15,11 +15,17 @@ USAGE = Usage("scaler")
 
 
 class _CudaGradScaler(GradScaler, torch.cuda.amp.grad_scaler.GradScaler):
-    """What `torch.cuda.amp.GradScaler` is besides, for those who ask with isinstance."""
+    """What `torch.cuda.amp.GradScaler` is besides, and takes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        GradScaler.__init__(self, "cuda", *args, **kwargs)
 
 
 class _CpuGradScaler(GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
     """The same for `torch.cpu.amp.GradScaler`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        GradScaler.__init__(self, "cpu", *args, **kwargs)
 
 
 class Recording:
@@ -41,28 +47,24 @@ class Recording:
 
 RECORDING = Recording()
 
-# Torch's class, ours, and the device that its name says.
-KINDS: list[tuple[Any, type[GradScaler], str | None]] = [
-    (torch.amp.grad_scaler.GradScaler, GradScaler, None),
-    (torch.cuda.amp.grad_scaler.GradScaler, _CudaGradScaler, "cuda"),
-    (torch.cpu.amp.grad_scaler.GradScaler, _CpuGradScaler, "cpu"),
+# Torch's class and ours.
+KINDS: list[tuple[Any, type[GradScaler]]] = [
+    (torch.amp.grad_scaler.GradScaler, GradScaler),
+    (torch.cuda.amp.grad_scaler.GradScaler, _CudaGradScaler),
+    (torch.cpu.amp.grad_scaler.GradScaler, _CpuGradScaler),
 ]
 
 
-def stand_in(
-    original: Any, ours: type[GradScaler], device: str | None, is_on: Callable[[], bool]
-) -> Any:
+def stand_in(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]) -> Any:
     """For one of these classes."""
-    return StandIn.of(original, is_on, partial(_make, original, ours, device))
+    return StandIn.of(original, is_on, partial(_make, original, ours))
 
 
-def _make(original: Any, ours: type[GradScaler], device: str | None, given: dict[str, Any]) -> Any:
-    named: dict[str, Any] = {}
-    if device is not None:
+def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
+    if ours is not GradScaler:
         original(enabled=False)  # which says that the name is deprecated
-        named["device"] = device
     try:
-        scaler = ours(**named, **given, history=RECORDING.history)
+        scaler = ours(**given, history=RECORDING.history)
     except (TypeError, ValueError) as error:
         USAGE.leave_to_torch(f"{original.__module__}.GradScaler", str(error))
         return original(**given)

@@ -5,6 +5,7 @@ derives a class derives it from torch's, whose inside it may know.
 """
 
 import inspect
+import sys
 import types
 from abc import ABCMeta
 from collections.abc import Callable
@@ -22,6 +23,7 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
     ) -> Any:
         """For class statements that have stand-ins among their bases: torch's take their place."""
+        body.setdefault("__module__", sys._getframe(1).f_globals.get("__name__"))  # of type()
         originals = tuple(base.original if type(base) is mcs else base for base in bases)
         return types.new_class(name, originals, kwargs, lambda namespace: namespace.update(body))
 
