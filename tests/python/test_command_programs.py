@@ -72,7 +72,7 @@ def test_threads_are_awaited_before_it_tells(programs, tmp_path):
 
 
 MANY = f"""
-import gc, weakref
+import weakref
 {STEP}
 alive = []
 for _ in range(40):

@@ -65,13 +65,14 @@ class _RaisedByPackageError(Exception):
 def _found(name: str) -> ModuleSpec | None:
     """Where a module is, once the package that it is in was imported."""
     package = name.rpartition(".")[0]
-    try:
-        importlib.import_module(package or "sys")
-    except BaseException as error:
-        missing = error.name if isinstance(error, ImportError) else None
-        if missing is not None and f"{package}.".startswith(f"{missing}."):
-            raise
-        raise _RaisedByPackageError from error
+    if package:
+        try:
+            importlib.import_module(package)
+        except BaseException as error:
+            missing = error.name if isinstance(error, ImportError) else None
+            if missing is not None and f"{package}.".startswith(f"{missing}."):
+                raise
+            raise _RaisedByPackageError from error
     return importlib.util.find_spec(name)
 
 

@@ -37,13 +37,13 @@ class _InPlaceOfTorchs(optim.Adam):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; with moments as wide as torch's, where one dtype will do for a group."""
         if isinstance(param_group, dict):
-            (group,) = _listed([param_group])
-            params = _tensors(group.get("params"))
+            _listed([param_group])
+            params = _tensors(param_group.get("params"))
             dtypes = {param.dtype for param in params if isinstance(param, Tensor)}
             narrow = dtypes == {torch.bfloat16}
-            group.setdefault("state_dtype", torch.bfloat16 if narrow else torch.float32)
+            param_group.setdefault("state_dtype", torch.bfloat16 if narrow else torch.float32)
             for name, value in self._implementations.items():
-                group.setdefault(name, value)
+                param_group.setdefault(name, value)
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
