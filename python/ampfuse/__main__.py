@@ -1,11 +1,12 @@
 """`python -m ampfuse train.py`: a program as it is, with ampfuse; `python -m ampfuse env`."""
 
-import json
+import atexit
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 from ampfuse.command import options, program, report, show
 from ampfuse.env import describe
@@ -17,39 +18,64 @@ from ampfuse.patching._scalers import RECORDING
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run a command of `python -m ampfuse`."""
     chosen = options.parse(arguments)
-    if chosen.name == "env":
+    if chosen.name == "env" and not chosen.is_module:
         show.table(describe())
         sys.exit()
-    parts = [PARTS[name] for name in chosen.parts]
-    if parts:
+    if chosen.parts:
         RECORDING.history = report.REMEMBERED
         patch(*chosen.parts)
-    pid, start = os.getpid(), time.perf_counter()
+    ending = Ending(chosen)
+    # Behind all that Python does when a program has ended: it awaits threads, and then calls what
+    # was registered, the last first.
+    atexit.register(ending.tell)
     run = program.run_module if chosen.is_module else program.run_script
     try:
-        raised = run(chosen.name, chosen.arguments)
+        ending.raised = run(chosen.name, chosen.arguments)
     except program.NoProgramError as error:
+        atexit.unregister(ending.tell)
         options.refuse(str(error))
-    program.tell(raised)
-    if report.is_for_this_process(pid):
-        try:
-            program.await_threads()
-            told = report.report(chosen.name, parts, time.perf_counter() - start, raised)
-            tell(chosen, told)
-        except (Exception, KeyboardInterrupt) as error:  # which is not the program's
-            print(f"python -m ampfuse: {str(error) or type(error).__name__}", file=sys.stderr)
-    program.end_as_after(raised)
+    program.tell(ending.raised)
+    program.end_as_after(ending.raised)
 
 
-def tell(chosen: options.Options, told: dict[str, Any]) -> None:
-    """In the ways that were asked for."""
-    if not chosen.quiet:
-        show.table(show.rows(told), show.title(told), sys.stderr)
-    if chosen.json is not None:
-        text = json.dumps(report.in_json(told), indent=2, allow_nan=False)
-        chosen.json.write_text(text + "\n")
-    if chosen.plot is not None:
-        show.plot(told, chosen.plot)
+class Ending:
+    """Of a program, to be told in the ways that were asked for."""
+
+    def __init__(self, chosen: options.Options) -> None:
+        self.chosen = chosen
+        self.raised: BaseException | None = None
+        self._process = os.getpid()
+        self._start = time.perf_counter()
+
+    def tell(self) -> None:
+        """Whatever goes wrong is not the program's fault."""
+        if not report.is_for_this_process(self._process):
+            return
+        chosen = self.chosen
+        with _apart():
+            parts = [PARTS[name] for name in chosen.parts]
+            seconds = time.perf_counter() - self._start
+            told = report.report(chosen.name, parts, seconds, self.raised)
+            with _apart():
+                if chosen.json is not None:
+                    report.write(told, chosen.json)
+            with _apart():
+                if not chosen.quiet:
+                    show.summary(told)
+            with _apart():
+                if chosen.plot is not None:
+                    show.plot(told, chosen.plot)
+        if isinstance(self.raised, KeyboardInterrupt):
+            program.end_by_interrupt()
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """What fails in it is told, and fails alone."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        show.say(str(error) or type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_an_end_that_cannot_be_told_changes_no_exit_code(programs):
     done = programs.run("-m", "ampfuse", "breaks.py")
     assert done.returncode == 7
     assert "Traceback" not in done.stderr
-    assert "python -m ampfuse: " in done.stderr
+    assert "What a scaler did cannot be told" in done.stderr
 
 
 def test_threads_are_awaited_before_it_tells(programs, tmp_path):
@@ -92,3 +92,84 @@ def test_of_many_scalers_the_last_are_told_and_none_is_kept_alive(programs, tmp_
     told = json.loads((tmp_path / "told.json").read_text())
     assert [scaler["taken"] for scaler in told["scalers"]] == [1] * 16
     assert told["earlier_scalers"] == 24
+
+
+ENDING_LATE = {
+    "an idle pool": "from concurrent.futures import ThreadPoolExecutor\n"
+    "pool = ThreadPoolExecutor(1)\npool.submit(print, 'work').result()\nprint('end')",
+    "one that watches": "import threading, time\nmain = threading.main_thread()\n"
+    "def watch():\n    while main.is_alive():\n        time.sleep(0.01)\n    print('seen')\n"
+    "threading.Thread(target=watch).start()",
+    "the compiler's": "from torch._inductor.async_compile import AsyncCompile\n"
+    "AsyncCompile.submit(print, 'compiled').result()",
+    "what starts another": "import threading, time\n"
+    "def two():\n    time.sleep(0.1)\n    print('two')\n"
+    "threading.Thread(target=lambda: threading.Thread(target=two).start()).start()",
+}
+
+
+@pytest.mark.parametrize("text", ENDING_LATE.values(), ids=list(ENDING_LATE))
+def test_threads_end_as_without(programs, text):
+    programs.write("late.py", text)
+    assert_same(*programs.both("late.py", timeout=60))
+
+
+@pytest.mark.slow
+def test_compiled_programs_end_as_without(programs):
+    programs.write("compiled.py", "import torch\nprint(torch.compile(torch.sin)(torch.zeros(9)))")
+    assert_same(*programs.both("compiled.py", timeout=300))
+
+
+CLOSED = {
+    "closed": "import sys; sys.stderr.close()",
+    "none": "import sys; sys.stderr = None",
+    "another": "import io, sys; sys.stderr = io.StringIO()",
+}
+
+
+@pytest.mark.parametrize("text", CLOSED.values(), ids=list(CLOSED))
+def test_programs_that_close_their_stderr_end_as_without(programs, tmp_path, text):
+    programs.write("closed.py", f"{text}\nprint('here')")
+    plain = programs.run("closed.py")
+    ours = programs.run("-m", "ampfuse", "--json", "told.json", "closed.py")
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout) == (0, "here\n")
+    assert json.loads((tmp_path / "told.json").read_text())["ended"] == "as it should"
+    assert ("peak memory" in ours.stderr) == ("close()" not in text)
+
+
+def test_two_dashes_are_pythons_or_the_programs(programs):
+    programs.write("args.py", "import sys\nprint(sys.argv[1:])").write("env.py", "print('own')")
+    assert_same(*programs.both("-m", "args", "a", "--", "--lr", "1", "--quiet"))
+    assert_same(*programs.both("args.py", "a", "--", "--lr", "1"))
+    assert_same(*programs.both("--", "args.py", "--", "1"))
+    assert_same(*programs.both("-m", "env"))
+
+
+def told_of(programs, text):
+    programs.write("tells.py", f"{STEP}\n{text}")
+    done = programs.run("-m", "ampfuse", "--json", "told.json", "tells.py")
+    assert done.returncode == 0, done.stderr
+    return json.loads((programs.folder / "told.json").read_text())
+
+
+def test_a_scale_that_was_small_all_along_has_not_collapsed(programs):
+    told = told_of(programs, "scaler = torch.amp.GradScaler('cpu', 0.5)\nstep(scaler)")
+    assert told["hints"] == []
+
+
+def test_of_a_scaler_that_was_loaded_is_told_what_it_did_since(programs):
+    load = "scaler.load_state_dict({**scaler.state_dict(), 'updates': 1000})"
+    new = "scaler = torch.amp.GradScaler('cpu')\n"
+    (resumed,) = told_of(programs, f"{new}{load}\nstep(scaler)")["scalers"]
+    assert (resumed["taken"], resumed["updates"]) == (1, 1)
+    (reset,) = told_of(programs, f"{new}step(scaler)\n{load}\nstep(scaler)\nstep(scaler)")[
+        "scalers"
+    ]
+    assert (reset["taken"], reset["updates"]) == (2, 2)
+
+
+def test_what_cannot_be_drawn_is_refused_before(programs):
+    programs.write("never.py", "print('ran')")
+    done = programs.run("-m", "ampfuse", "--plot", "scale.xyz", "never.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--plot: expected a file of a kind that matplotlib writes" in done.stderr

@@ -78,6 +78,10 @@ class Memory:
         """Hysteresis left, skips in a row, updates."""
         return self._first_counters if self._counters is None else self._counters.tolist()
 
+    def updates_since_loading(self) -> int:
+        """Of which the history knows, or would if it were longer."""
+        return self.counts()[2] - self._recorded_from
+
     def set_counts(self, counts: Sequence[int]) -> None:
         """In place, where they are on a device already. The history begins anew."""
         self._first_counters = list(counts)

@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from ampfuse.command.show import why_no_plot
 from ampfuse.patching import PARTS
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
@@ -37,9 +37,6 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-VALUED = ("--only", "--without", "--json", "--plot")
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         refuse(message)
@@ -47,38 +44,19 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str]) -> Options:
     """Options end where the program begins: what follows is the program's."""
-    parser = _Parser(
-        usage=USAGE,
-        description="Run a program as it is, with ampfuse.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--only", action="extend", type=_parts, metavar="PARTS", help="replace only these"
-    )
-    parser.add_argument(
-        "--without", action="extend", type=_parts, metavar="PARTS", help="replace all but these"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what happened there")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw how the loss scale moved")
-    parser.add_argument("--quiet", action="store_true", help="say nothing at the end")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    given = parser.parse_args(_with_module_apart(arguments))
-    words = given.program if given.module is None else given.module
+    parser, valued = _parser()
+    own, is_module, words = _parted(arguments, valued)
+    given = parser.parse_args(own)
     if not words:
         parser.print_usage(sys.stderr)
         sys.exit(2)
-    if words[0] == "env" and given.module is None and len(words) > 1:
+    if words[0] == "env" and not is_module and len(words) > 1:
         refuse(f"env takes no arguments, got {words[1]}")
-    if given.module is None and words[0].startswith("-"):
-        refuse(f"unknown option {words[0]}")
-    if given.plot is not None and find_spec("matplotlib") is None:
-        refuse("--plot needs matplotlib: pip install matplotlib")
     for name, file in (("--json", given.json), ("--plot", given.plot)):
         if file is not None and not file.parent.is_dir():
             refuse(f"{name}: there is no folder {file.parent}")
+    if given.plot is not None and (why := why_no_plot(given.plot)):
+        refuse(f"--plot: {why}")
     parts = [
         part
         for part in PARTS
@@ -86,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Options:
     ]
     return Options(
         name=words[0],
-        is_module=given.module is not None,
+        is_module=is_module,
         arguments=words[1:],
         parts=parts,
         json=given.json and given.json.absolute(),  # programs may go elsewhere
@@ -95,16 +73,47 @@ def parse(arguments: Sequence[str]) -> Options:
     )
 
 
-def _with_module_apart(arguments: Sequence[str]) -> list[str]:
-    """`-mpackage` as two words, where it is an option of ours; Python takes it, argparse half."""
-    apart = list(arguments)
+def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
+    """Of our own options, and those that a value follows."""
+    parser = _Parser(
+        usage=USAGE,
+        description="Run a program as it is, with ampfuse.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    valued = [
+        parser.add_argument(
+            "--only", action="extend", type=_parts, metavar="PARTS", help="replace only these"
+        ),
+        parser.add_argument(
+            "--without", action="extend", type=_parts, metavar="PARTS", help="replace all but these"
+        ),
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write what happened there"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss scale's way"),
+    ]
+    parser.add_argument("--quiet", action="store_true", help="say nothing at the end")
+    return parser, {name for option in valued for name in option.option_strings}
+
+
+def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
+    """Options of ours; whether a module follows; and its name, or a script's, and arguments.
+
+    As Python parts its own: `-mpackage` is a module, and `--` may stand before a script.
+    """
+    words = list(arguments)
     place = 0
-    while place < len(apart) and apart[place].startswith("-") and apart[place] != "-m":
-        if apart[place].startswith("-m"):
-            apart[place : place + 1] = ["-m", apart[place][2:]]
-            break
-        place += 2 if apart[place] in VALUED else 1
-    return apart
+    while place < len(words):
+        word = words[place]
+        own, rest = words[:place], words[place + 1 :]
+        if word == "--":
+            return own, False, rest
+        if word.startswith("-m"):
+            return own, True, [word[2:], *rest] if word[2:] else rest
+        if not word.startswith("-"):
+            return own, False, [word, *rest]
+        place += 2 if word in valued else 1
+    return words, False, []
 
 
 def _parts(text: str) -> list[str]:

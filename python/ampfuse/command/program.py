@@ -4,7 +4,7 @@ import builtins
 import importlib.util
 import os
 import sys
-import threading
+from contextlib import suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
@@ -92,21 +92,20 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
     return None
 
 
-def await_threads() -> None:
-    """As Python does before it ends: those that are not daemons."""
-    while waiting := [thread for thread in threading.enumerate() if _is_awaited(thread)]:
-        for thread in waiting:
-            thread.join()
-
-
-def _is_awaited(thread: threading.Thread) -> bool:
-    return not thread.daemon and thread is not threading.main_thread()
-
-
 def tell(raised: BaseException | None) -> None:
     """What Python writes about what nobody caught."""
     if raised is not None and not isinstance(raised, SystemExit):
         sys.excepthook(type(raised), raised, raised.__traceback__)
+
+
+def end_by_interrupt() -> None:
+    """Have Python end the process by SIGINT, as it was about to.
+
+    That the last text it executed was interrupted is how it knows, and modules that are imported
+    execute some (named tuples).
+    """
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
 
 
 def end_as_after(raised: BaseException | None) -> NoReturn:

@@ -1,10 +1,12 @@
 """What became of a program that was run with ampfuse, as plain numbers and words."""
 
+import json
 import math
 import os
 import resource
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from ampfuse.patching._parts import Part, unreached
 from ampfuse.patching._scalers import RECORDING
 
 REMEMBERED = 2**16  # updates of each scaler: 12 bytes each on its device
-COLLAPSED = 1.0  # a scale below multiplies gradients away
+COLLAPSED = 1.0  # a scale that fell below makes gradients smaller than they are by themselves
 SKIPS_IN_A_ROW = 10
 
 
@@ -23,7 +25,14 @@ def report(
     program: str, parts: list[Part], seconds: float, raised: BaseException | None
 ) -> dict[str, Any]:
     """All there is to tell."""
-    scalers = [_of_scaler(scaler) for scaler in RECORDING.scalers]
+    scalers, hints = [], []
+    recorded = list(RECORDING.scalers)
+    for scaler in recorded:
+        try:
+            scalers.append(_of_scaler(scaler))
+        except Exception as error:  # a GPU's, which the program has brought down
+            hints.append(f"What a scaler did cannot be told: {error}")
+    hints += [hint for scaler in scalers for hint in _hints(scaler)]
     return {
         "program": program,
         "ampfuse": ampfuse.__version__,
@@ -39,18 +48,22 @@ def report(
         },
         "unreached": unreached(parts),
         "scalers": scalers,
-        "earlier_scalers": RECORDING.made - len(scalers),
+        "earlier_scalers": RECORDING.made - len(recorded),
         "peak_memory": _peak_memory(),
-        "hints": [*_about_compiling(), *(hint for scaler in scalers for hint in _hints(scaler))],
+        "hints": [*_about_compiling(), *hints],
     }
 
 
-def in_json(value: Any) -> Any:
-    """The same with null for numbers that JSON has no words for."""
+def write(report: dict[str, Any], path: Path) -> None:
+    """As JSON, with null for numbers that it has no words for."""
+    path.write_text(json.dumps(_in_json(report), indent=2, allow_nan=False) + "\n")
+
+
+def _in_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: in_json(item) for key, item in value.items()}
+        return {key: _in_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [in_json(item) for item in value]
+        return [_in_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -64,7 +77,7 @@ def _ended(raised: BaseException | None) -> str:
 
 def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
     history = scaler.history()
-    updates = scaler._memory.counts()[2]
+    updates = scaler._memory.updates_since_loading()
     return {
         "updates": updates,
         "remembered": len(history),
@@ -84,7 +97,8 @@ def _about_compiling() -> Iterable[str]:
 def _hints(scaler: dict[str, Any]) -> Iterable[str]:
     skipped = [record[1] for record in scaler["history"]]
     last = skipped[-SKIPS_IN_A_ROW:]
-    if scaler["scale"] < COLLAPSED or (len(last) == SKIPS_IN_A_ROW and all(last)):
+    fell = any(skipped) and scaler["scale"] < COLLAPSED
+    if fell or (len(last) == SKIPS_IN_A_ROW and all(last)):
         yield (
             f"The loss scale fell to {scaler['scale']:.3g}: gradients are not finite at any scale, "
             "so that nothing is learned. Look for a NaN or an infinity in the loss, the data or "

@@ -1,6 +1,7 @@
 """A report on the terminal, and as a picture."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -79,6 +80,39 @@ def table(
     for name, text in rows:
         drawn.add_row(Text(name), Text(text))
     Console(file=file).print(drawn)
+
+
+def summary(report: dict[str, Any]) -> None:
+    """To whoever started this, whatever the program has made of `sys.stderr`."""
+    if (stream := _listening()) is not None:
+        table(rows(report), title(report), stream)
+
+
+def say(sentence: str) -> None:
+    """To them, too."""
+    if (stream := _listening()) is not None:
+        print(f"python -m ampfuse: {sentence}", file=stream)
+
+
+def _listening() -> TextIO | None:
+    stream = sys.__stderr__
+    return None if stream is None or stream.closed else stream
+
+
+def why_no_plot(path: Path) -> str | None:
+    """What there is against one there.
+
+    To be asked before: matplotlib, imported for the first time, starts a thread to look for fonts,
+    which cannot be once a program has ended.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "needs matplotlib: pip install matplotlib"
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") in ("", *known):
+        return None
+    return f"expected a file of a kind that matplotlib writes, {', '.join(sorted(known))}"
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
