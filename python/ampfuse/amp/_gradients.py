@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ampfuse import _C, ops
 from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest, spread_dimensions
-from ampfuse.optim._state import is_sharded, local
+from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._traced import groups_of
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse.optim import _state as adam_state
+from ampfuse.optim._shards import is_sharded, local
+from ampfuse.optim._state import Spares, ensure
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class GroupColumns:
         self,
         group: dict[str, Any],
         state: dict[Tensor, dict[str, Any]],
-        spares: adam_state.Spares,
+        spares: Spares,
     ) -> None:
         self._params: list[Tensor] = list(group["params"])
         self._is_plain = all(map(is_plain, self._params))
@@ -89,7 +90,7 @@ class GroupColumns:
             if grads[index] is None:
                 continue
             refuse_sparse(param)
-            adam_state.ensure(state[param], param, group, spares)
+            ensure(state[param], param, group, spares)
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
             self._states.setdefault(kind, []).append(state[param])
@@ -164,7 +165,7 @@ class ColumnCache:
         self,
         groups: list[dict[str, Any]],
         state: dict[Tensor, dict[str, Any]],
-        spares: adam_state.Spares,
+        spares: Spares,
     ) -> list[list[Columns]]:
         """Of each group; state is made where it is missing."""
         columns = self._read_known(groups, state)
@@ -279,16 +280,16 @@ def localized(columns: Columns, write_back_grads: bool) -> Columns:
     """The same with this process's shards for DTensors and pairs of numbers for complex ones."""
     columns.shardings = [sharding(grad) for grad in columns.grads]
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
-        tensors = [adam_state.local(tensor) for tensor in getattr(columns, name)]
+        tensors = [local(tensor) for tensor in getattr(columns, name)]
         copied = columns.copied if name != "grads" or write_back_grads else []
         setattr(columns, name, [_real(tensor, copied) for tensor in tensors])
-    columns.state_steps = [adam_state.local(step) for step in columns.state_steps]
+    columns.state_steps = [local(step) for step in columns.state_steps]
     return columns
 
 
 def sharding(tensor: Tensor) -> Sharding | None:
     """None for what is no DTensor."""
-    if not adam_state.is_sharded(tensor):
+    if not is_sharded(tensor):
         return None
     placements = tensor.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from ampfuse._compiling import at_compile_time, make_static
-from ampfuse.optim import _state as adam_state
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
+from ampfuse.optim._state import ensure
 
 
 def has_scheduler(optimizer: Any) -> bool:
@@ -92,11 +92,12 @@ class Traced:
             sharing = [of for group, of in measured if group["max_grad_norm"] is None and of]
             device = sharing[0][0].device if sharing else "cpu"
             optimizer._grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
             for param in of_group:
                 state = optimizer.state[param]
-                adam_state.ensure(state, param, group, optimizer._spare_masters)
+                ensure(state, param, group, optimizer._spare_masters)
                 make_static(state.values())
 
     def recall_norm(self, grads: list[Tensor]) -> Tensor | None:

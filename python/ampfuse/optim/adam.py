@@ -15,15 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
-from ampfuse.optim import _state as adam_state
-from ampfuse.optim._columns import (
-    ColumnCache,
-    Columns,
-    about_parameter,
-    refuse_sparse,
-)
+from ampfuse._capture import is_capturing
+from ampfuse.optim import _loading, _options
+from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, recall_norm, shared_device
-from ampfuse.optim._rates import keep_rates
+from ampfuse.optim._remainders import export_masters, exported
+from ampfuse.optim._state import Spares, renew_master
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
 
 
@@ -81,6 +78,8 @@ class Adam(torch.optim.Adam):
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _is_rehearsed = False  # while steps are skipped, but for the state that they make
+    _is_in_graphs = False  # which write state where it was when they were made
+    _leaves_unscaled = False  # gradients that a scaler hands to it
 
     def __init__(
         self,
@@ -108,16 +107,16 @@ class Adam(torch.optim.Adam):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
             "master_weights": master_weights,
-            "state_dtype": adam_state.state_dtype_name(state_dtype),
+            "state_dtype": _options.state_dtype_name(state_dtype),
             "max_grad_norm": None,
             "write_back_grads": write_back_grads,
         }
-        adam_state.check_options(defaults)
-        adam_state.check_limit(max_grad_norm)
+        _options.check_first(defaults)
+        _options.check_limit(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.process_group = process_group
         self._columns = ColumnCache()
-        self._spare_masters: adam_state.Spares = {}
+        self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
         self._traced = Traced(self)
 
@@ -125,10 +124,10 @@ class Adam(torch.optim.Adam):
         """As torch's; the group's options are checked as the constructor's are."""
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        group["state_dtype"] = adam_state.state_dtype_name(group["state_dtype"])
+        group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
-            adam_state.check_options(group)
-            adam_state.check_params(group, len(self.param_groups) - 1)
+            _options.check_first(group)
+            _options.check_params(group, len(self.param_groups) - 1)
         except Exception:
             del self.param_groups[-1]
             raise
@@ -147,23 +146,21 @@ class Adam(torch.optim.Adam):
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle, deepcopy and load_state_dict, which keeps what is there of the state."""
+        """For pickle, deepcopy and load_state_dict."""
         loading = self._loading
         if loading is not None:
-            adam_state.check_all(self.param_groups, loading)
+            _loading.check_all(self.param_groups, loading)
             state = {**state, "state": self.state}
-            for new, old in zip(state["param_groups"], self.param_groups, strict=True):
-                new.update({name: old[name] for name in ("master_weights", "state_dtype")})
-                for name, value in old.items():  # a checkpoint of torch's has not all options
-                    new.setdefault(name, value)
-            keep_rates(state["param_groups"], self.param_groups)
+            _loading.keep_options(state["param_groups"], self.param_groups)
         Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
         self._traced = vars(self).get("_traced") or Traced(self)
         self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
-            self._spare_masters = adam_state.load_all(self.state, self.param_groups, loading)
+            self._spare_masters = _loading.load_all(
+                self.state, self.param_groups, loading, in_place=self._is_in_graphs
+            )
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -207,9 +204,9 @@ class Adam(torch.optim.Adam):
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
-            adam_state.check_limit(self.max_grad_norm)
-            for group in self.param_groups:
-                adam_state.check_options(group)
+            _options.check_limit(self.max_grad_norm)
+            _options.check_groups(self.param_groups, self.defaults)
+            self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
             self._place_grad_norm(columns)
             self._check_before_writing(columns)
@@ -286,7 +283,9 @@ class Adam(torch.optim.Adam):
                 amsgrad=group["amsgrad"],
                 maximize=group["maximize"],
                 decoupled_weight_decay=group["decoupled_weight_decay"],
-                write_back_grads=group["write_back_grads"],
+                write_back_grads=(
+                    group["write_back_grads"] or (self._leaves_unscaled and grad_scale is not None)
+                ),
                 grad_scale=columns.scalar(grad_scale),
                 found_inf=columns.scalar(found_inf),
                 **(clip.on(columns.device) if clip else {}),
@@ -296,15 +295,16 @@ class Adam(torch.optim.Adam):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Remainders are saved as the float32 masters that they stand for."""
-        handle = self.register_state_dict_post_hook(adam_state.export_masters, prepend=True)
+        handle = self.register_state_dict_post_hook(export_masters, prepend=True)
         try:
             return Optimizer.state_dict(self)
         finally:
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or torch's saved, without moving state that is there already.
+        """Load what this class or torch's saved.
 
+        State that a captured or compiled step writes stays in its tensors; else there are new ones.
         How state is kept is not loaded: `master_weights` and `state_dtype` stay as they were given,
         and what was saved is converted. After a checkpoint without masters, torch's say, they are
         made from the parameters as these are at the next step; one that has masters sets the
@@ -314,7 +314,7 @@ class Adam(torch.optim.Adam):
         loading: dict[str, Any] = {}
 
         def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            given = adam_state.without_what_torch_ignored(given)
+            given = _loading.without_what_torch_ignored(given)
             loading.update(given)
             return {**given, "state": {}}
 
@@ -336,7 +336,7 @@ class Adam(torch.optim.Adam):
         """
         for group in self.param_groups:
             for param in group["params"]:
-                state = adam_state.exported(param, self.state.get(param, {}))
+                state = exported(param, self.state.get(param, {}))
                 yield state.get("master_param", param)
 
     @torch.no_grad()
@@ -344,5 +344,5 @@ class Adam(torch.optim.Adam):
         """Make the masters anew from the parameters, after something else changed these."""
         for param, state in self.state.items():
             if "master_param" in state:
-                adam_state.renew_master(state, param)
+                renew_master(state, param)
         self._columns.note_sync()

@@ -1,0 +1,75 @@
+"""The options of Adam's groups, and which of them make no sense."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Groups keep the name: tools that gather checkpoints over processes know no dtypes.
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def state_dtype_name(dtype: torch.dtype | str) -> str:
+    """`"float32"` of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_first(options: dict[str, Any]) -> None:
+    """Refuse what makes no sense to begin with; torch's words where torch refuses it too."""
+    lr = options["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    # A learning rate on a GPU is not looked at: the host would wait for it.
+    if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not lr >= 0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    check_options(options)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse what no step could make sense of. Schedules may go below 0, as with torch's."""
+    betas = options["betas"]
+    if any(isinstance(beta, Tensor) for beta in betas):
+        raise ValueError("betas: expected two floats, got a Tensor")
+    for index in (0, 1):
+        if not 0.0 <= betas[index] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+    if not options["eps"] >= 0:
+        raise ValueError(f"Invalid epsilon value: {options['eps']}")
+    if not options["weight_decay"] >= 0:
+        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+    master_weights = options["master_weights"]
+    if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
+        raise ValueError(
+            f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
+        )
+    if state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
+        raise ValueError(
+            f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
+        )
+    check_limit(options["max_grad_norm"])
+
+
+def check_limit(max_grad_norm: float | None) -> None:
+    """Refuse a norm that none is below."""
+    if max_grad_norm is not None and not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
+
+
+def check_params(group: dict[str, Any], index: int) -> None:
+    """Refuse a group whose parameters cannot have the masters that it asks for."""
+    if group["master_weights"] != "remainder":
+        return
+    for place, param in enumerate(group["params"]):
+        if param.dtype == torch.float16:
+            raise ValueError(
+                f"master_weights='remainder': parameter {place} of group {index} is float16, and "
+                "only bfloat16 has a remainder; use master_weights=True in a group of its own"
+            )
+
+
+def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Before each step: programs append groups that have not all options, and change options."""
+    for group in groups:
+        for name, default in defaults.items():
+            group.setdefault(name, default)
+        check_options(group)

@@ -1,0 +1,46 @@
+"""Masters of which a parameter has the upper half, and the state its remainder."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.optim._shards import local, sharded_like
+
+
+def export_masters(optimizer: Any, saved: dict[str, Any]) -> None:
+    """A hook that puts what is saved into an optimizer's state dictionary."""
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            if key in saved["state"]:
+                saved["state"][key] = exported(param, saved["state"][key])
+
+
+def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state as it is saved: remainders as the float32 masters that they stand for.
+
+    By themselves they mean nothing, and no collective operation knows their dtype.
+    """
+    master = state.get("master_param")
+    if not isinstance(master, Tensor) or master.dtype != torch.int16:
+        return state
+    return {**state, "master_param": join(param, master)}
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as bfloat16 and remainders, as the kernels split it (math/remainder.h)."""
+    bits = local(master).contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16  # wraps around at the top of the negative NaNs, which go below
+    upper = torch.where(local(master).isnan(), (bits >> 16) | 0x40, upper)
+    bfloat16 = upper.to(torch.int16).view(torch.bfloat16)
+    return sharded_like(master, bfloat16), sharded_like(master, bits.to(torch.int16))
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 tensor that `split` gave."""
+    bfloat16 = local(param.detach()).contiguous()
+    upper = bfloat16.view(torch.int16).to(torch.int32) << 16
+    lower = local(remainder).contiguous().to(torch.int32)
+    # A negative remainder brings its own sign bits, which is to borrow from the upper half.
+    bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
+    return sharded_like(param, bits.view(torch.float32))
