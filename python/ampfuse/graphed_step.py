@@ -92,7 +92,6 @@ class GraphedStep:
         self._micro_batches = _checked_split(micro_batches, self._sample)
         groups = optimizer.param_groups
         self._learning_rates = _own_rates([group["lr"] for group in groups], self._device)
-        self._put_learning_rates()
         self._modules = list(model.modules())
         self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
@@ -100,13 +99,15 @@ class GraphedStep:
         if self._device.type == "cuda":
             with torch.cuda.device(self._device), self._with_own_rates():
                 self._capture()
+        self._put_learning_rates()
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Train on a batch; the loss, which no later step overwrites."""
         self._check(batch)
         self._put_learning_rates()
         if self._graph is None:
-            return self._step(batch)
+            with self._forgotten_if_it_fails():
+                return self._step(batch)
         if self.optimizer._columns is not self._known_columns:
             self._take_over_state()
         for place, tensor in zip(self._sample, batch, strict=True):
@@ -176,6 +177,16 @@ class GraphedStep:
             for group, lr in zip(groups, rates, strict=True):
                 group["lr"] = lr
 
+    @contextmanager
+    def _forgotten_if_it_fails(self) -> Iterator[None]:
+        """By the scaler: the step, to which no update is going to come."""
+        try:
+            yield
+        except BaseException:
+            if self.scaler.is_enabled():
+                self.scaler._forget(self.optimizer)
+            raise
+
     def _step(self, batch: Sequence[Tensor]) -> Tensor:
         self.optimizer.zero_grad()
         losses = []
@@ -225,11 +236,12 @@ class GraphedStep:
         before = memory and memory.last_step()
         try:
             # Other threads, which load data say, may do what a capture could not take.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with (
+                self._forgotten_if_it_fails(),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 self._loss = self._step(self._sample)
         except BaseException:
-            if memory:
-                self.scaler._forget(self.optimizer)
             self.optimizer.zero_grad()
             raise
         finally:

@@ -179,3 +179,36 @@ def test_a_tensor_is_no_sample(device):
         ampfuse.GraphedStep(
             side.model, ampfuse.cross_entropy, side.optimizer, side.scaler, batch(device)[0]
         )
+
+
+@pytest.mark.parametrize("raises", ["a hook of the step", "the model"])
+def test_a_step_that_raises_does_not_stop_the_next(device, raises):
+    if device.type == "cuda":
+        return  # where hooks are called when it is made, and never again
+    ours, other = Side(device, clip=0.5), Side(device, clip=0.5)
+    step = ours.graphed()
+
+    def fail(*_):
+        handle.remove()
+        raise KeyError("once")
+
+    if raises == "the model":
+        handle = ours.model.register_forward_pre_hook(fail)
+    else:
+        handle = ours.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError, match="once"):
+        step(*batch(device))
+    for train, side in ((step, ours), (other.step, other)):
+        side.model.load_state_dict(Side(device).model.state_dict())
+        torch.manual_seed(3)
+        train(*batch(device))
+    assert_same_bits(ours.model.parameters(), other.model.parameters())
+    assert ours.scaler.get_scale() == other.scaler.get_scale()
+
+
+@pytest.mark.needs_cuda
+def test_rates_are_as_they_were_where_nothing_could_be_captured():
+    ours = Side(torch.device("cuda"))
+    with pytest.raises(KeyError, match="no such layer"):
+        ours.graphed(Broken(ours, raises=True))
+    assert [type(group["lr"]) for group in ours.optimizer.param_groups] == [float]
