@@ -71,7 +71,9 @@ WATCHES = {
 
 
 @pytest.mark.parametrize("watch", WATCHES.values(), ids=list(WATCHES))
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"fused": False}, {"fused": True}], ids=str
+)
 def test_programs_come_by_the_same(device, watch, options):
     plain = train(device, watch=watch, **options)
     with ampfuse.patched():

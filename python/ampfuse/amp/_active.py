@@ -5,26 +5,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 _scalers: "list[weakref.ref[Any]]" = []  # that are enabled and alive, the oldest first
 
 
 def note(scaler: Any) -> None:
-    """A scaler was made."""
+    """A scaler was made, or copied."""
     _scalers.append(weakref.ref(scaler, _scalers.remove))
+
+
+def _may_be_others() -> bool:
+    """Whether programs have scalers of classes of their own, of which nothing is known here."""
+    kinds = TorchGradScaler.__subclasses__()
+    while kinds:
+        kind = kinds.pop()
+        if kind.__module__.partition(".")[0] not in ("torch", "ampfuse"):
+            return True
+        kinds += kind.__subclasses__()
+    return False
 
 
 def active_scale(device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """The scale of the newest scaler that is alive and has been used there.
 
-    Half gradients that were formed for a scale far below their own would be zeros: for logits of
-    that dtype there must be no doubt, and no other scaler.
+    Half gradients that were formed for a scale far below their own would be zeros. So for logits of
+    that dtype there must be no doubt, and no other scaler; nor is it less than 1, which is what
+    gradients have that are taken without one.
     """
-    scalers = [scaler for reference in _scalers if (scaler := reference()) is not None]
-    if dtype == torch.float16 and len(scalers) > 1:
+    # A copy: scalers may die meanwhile.
+    scalers = [scaler for reference in list(_scalers) if (scaler := reference()) is not None]
+    is_half = dtype == torch.float16
+    if is_half and (len(scalers) > 1 or _may_be_others()):
         return None
     for scaler in reversed(scalers):
         scale: Tensor | None = scaler._scale
         if scale is not None and scale.device == device:
-            return scale
+            return scale.clamp(min=1) if is_half else scale
     return None

@@ -312,6 +312,8 @@ class GradScaler(Hooks):
         """For pickle and deepcopy."""
         check_pickled(state)
         super().__setstate__(state)
+        if self._enabled:
+            _active.note(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
         """Another one for the same processes."""

@@ -22,27 +22,30 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     The parts are `"scaler"`, `"optimizers"`, `"cross_entropy"` and `"clip_grad_norm"`.
 
     - `torch.amp.GradScaler(...)` makes an `ampfuse.GradScaler`, as do its older names.
-    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, with the memory of torch's (no
-      masters), whatever torch's implementation was to be chosen; but a scaler's steps take scaled
-      gradients, and leave them so, with `fused=True` alone. Without, gradients are unscaled before,
-      and where hooks or wrappers would see a step that is skipped, the host waits to know, as in
-      torch. What these cannot do is left to
-      torch's class (`differentiable=True`, parameters that are neither on a CPU nor a GPU of
-      NVIDIA's), and the reason is logged, once.
+    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, whatever torch's implementation was
+      to be chosen; but a scaler's steps unscale gradients themselves with `fused=True` alone.
+      Without, these are unscaled before, and where hooks or wrappers would see a step that is
+      skipped, the host waits to know, as in torch. There are no masters, and moments are bfloat16,
+      as torch's, in groups of nothing else; they are float32 for other 16-bit parameters. What
+      these cannot do is left to torch's class (`differentiable=True`, parameters that are neither
+      on a CPU nor a GPU of NVIDIA's), and the reason is logged, once; and so are classes into which
+      the program puts methods of its own.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. It
       expects the gradient that `scaler.scale(loss).backward()` brings, of the newest scaler that
       is alive and has been used. That is a guess: where it is another scaler's scale, or the
       gradient is taken without one, it costs a pass over the logits' gradient, which is as right.
-      (Of half logits that would lose digits: with several scalers alive nothing is guessed.)
-      Logits must stay as they are until backward, which may read them; torch's reads a copy.
+      (Half gradients would lose digits: with several scalers alive, or a class of scalers that is
+      the program's own, nothing is guessed, and no scale below 1.) Logits must stay as they are
+      until backward, which may read them; torch's reads a copy.
     - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
 
     Names that modules imported before mean ampfuse's, too. Where torch's are referred to by other
     names, in tables, default arguments or closures, a warning is logged that says where. Classes
-    stay torch's for `isinstance`, and for classes that derive from them. Torch's own, made before
-    or left to torch, are not pickled meanwhile: their name means another class. To call it again
-    changes nothing.
+    stay torch's for `isinstance`, and for classes that derive from them, whose metaclass may be
+    `type` or `ABCMeta`. Torch's own, made before or left to torch, are not pickled meanwhile: their
+    name means another class. Ampfuse's are pickled as such; state dictionaries load in either. To
+    call it again changes nothing.
 
     >>> import torch, ampfuse
     >>> ampfuse.patch()

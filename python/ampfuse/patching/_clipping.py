@@ -29,14 +29,14 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
     def replaced(parameters: TensorOrTensors, *rest: Any, **named: Any) -> Tensor:
         if not is_on():
             return original(parameters, *rest, **named)
-        if torch.compiler.is_compiling():
-            return clip_grad_norm_(parameters, *rest, **named)
         if not isinstance(parameters, Tensor):
             is_generator = isinstance(parameters, GeneratorType)
             parameters = list(parameters)
             if is_generator and not parameters:
                 empty = (parameter for parameter in parameters)
                 return original(empty, *rest, **named)  # which warns
+        if torch.compiler.is_compiling():
+            return _as_torchs(clip_grad_norm_(parameters, *rest, **named), parameters)
         # Programs may have written gradients through .data since unscale_().
         _C.forget_norms()
         try:

@@ -18,25 +18,31 @@ USAGE = Usage("optimizers")
 # Which of torch's implementations: ours has one, which runs in a graph, too.
 IMPLEMENTATIONS = dict.fromkeys(TORCHS_OWN) | {"capturable": False, "differentiable": False}
 
+# Options that groups and `defaults` have besides torch's, from which programs may make another one.
+OURS_ALONE = ("master_weights", "state_dtype", "max_grad_norm", "write_back_grads")
+
 
 class _InPlaceOfTorchs(optim.Adam):
     """With torch's arguments and the contract that a program knows of torch's class.
 
-    Only with `fused=True` do steps take gradients that are scaled, and leave them so. Else scalers
-    unscale them first, and call no hooks of a step that is skipped.
+    Only with `fused=True` do steps take gradients that are scaled, and leave them unscaled. Else
+    scalers unscale them first, and call no hooks of a step that is skipped.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._implementations = {
             name: options.pop(name, default) for name, default in IMPLEMENTATIONS.items()
         }
-        super().__init__(*args, **options, master_weights=False)
+        own = {name: option for name, option in options.items() if name not in OURS_ALONE}
+        super().__init__(*args, **own, master_weights=False)
         self.defaults.update(self._implementations)
         self._take_contract()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; with moments as wide as torch's, where one dtype will do for a group."""
         if isinstance(param_group, dict):
+            if param_group.get("differentiable"):
+                raise ValueError("differentiable=True: only where an optimizer is made with it")
             _listed([param_group])
             params = _tensors(param_group.get("params"))
             dtypes = {param.dtype for param in params if isinstance(param, Tensor)}
@@ -53,7 +59,8 @@ class _InPlaceOfTorchs(optim.Adam):
         self._take_contract()
 
     def _take_contract(self) -> None:
-        self._step_supports_amp_scaling = bool(self._implementations["fused"])
+        is_fused = bool(self._implementations["fused"])
+        self._step_supports_amp_scaling = self._leaves_unscaled = is_fused
 
     def _step(self) -> None:
         super()._step()
@@ -74,13 +81,15 @@ OURS: tuple[type[_InPlaceOfTorchs], ...] = (Adam, AdamW)
 def stand_in(ours: type[_InPlaceOfTorchs], is_on: Callable[[], bool]) -> Any:
     """For torch's class of that name."""
     original: type[Optimizer] = getattr(torch.optim, ours.__name__)
-    return StandIn.of(original, is_on, partial(_make, original, ours))
+    return StandIn.of(original, is_on, partial(_make, original, ours), USAGE, OURS_ALONE)
 
 
 def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) -> Optimizer:
     given["params"] = _listed(given.get("params"))
     reason = _why_not(given)
     if reason is None:
+        # Options are torch's to refuse.
+        original(**_torchs(given) | {"params": [torch.zeros(0, device="cpu")]})
         before = [(group, dict(group)) for group in _groups(given["params"])]
         try:
             return ours(**given)
@@ -89,9 +98,13 @@ def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) ->
         for group, entries in before:  # the program's own, to which ours were added
             group.clear()
             group.update(entries)
-    made = original(**given)
+    made = original(**_torchs(given))
     USAGE.leave_to_torch(f"torch.optim.{original.__name__}", reason)
     return made  # type: ignore[no-any-return]
+
+
+def _torchs(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in OURS_ALONE}
 
 
 def _listed(params: Any) -> Any:

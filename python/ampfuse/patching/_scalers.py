@@ -1,5 +1,6 @@
 """`torch.amp.GradScaler` and its older names: ours."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -57,12 +58,12 @@ KINDS: list[tuple[Any, type[GradScaler]]] = [
 
 def stand_in(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]) -> Any:
     """For one of these classes."""
-    return StandIn.of(original, is_on, partial(_make, original, ours))
+    return StandIn.of(original, is_on, partial(_make, original, ours), USAGE)
 
 
 def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
-    if ours is not GradScaler:
-        original(enabled=False)  # which says that the name is deprecated
+    if ours is not GradScaler:  # as torch says, of the line that made it
+        warnings.warn(original.__init__.__deprecated__, FutureWarning, stacklevel=3)
     try:
         scaler = ours(**given, history=RECORDING.history)
     except (TypeError, ValueError) as error:

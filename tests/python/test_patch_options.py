@@ -1,0 +1,185 @@
+"""What programs do with torch's optimizers besides steps: make one from another, change, load."""
+
+import copy
+from unittest import mock
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.patching import PARTS
+
+BOTH = pytest.mark.parametrize("name", ["Adam", "AdamW"])
+
+
+def parameter(device="cpu"):
+    return torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], device=device))
+
+
+def step(optimizer, grad=1.0):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, grad)
+    optimizer.step()
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "patched"], autouse=True)
+def is_patched(request):
+    """Each of these holds for torch's, too."""
+    PARTS["optimizers"].usage.forget()
+    if not request.param:
+        yield False
+        return
+    with ampfuse.patched():
+        yield True
+
+
+def assert_is(optimizer, is_patched, name):
+    ours = getattr(ampfuse, name)
+    assert isinstance(optimizer, ours) == is_patched
+
+
+def test_one_may_be_made_from_the_options_of_another(is_patched):
+    first = torch.optim.Adam([parameter()], lr=0.5, fused=True)
+    options = {name: value for name, value in first.param_groups[0].items() if name != "params"}
+    for made in (
+        type(first)([parameter()], **first.defaults),
+        torch.optim.Adam([parameter()], **first.defaults),
+        torch.optim.Adam([parameter()], **options),
+        torch.optim.Adam([{"params": [parameter()], **options}]),
+    ):
+        assert_is(made, is_patched, "Adam")
+        assert made.param_groups[0]["lr"] == 0.5
+        assert made.param_groups[0]["fused"] is True
+        step(made)
+    others = {"differentiable": True, "fused": None}
+    left = torch.optim.Adam([parameter()], **first.defaults | others)
+    assert not isinstance(left, ampfuse.Adam)
+
+
+@BOTH
+def test_a_group_may_be_appended(device, name):
+    optimizer = getattr(torch.optim, name)([parameter(device)], lr=0.5)
+    own = ("master_weights", "state_dtype", "max_grad_norm", "write_back_grads")
+    options = {key: v for key, v in optimizer.param_groups[0].items() if key not in own}
+    late = parameter(device)
+    optimizer.param_groups.append({**options, "params": [late]})
+    step(optimizer)
+    assert late.tolist() == optimizer.param_groups[0]["params"][0].tolist() != [1.0, 2.0, 3.0]
+
+
+@BOTH
+@pytest.mark.parametrize("in_tensor", [False, True])
+def test_schedules_may_go_below_nothing(device, name, in_tensor):
+    lr = torch.tensor(1.0, device=device) if in_tensor else 1.0
+    param = parameter(device)
+    optimizer = getattr(torch.optim, name)([param], lr=lr, capturable=in_tensor and param.is_cuda)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / 2)
+    seen = []
+    for _ in range(5):
+        step(optimizer)
+        schedule.step()
+        seen.append(param[0].item())
+    assert float(optimizer.param_groups[0]["lr"]) == -1.5
+    assert seen[4] > seen[3]  # uphill
+
+
+def state_of(optimizer):
+    (state,) = optimizer.state.values()
+    return state["exp_avg"][0].item()
+
+
+@BOTH
+def test_state_dictionaries_keep_what_they_had_while_others_are_loaded(device, name):
+    first, second = (getattr(torch.optim, name)([parameter(device)]) for _ in range(2))
+    step(first, 1.0)
+    step(second, 2.0)
+    of_first, of_second = first.state_dict(), second.state_dict()
+    first.load_state_dict(of_second)
+    second.load_state_dict(of_first)
+    assert [state_of(first), state_of(second)] == pytest.approx([0.2, 0.1])
+
+    old = first.state_dict()
+    other = copy.deepcopy(old)
+    other["state"][0]["exp_avg"].fill_(7.0)
+    first.load_state_dict(other)
+    first.load_state_dict(old)
+    assert state_of(first) == pytest.approx(0.2)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [None, torch.int64, torch.float64], ids=str)
+def test_steps_are_counted_from_any_number(name, dtype):
+    number = 3 if dtype is None else torch.tensor(3, dtype=dtype)
+    param = parameter()
+    optimizer = getattr(torch.optim, name)([param], betas=(0.5, 0.5))
+    step(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = number
+    optimizer.load_state_dict(saved)
+    step(optimizer)
+    assert float(optimizer.state[param]["step"]) == 4
+    if dtype is not None:
+        optimizer.state[param] = {**optimizer.state[param], "step": torch.tensor(7, dtype=dtype)}
+        step(optimizer)
+        assert float(optimizer.state[param]["step"]) == 8
+
+
+@BOTH
+def test_what_torch_refuses_is_refused_in_its_words(name):
+    for options, words in (
+        ({"fused": True, "foreach": True}, "cannot be `True` together"),
+        ({"lr": torch.tensor(0.1), "foreach": True}, "lr as a Tensor is not supported"),
+        ({"betas": (0, 0.9)}, "betas must be either both floats or both Tensors"),
+        ({"lr": -1.0}, "Invalid learning rate"),
+        ({"momentum": 0.9}, "unexpected keyword argument 'momentum'"),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
+            getattr(torch.optim, name)([parameter()], **options)
+
+
+@BOTH
+def test_a_late_group_that_is_to_be_differentiable_is_not_taken_silently(name, is_patched):
+    if not is_patched:
+        return
+    optimizer = getattr(torch.optim, name)([parameter()])
+    with pytest.raises(ValueError, match="differentiable=True"):
+        optimizer.add_param_group({"params": [parameter()], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_methods_that_a_program_puts_into_torchs_classes_are_called(name):
+    cls = getattr(torch.optim, name)
+    before = cls.step
+    with mock.patch.object(cls, "step", return_value="mine"):
+        assert getattr(torch.optim, name)([parameter()]).step() == "mine"
+        assert cls.step is not before
+    assert cls.step is before
+    optimizer = getattr(torch.optim, name)([parameter()])
+    step(optimizer)
+    assert optimizer.param_groups[0]["params"][0][0].item() < 1
+
+
+def test_changes_that_are_put_back_are_none(monkeypatch, is_patched):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", lambda _: "mine")
+        assert torch.optim.AdamW([parameter()]).step() == "mine"
+    assert_is(torch.optim.AdamW([parameter()]), is_patched, "AdamW")
+    torch.optim.Adam.mark = 3
+    assert torch.optim.Adam([parameter()]).mark == 3
+    del torch.optim.Adam.mark
+    assert not hasattr(torch.optim.Adam, "mark")
+    assert_is(torch.optim.Adam([parameter()]), is_patched, "Adam")
+    with mock.patch.object(torch.amp.GradScaler, "update", return_value="mine"):
+        assert torch.amp.GradScaler("cpu").update() == "mine"
+    assert isinstance(torch.amp.GradScaler("cpu"), ampfuse.GradScaler) == is_patched
+
+
+def test_classes_of_the_programs_own_are_told_of(is_patched):
+    usage = PARTS["optimizers"].usage
+
+    class Mine(torch.optim.AdamW): ...
+
+    assert not isinstance(Mine([parameter()]), ampfuse.AdamW)
+    told = {"it derives from torch's class": 1} if is_patched else {}
+    assert dict(usage.left_to_torch) == told
