@@ -289,3 +289,17 @@ def test_norms_are_in_torchs_dtype(device, dtypes, kind):
         norm = clipped()
     assert norm.dtype == expected.dtype
     torch.testing.assert_close(norm, expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_in_compiled_programs_too(device, dtype):
+    param = torch.nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    with ampfuse.patched():
+        clip = torch.compile(
+            lambda: torch.nn.utils.clip_grad_norm_([param], 1.0), backend="eager", fullgraph=True
+        )
+        norm = clip()
+    assert norm.dtype == dtype
+    assert norm.item() == pytest.approx(3**0.5, rel=2**-8)
