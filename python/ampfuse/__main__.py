@@ -25,17 +25,20 @@ def main(arguments: Sequence[str]) -> NoReturn:
         RECORDING.history = report.REMEMBERED
         patch(*chosen.parts)
     ending = Ending(chosen)
-    # Behind all that Python does when a program has ended: it awaits threads, and then calls what
-    # was registered, the last first.
+    # When a program has ended Python awaits its threads, and then calls what was registered, the
+    # last first: this comes after all that the program registers.
     atexit.register(ending.tell)
     run = program.run_module if chosen.is_module else program.run_script
     try:
-        ending.raised = run(chosen.name, chosen.arguments)
+        raised = run(chosen.name, chosen.arguments)
     except program.NoProgramError as error:
         atexit.unregister(ending.tell)
         options.refuse(str(error))
-    program.tell(ending.raised)
-    program.end_as_after(ending.raised)
+    ending.note(raised)
+    program.tell(raised)
+    if chosen.plot is not None:
+        show.import_for_plots()
+    program.end_as_after(raised)
 
 
 class Ending:
@@ -43,19 +46,25 @@ class Ending:
 
     def __init__(self, chosen: options.Options) -> None:
         self.chosen = chosen
-        self.raised: BaseException | None = None
+        self._ended = "while it ran"  # by whoever calls what is for the end
+        self._is_interrupted = False
         self._process = os.getpid()
         self._start = time.perf_counter()
 
+    def note(self, raised: BaseException | None) -> None:
+        """How it ended."""
+        self._ended = report.how_it_ended(raised)
+        self._is_interrupted = isinstance(raised, KeyboardInterrupt)
+
     def tell(self) -> None:
-        """Whatever goes wrong is not the program's fault."""
+        """Each way by itself; none of them changes how the process ends."""
         if not report.is_for_this_process(self._process):
             return
         chosen = self.chosen
         with _apart():
             parts = [PARTS[name] for name in chosen.parts]
             seconds = time.perf_counter() - self._start
-            told = report.report(chosen.name, parts, seconds, self.raised)
+            told = report.report(chosen.name, parts, seconds, self._ended)
             with _apart():
                 if chosen.json is not None:
                     report.write(told, chosen.json)
@@ -65,7 +74,7 @@ class Ending:
             with _apart():
                 if chosen.plot is not None:
                     show.plot(told, chosen.plot)
-        if isinstance(self.raised, KeyboardInterrupt):
+        if self._is_interrupted:
             program.end_by_interrupt()
 
 

@@ -1,9 +1,12 @@
 """`python -m ampfuse` with programs that go elsewhere, break on the way, or make many scalers."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
-from programs import assert_same
+from programs import ENVIRONMENT, assert_same
 
 STEP = """
 import torch
@@ -120,6 +123,64 @@ def test_compiled_programs_end_as_without(programs):
     assert_same(*programs.both("compiled.py", timeout=300))
 
 
+FRAMES = """
+import atexit, sys
+
+class Resource:
+    def __del__(self):
+        print("closed")
+
+def main():
+    resource = Resource()
+    ENDS
+
+atexit.register(lambda: print("at exit", getattr(sys, "last_value", None)))
+main()
+"""
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(3)", "raise ValueError(7)", "pass"])
+def test_what_a_program_holds_is_let_go_of_as_without(programs, ends):
+    programs.write("frames.py", FRAMES.replace("ENDS", ends))
+    assert_same(*programs.both("frames.py"))
+
+
+HOOKS = {
+    "fails": "raise KeyError('in the hook')",
+    "exits": "sys.exit(9)",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=list(HOOKS))
+def test_hooks_for_exceptions_may_raise(programs, hook):
+    programs.write(
+        "hook.py", f"import sys\ndef hook(*_):\n    {hook}\nsys.excepthook = hook\n1 / 0"
+    )
+    assert_same(*programs.both("hook.py"))
+
+
+def test_an_interrupt_is_one_where_nothing_can_be_told(programs):
+    programs.write("interrupt.py", "raise KeyboardInterrupt")
+    with open("/dev/full", "w") as full:
+        for arguments in (["interrupt.py"], ["-m", "ampfuse", "interrupt.py"]):
+            done = subprocess.run(
+                [sys.executable, *arguments], cwd=programs.folder, env=ENVIRONMENT, stderr=full
+            )
+            assert done.returncode == -signal.SIGINT
+
+
+def test_programs_configure_matplotlib_before_it_is_imported(programs, tmp_path):
+    programs.write(
+        "draws.py",
+        "import os, sys\nprint('matplotlib' in sys.modules)\nos.environ['MPLBACKEND'] = 'svg'\n"
+        "import matplotlib\nprint(matplotlib.get_backend())",
+    )
+    done = programs.run("-m", "ampfuse", "--plot", "scale.png", "draws.py")
+    assert done.stdout == "False\nsvg\n"
+    assert (tmp_path / "scale.png").exists()
+    assert "there was no scaler that was updated" in done.stderr
+
+
 CLOSED = {
     "closed": "import sys; sys.stderr.close()",
     "none": "import sys; sys.stderr = None",
@@ -172,4 +233,4 @@ def test_what_cannot_be_drawn_is_refused_before(programs):
     programs.write("never.py", "print('ran')")
     done = programs.run("-m", "ampfuse", "--plot", "scale.xyz", "never.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--plot: expected a file of a kind that matplotlib writes" in done.stderr
+    assert "--plot: expected a file that ends in .png, .pdf, .svg, got scale.xyz" in done.stderr

@@ -14,8 +14,8 @@ USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
        python -m ampfuse env"""
 
-EPILOG = f"""Parts are {", ".join(PARTS)}. Without the script's knowledge
-torch's names mean ampfuse's then: see ampfuse.patch. 'env' tells what works here."""
+EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
+torch's names mean ampfuse's: see ampfuse.patch. 'env' tells what works here."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
         parser.add_argument(
             "--without", action="extend", type=_parts, metavar="PARTS", help="replace all but these"
         ),
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write what happened there"),
-        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss scale's way"),
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the loss scale there"),
     ]
     parser.add_argument("--quiet", action="store_true", help="say nothing at the end")
     return parser, {name for option in valued for name in option.option_strings}
@@ -117,7 +117,7 @@ def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool
 
 
 def _parts(text: str) -> list[str]:
-    names = text.split(",")
+    names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in PARTS:
             raise argparse.ArgumentTypeError(f"unknown part {name!r}: there are {', '.join(PARTS)}")

@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import os
 import sys
+import traceback
 from contextlib import suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -85,6 +86,8 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
         if isinstance(code, bytes):
             code = compile(code, file, "exec", dont_inherit=True)
         exec(code, vars(main))
+    except SystemExit as error:
+        return SystemExit(error.code)  # without the program's frames, and all that is in them
     except BaseException as error:  # whatever it is: to be passed on
         traceback = error.__traceback__
         assert traceback is not None  # beginning here
@@ -93,9 +96,23 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
 
 
 def tell(raised: BaseException | None) -> None:
-    """What Python writes about what nobody caught."""
-    if raised is not None and not isinstance(raised, SystemExit):
-        sys.excepthook(type(raised), raised, raised.__traceback__)
+    """What Python writes about what nobody caught, and keeps."""
+    if raised is None or isinstance(raised, SystemExit):
+        return
+    told = (type(raised), raised, raised.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = told
+    if sys.version_info >= (3, 12):
+        sys.last_exc = raised
+    try:
+        sys.excepthook(*told)
+    except SystemExit:
+        raise
+    except BaseException as failed:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        hooks_own = failed.__traceback__ and failed.__traceback__.tb_next
+        traceback.print_exception(failed.with_traceback(hooks_own))
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(*told)
 
 
 def end_by_interrupt() -> None:

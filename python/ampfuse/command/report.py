@@ -21,9 +21,7 @@ COLLAPSED = 1.0  # a scale that fell below makes gradients smaller than they are
 SKIPS_IN_A_ROW = 10
 
 
-def report(
-    program: str, parts: list[Part], seconds: float, raised: BaseException | None
-) -> dict[str, Any]:
+def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[str, Any]:
     """All there is to tell."""
     scalers, hints = [], []
     recorded = list(RECORDING.scalers)
@@ -38,7 +36,7 @@ def report(
         "ampfuse": ampfuse.__version__,
         "torch": torch.__version__,
         "seconds": seconds,
-        "ended": _ended(raised),
+        "ended": ended,
         "parts": {
             part.name: {
                 "used": part.usage.served,
@@ -67,7 +65,8 @@ def _in_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _ended(raised: BaseException | None) -> str:
+def how_it_ended(raised: BaseException | None) -> str:
+    """A program that raised this, or nothing."""
     if raised is None:
         return "as it should"
     if isinstance(raised, SystemExit):

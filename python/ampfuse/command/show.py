@@ -2,9 +2,12 @@
 
 import math
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+PICTURES = (".png", ".pdf", ".svg")
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 
@@ -46,7 +49,7 @@ def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
     if scaler["remembered"] < scaler["updates"]:
         steps += f", of the last {scaler['remembered']:,} of {scaler['updates']:,}"
     scales = [record[0] for record in scaler["history"]]
-    return [("steps", steps), ("scale", f"{sparkline(scales)} {scaler['scale']:,g}")]
+    return [("steps", steps), ("scale", f"{sparkline(scales)} {scaler['scale']:,.10g}")]
 
 
 def sparkline(scales: list[float]) -> str:
@@ -89,9 +92,10 @@ def summary(report: dict[str, Any]) -> None:
 
 
 def say(sentence: str) -> None:
-    """To them, too."""
-    if (stream := _listening()) is not None:
-        print(f"python -m ampfuse: {sentence}", file=stream)
+    """To them, too, if that can be."""
+    with suppress(Exception):
+        if (stream := _listening()) is not None:
+            print(f"python -m ampfuse: {sentence}", file=stream, flush=True)
 
 
 def _listening() -> TextIO | None:
@@ -100,19 +104,19 @@ def _listening() -> TextIO | None:
 
 
 def why_no_plot(path: Path) -> str | None:
-    """What there is against one there.
-
-    To be asked before: matplotlib, imported for the first time, starts a thread to look for fonts,
-    which cannot be once a program has ended.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    """What there is against one there, as far as can be told without importing matplotlib, which a
+    program may want to configure first."""
+    if find_spec("matplotlib") is None:
         return "needs matplotlib: pip install matplotlib"
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") in ("", *known):
-        return None
-    return f"expected a file of a kind that matplotlib writes, {', '.join(sorted(known))}"
+    if path.suffix not in PICTURES:
+        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
+    return None
+
+
+def import_for_plots() -> None:
+    """Before threads end: one is started to look for fonts, where nobody has yet."""
+    with suppress(Exception):  # to be told when something is drawn
+        import matplotlib.figure  # noqa: F401
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -136,4 +140,6 @@ def plot(report: dict[str, Any], path: Path) -> None:
             axes.plot(*zip(*skipped, strict=True), "x", color=line.get_color(), label="skipped")
     if axes.lines:
         axes.legend()
+    else:
+        say("--plot: there was no scaler that was updated")
     figure.savefig(path)
