@@ -193,7 +193,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-        self.scaler = scaler
+        self.scaler = _checked_scaler(scaler)
         self.z_loss = z_loss
         self.softcap = softcap
 
@@ -226,6 +226,12 @@ def _told(module: Any, defaults: dict[str, Any]) -> str:
     if module.scaler is not None:
         given["scaler"] = type(module.scaler).__name__
     return ", ".join(f"{name}={v}" for name, v in given.items() if v != defaults.get(name))
+
+
+def _checked_scaler(scaler: Any) -> Any:
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
+    return scaler
 
 
 def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:

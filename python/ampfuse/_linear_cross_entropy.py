@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ampfuse._cross_entropy import CrossEntropyMetrics, _correct, _options, _scale_of, _told
+from ampfuse._cross_entropy import (
+    CrossEntropyMetrics,
+    _checked_scaler,
+    _correct,
+    _options,
+    _scale_of,
+    _told,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
@@ -208,7 +215,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
-        self.scaler = scaler
+        self.scaler = _checked_scaler(scaler)
         self.z_loss = z_loss
         self.softcap = softcap
         self.chunk_rows = chunk_rows

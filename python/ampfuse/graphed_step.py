@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampfuse._graphed_arguments import check_owner, checked_split, device_of, expect, name_of
 from ampfuse._rehearsal import rehearsal
 from ampfuse.amp import GradScaler
-from ampfuse.amp._policy import count
 from ampfuse.clip_grad import clip_grad_norm_
 from ampfuse.optim import Adam
+from ampfuse.optim._options import check_limit
 from ampfuse.optim._state import new_master
+
+# What may have changed unawares, and what to do about it.
+HINTS = {"model.training": "call model.train()", "betas": "have no scheduler cycle momentum"}
 
 REHEARSALS = 3  # after which libraries have chosen their kernels and taken their memory
 
@@ -46,9 +50,10 @@ class GraphedStep:
     - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
     - `autocast`: the dtype that forward and loss run in, or None.
     - `max_grad_norm`: to clip by between unscaling and the step; the optimizer's own costs less.
-    - `micro_batches`: into how many equal parts batches are split along their first dimension, to
-      take less memory: gradients of the parts accumulate, of the mean of their losses. A model in a
-      graph may recompute activations (`torch.utils.checkpoint`) with `preserve_rng_state=False`.
+    - `micro_batches`: split each batch into this many equal parts along its first dimension, to
+      take less memory. The loss is the mean of the parts' losses, and so is what is trained on: use
+      a criterion without `scaler=`, which expects losses that are not divided. A model in a graph
+      may recompute activations (`torch.utils.checkpoint`) with `preserve_rng_state=False`.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 3)
@@ -79,17 +84,18 @@ class GraphedStep:
         self.model, self.loss_fn = model, loss_fn
         self.optimizer, self.scaler = optimizer, scaler
         self.autocast, self.max_grad_norm = autocast, max_grad_norm
-        if not isinstance(optimizer, Adam):
-            raise TypeError(
-                f"optimizer: expected ampfuse.Adam or AdamW, got {_name_of(type(optimizer))}"
-            )
-        if not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler: expected ampfuse.GradScaler, got {_name_of(type(scaler))}")
+        expect("model", model, nn.Module, "torch.nn.Module")
+        expect("optimizer", optimizer, Adam, "ampfuse.Adam or AdamW")
+        expect("scaler", scaler, GradScaler, "ampfuse.GradScaler")
+        if autocast is not None:
+            expect("autocast", autocast, torch.dtype, "a torch.dtype or None")
+        check_limit(max_grad_norm)
         if isinstance(sample, Tensor):
             raise TypeError("sample: expected a sequence of tensors, got a tensor")
+        check_owner(optimizer, model, loss_fn)
         self._sample = list(sample)
-        self._device = _device_of(self._sample)
-        self._micro_batches = _checked_split(micro_batches, self._sample)
+        self._device = device_of(self._sample)
+        self._micro_batches = checked_split(micro_batches, self._sample)
         groups = optimizer.param_groups
         self._learning_rates = _own_rates([group["lr"] for group in groups], self._device)
         self._modules = list(model.modules())
@@ -120,6 +126,7 @@ class GraphedStep:
         if len(batch) != len(self._sample):
             raise TypeError(f"expected {len(self._sample)} tensors, got {len(batch)}")
         for index, (tensor, sample) in enumerate(zip(batch, self._sample, strict=True)):
+            expect(f"batch[{index}]", tensor, Tensor, "a tensor")
             if tensor.requires_grad:
                 raise ValueError(f"batch[{index}]: expected none that requires grad: it gets none")
             if (tensor.shape, tensor.dtype) != (sample.shape, sample.dtype):
@@ -130,8 +137,10 @@ class GraphedStep:
         now = self._read_fixed()
         if now != self._fixed:
             changed = [name for name in self._fixed if now.get(name) != self._fixed[name]]
+            hints = [hint for name, hint in HINTS.items() if any(name in one for one in changed)]
             raise RuntimeError(
-                f"{', '.join(changed)}: changed since the step was captured; make another one"
+                f"{', '.join(changed)}: changed since this step was made, for which that is fixed: "
+                f"{' or '.join([*hints, 'make another one'])}"
             )
 
     def _read_fixed(self) -> dict[str, Any]:
@@ -215,7 +224,11 @@ class GraphedStep:
             else torch.autocast(self._device.type, self.autocast)
         )
         with autocast:
-            return self.loss_fn(self.model(*batch[:-1]), batch[-1])
+            loss = self.loss_fn(self.model(*batch[:-1]), batch[-1])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else name_of(type(loss))
+            raise TypeError(f"loss_fn: expected it to return one number in a tensor, got {got}")
+        return loss
 
     # --- capture --------------------------------------------------------------------------------
 
@@ -286,33 +299,6 @@ class GraphedStep:
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _device_of(sample: list[Tensor]) -> torch.device:
-    for index, tensor in enumerate(sample):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"sample[{index}]: expected a tensor, got {type(tensor).__name__}")
-    devices = {tensor.device for tensor in sample}
-    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        names = ", ".join(sorted(map(str, devices))) or "nothing"
-        raise ValueError(f"sample: expected tensors on one CPU or one GPU, got {names}")
-    return next(iter(devices))
-
-
-def _checked_split(micro_batches: int, sample: list[Tensor]) -> int:
-    micro_batches = count("micro_batches", micro_batches, least=1)
-    if micro_batches > 1:
-        for index, tensor in enumerate(sample):
-            if tensor.dim() == 0 or tensor.shape[0] % micro_batches:
-                raise ValueError(
-                    f"sample[{index}]: expected a first dimension that {micro_batches} "
-                    f"micro_batches divide, got shape {tuple(tensor.shape)}"
-                )
-    return micro_batches
 
 
 def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:

@@ -1,0 +1,53 @@
+"""What a `GraphedStep` can be made of, and what it refuses."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampfuse.amp._policy import count
+from ampfuse.optim import Adam
+
+
+def name_of(cls: type) -> str:
+    """With the module that it is in."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def expect(name: str, value: Any, kind: type, described: str) -> None:
+    """Refuse what is not of that kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {described}, got {name_of(type(value))}")
+
+
+def check_owner(optimizer: Adam, *owners: Any) -> None:
+    """A model that was made anew behind the optimizer would never learn."""
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    owned = {id(param) for module in modules for param in module.parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if owned and not any(id(param) in owned for param in params):
+        raise ValueError("optimizer: none of its parameters is the model's")
+
+
+def device_of(sample: list[Tensor]) -> torch.device:
+    """The one that all of them are on."""
+    for index, tensor in enumerate(sample):
+        expect(f"sample[{index}]", tensor, Tensor, "a tensor")
+    devices = {tensor.device for tensor in sample}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, devices))) or "nothing"
+        raise ValueError(f"sample: expected tensors on one CPU or one GPU, got {names}")
+    return next(iter(devices))
+
+
+def checked_split(micro_batches: int, sample: list[Tensor]) -> int:
+    """Into how many parts each of the sample can be split."""
+    micro_batches = count("micro_batches", micro_batches, least=1)
+    if micro_batches > 1:
+        for index, tensor in enumerate(sample):
+            if tensor.dim() == 0 or tensor.shape[0] % micro_batches:
+                raise ValueError(
+                    f"sample[{index}]: expected a first dimension that {micro_batches} "
+                    f"micro_batches divide, got shape {tuple(tensor.shape)}"
+                )
+    return micro_batches

@@ -1,0 +1,84 @@
+"""What ampfuse.GraphedStep refuses, and how it says so."""
+
+import ampfuse
+import pytest
+import torch
+from graphed_models import Side, batch
+from torch import nn
+from torch.nn import functional
+
+
+def made(side, device, model=None, loss_fn=functional.cross_entropy, **options):
+    return ampfuse.GraphedStep(
+        model or side.model, loss_fn, side.optimizer, side.scaler, batch(device), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"model": functional.cross_entropy}, TypeError, "model: expected torch.nn.Module, got"),
+        ({"autocast": True}, TypeError, "autocast: expected a torch.dtype or None, got builtins.b"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm: expected None or at least 0, got -1"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm: expected None or a number, got str"),
+    ],
+)
+def test_arguments_are_refused_by_name(device, options, error, words):
+    with pytest.raises(error, match=words):
+        made(Side(device), device, **options)
+
+
+def test_an_optimizer_of_another_model_is_refused(device):
+    side = Side(device)
+    side.model = Side(device).model  # made anew
+    with pytest.raises(ValueError, match="optimizer: none of its parameters is the model's"):
+        made(side, device)
+
+
+def test_parameters_may_be_the_losss(device):
+    side = Side(device)
+    loss_fn = nn.Sequential(nn.Linear(6, 5)).to(device)
+    side.optimizer = ampfuse.AdamW(loss_fn.parameters())
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = loss_fn
+
+        def forward(self, hidden, target):
+            return functional.cross_entropy(self.layer(hidden), target)
+
+    step = ampfuse.GraphedStep(
+        nn.Identity(), Loss(), side.optimizer, side.scaler, batch(device), autocast=torch.bfloat16
+    )
+    assert step(*batch(device)).item() > 0
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "got"),
+    [
+        (lambda *_: {"loss": 1}, "got builtins.dict"),
+        (lambda logits, _: logits.sum(1), r"got shape \(8,\)"),
+    ],
+)
+def test_losses_are_one_number(device, loss_fn, got):
+    with pytest.raises(TypeError, match=f"loss_fn: expected it to return one number .* {got}"):
+        made(Side(device), device, loss_fn=loss_fn)(*batch(device))
+
+
+def test_batches_are_of_tensors(device):
+    step = made(Side(device), device)
+    with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor, got builtins.NoneType"):
+        step(batch(device)[0], None)
+
+
+def test_what_changes_unawares_is_told_with_a_remedy(device):
+    side = Side(device)
+    step = made(side, device)
+    side.model.eval()
+    with pytest.raises(RuntimeError, match=r"model.training: changed .*call model.train\(\) or"):
+        step(*batch(device))
+    side.model.train()
+    torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, total_steps=10)
+    with pytest.raises(RuntimeError, match=r"betas of group 0: changed .*no scheduler cycle mom"):
+        step(*batch(device))
