@@ -27,13 +27,20 @@ def test_rates_that_differ_are_loaded_into_groups_that_shared_one(device, cls):
     assert rates(loaded) == pytest.approx([0.125, 1e-3])
 
 
-def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device):
-    """Which a graph may read."""
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device, is_compiled):
+    """The same one, where a graph reads it."""
     rate = torch.tensor(0.25, device=device)
     loaded = pair(ampfuse.AdamW, rate, device)
+    if is_compiled:
+        torch.compile(loaded.step, backend="eager")()
     loaded.load_state_dict(pair(ampfuse.AdamW, 0.5, device).state_dict())
-    assert all(group["lr"] is rate for group in loaded.param_groups)
-    assert rate == 0.5
+    first, second = (group["lr"] for group in loaded.param_groups)
+    assert first is second
+    assert (first is rate) == is_compiled
+    assert first == 0.5
+    assert rate == (0.5 if is_compiled else 0.25)
 
 
 def test_integers_take_no_fraction(device):

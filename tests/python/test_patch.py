@@ -83,6 +83,8 @@ def test_parts_there_are_not_are_refused(call):
         call("scaler", "adamw")
     with pytest.raises(ValueError, match="got 'loss'"), ampfuse.patched(without=["loss"]):
         pass
+    with pytest.raises(TypeError, match="parts as arguments of their own, got \\['scaler'\\]"):
+        call(["scaler"])
     assert replaced() == []
 
 

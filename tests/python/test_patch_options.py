@@ -55,14 +55,44 @@ def test_one_may_be_made_from_the_options_of_another(is_patched):
     left = torch.optim.Adam([parameter()], **first.defaults | others)
     assert not isinstance(left, ampfuse.Adam)
 
+    class Mine(torch.optim.Adam): ...
+
+    assert Mine([parameter()], **first.defaults).defaults == first.defaults
+    ampfuse.unpatch()
+    assert torch.optim.Adam([parameter()], **first.defaults).defaults == first.defaults
+
+
+@BOTH
+def test_options_of_ours_are_unknown_as_in_torch(name):
+    for option in ("master_weights", "max_grad_norm", "process_group"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+            getattr(torch.optim, name)([parameter()], **{option: None})
+    optimizer = getattr(torch.optim, name)([parameter()])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_grad_norm'"):
+        type(optimizer)([parameter()], max_grad_norm=1.0)
+
+
+@BOTH
+def test_moments_are_of_the_parameters_dtype_whenever_that_changes(device, name):
+    """As torch's; a group's parameters may be replaced by wider ones, say."""
+    narrow = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
+    optimizer = getattr(torch.optim, name)([narrow])
+    wide = parameter(device)
+    optimizer.param_groups[0]["params"] = [narrow, wide]
+    step(optimizer)
+    dtypes = [optimizer.state[param]["exp_avg"].dtype for param in (narrow, wide)]
+    assert dtypes == [torch.bfloat16, torch.float32]
+    again = getattr(torch.optim, name)([{**optimizer.param_groups[0], "params": [wide]}])
+    step(again)
+    assert again.state[wide]["exp_avg"].dtype == torch.float32
+
 
 @BOTH
 def test_a_group_may_be_appended(device, name):
     optimizer = getattr(torch.optim, name)([parameter(device)], lr=0.5)
-    own = ("master_weights", "state_dtype", "max_grad_norm", "write_back_grads")
-    options = {key: v for key, v in optimizer.param_groups[0].items() if key not in own}
     late = parameter(device)
-    optimizer.param_groups.append({**options, "params": [late]})
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [late]})
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step(optimizer)
     assert late.tolist() == optimizer.param_groups[0]["params"][0].tolist() != [1.0, 2.0, 3.0]
 
@@ -98,6 +128,14 @@ def test_state_dictionaries_keep_what_they_had_while_others_are_loaded(device, n
     second.load_state_dict(of_first)
     assert [state_of(first), state_of(second)] == pytest.approx([0.2, 0.1])
 
+    rates = [torch.tensor(rate, device=device) for rate in (0.5, 1.0)]
+    one, two = (getattr(torch.optim, name)([parameter(device)], lr=rate) for rate in rates)
+    before = one.state_dict()
+    one.load_state_dict(two.state_dict())
+    one.load_state_dict(before)
+    assert float(one.param_groups[0]["lr"]) == 0.5
+    assert rates[0].item() == 0.5
+
     old = first.state_dict()
     other = copy.deepcopy(old)
     other["state"][0]["exp_avg"].fill_(7.0)
@@ -130,6 +168,7 @@ def test_what_torch_refuses_is_refused_in_its_words(name):
         ({"fused": True, "foreach": True}, "cannot be `True` together"),
         ({"lr": torch.tensor(0.1), "foreach": True}, "lr as a Tensor is not supported"),
         ({"betas": (0, 0.9)}, "betas must be either both floats or both Tensors"),
+        ({"betas": (2.0, 0.9)}, "Invalid beta parameter at index 0"),
         ({"lr": -1.0}, "Invalid learning rate"),
         ({"momentum": 0.9}, "unexpected keyword argument 'momentum'"),
     ):
@@ -140,7 +179,7 @@ def test_what_torch_refuses_is_refused_in_its_words(name):
 @BOTH
 def test_a_late_group_that_is_to_be_differentiable_is_not_taken_silently(name, is_patched):
     if not is_patched:
-        return
+        pytest.skip("torch's takes it")
     optimizer = getattr(torch.optim, name)([parameter()])
     with pytest.raises(ValueError, match="differentiable=True"):
         optimizer.add_param_group({"params": [parameter()], "differentiable": True})
@@ -158,6 +197,67 @@ def test_methods_that_a_program_puts_into_torchs_classes_are_called(name):
     optimizer = getattr(torch.optim, name)([parameter()])
     step(optimizer)
     assert optimizer.param_groups[0]["params"][0][0].item() < 1
+
+
+@pytest.mark.parametrize("name", ["__init__", "step", "__setstate__", "zero_grad"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_is_put_back_is_torchs_also_when_nothing_is_patched(monkeypatch, name, times):
+    before = {cls: dict(vars(cls)) for cls in torch.optim.AdamW.__mro__}
+    cls = torch.optim.AdamW
+    function = getattr(cls, name)
+    cls([parameter()])
+    with monkeypatch.context() as patch:
+        for _ in range(times):
+            patch.setattr(cls, name, lambda *_, **__: None)
+    with mock.patch.object(cls, name), mock.patch.object(cls, name):
+        assert getattr(cls, name) is not function
+    ampfuse.unpatch()
+    optimizer = torch.optim.AdamW([parameter()])
+    assert optimizer.defaults["weight_decay"] == 0.01
+    assert optimizer.defaults["decoupled_weight_decay"] is True
+    for cls, had in before.items():
+        assert vars(cls).keys() - {"step"} == had.keys() - {"step"}
+    step(optimizer)
+
+
+def test_an_init_of_the_programs_own_is_called_with_what_was_given():
+    seen = []
+    original = torch.optim.AdamW.__init__
+
+    def init(self, params, lr=1e-3, **options):
+        params = list(params)
+        seen.append(len(params[0]))
+        original(self, params, lr * 10, **options)
+
+    with mock.patch.object(torch.optim.AdamW, "__init__", init):
+        optimizer = torch.optim.AdamW([parameter()], 0.1)
+    assert seen == [3]
+    assert optimizer.defaults["lr"] == 1.0
+    with mock.patch.object(torch.amp.GradScaler, "__init__", return_value=None):
+        torch.amp.GradScaler("anything")
+
+
+def test_making_one_makes_no_other(monkeypatch):
+    made = []
+    original = torch.optim.Optimizer.__init__
+
+    def init(self, params, defaults):
+        original(self, params, defaults)
+        made.append([len(param) for param in self.param_groups[0]["params"]])
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", init)
+    torch.optim.Adam([parameter()])
+    assert made == [[3]]
+
+
+def test_private_methods_of_scalers_are_put_back(monkeypatch, is_patched):
+    names = {name for name in dir(torch.amp.GradScaler) if not name.startswith("__")}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.amp.GradScaler, "_maybe_opt_step", lambda *_: "mine")
+        scaler = torch.amp.GradScaler("cpu")
+        assert scaler._maybe_opt_step(None, None) == "mine"
+    assert {name for name in dir(torch.amp.GradScaler) if not name.startswith("__")} == names
+    assert isinstance(torch.amp.GradScaler("cpu"), ampfuse.GradScaler) == is_patched
 
 
 def test_changes_that_are_put_back_are_none(monkeypatch, is_patched):

@@ -12,26 +12,30 @@ _scalers: "list[weakref.ref[Any]]" = []  # that are enabled and alive, the oldes
 
 def note(scaler: Any) -> None:
     """A scaler was made, or copied."""
-    _scalers.append(weakref.ref(scaler, _scalers.remove))
+    if all(reference() is not scaler for reference in list(_scalers)):
+        _scalers.append(weakref.ref(scaler, _scalers.remove))
 
 
 def _may_be_others() -> bool:
-    """Whether programs have scalers of classes of their own, of which nothing is known here."""
+    """Whether programs derive scalers from torch's, of which nothing is told here."""
     kinds = TorchGradScaler.__subclasses__()
     while kinds:
         kind = kinds.pop()
-        if kind.__module__.partition(".")[0] not in ("torch", "ampfuse"):
+        package = kind.__module__.partition(".")[0]
+        if package == "torch":
+            kinds += kind.__subclasses__()
+        elif package != "ampfuse":
             return True
-        kinds += kind.__subclasses__()
     return False
 
 
 def active_scale(device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """The scale of the newest scaler that is alive and has been used there.
 
-    Half gradients that were formed for a scale far below their own would be zeros. So for logits of
-    that dtype there must be no doubt, and no other scaler; nor is it less than 1, which is what
-    gradients have that are taken without one.
+    Half gradients that were formed for a scale far below their own would be zeros. So logits of
+    that dtype are told of none where there are several scalers, or may be; nor of less than 1,
+    which is what gradients have that are taken without one. (Torch's scalers that were made before
+    patching are not known.)
     """
     # A copy: scalers may die meanwhile.
     scalers = [scaler for reference in list(_scalers) if (scaler := reference()) is not None]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
+from ampfuse.optim._options import option
 from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import Spares, ensure
 
@@ -146,7 +147,7 @@ class GroupColumns:
             columns.masters = [state["master_param"] for state in states]
         if self._is_plain:
             return columns
-        return localized(columns, group["write_back_grads"])
+        return localized(columns, option(group, "write_back_grads"))
 
 
 class ColumnCache:
@@ -260,7 +261,7 @@ def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
 
 def kept_options(group: dict[str, Any]) -> tuple[Any, ...]:
     """The options that say what there is of a parameter's state."""
-    return group["master_weights"], group["state_dtype"], group["amsgrad"]
+    return option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"]
 
 
 def is_plain(param: Tensor) -> bool:

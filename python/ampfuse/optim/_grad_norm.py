@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampfuse import _C, ops
 from ampfuse.optim._columns import Columns, Sharding, on_device
+from ampfuse.optim._options import option
 
 Recall = Callable[[list[Tensor]], Tensor | None]
 
@@ -43,14 +44,19 @@ class Clip:
         }
 
 
-def shared_device(
-    groups: list[dict[str, Any]], columns: list[list[Columns]]
-) -> torch.device | None:
-    """Where the norm of the groups without a limit of their own is measured."""
-    for group, of_group in zip(groups, columns, strict=True):
-        if group["max_grad_norm"] is None and of_group:
-            return of_group[0].device
-    return None
+def placed(
+    norm: Tensor | None, groups: list[dict[str, Any]], of_groups: Sequence[Sequence[Any]]
+) -> Tensor:
+    """Where steps leave the norm: always the same tensor, unless the parameters move.
+
+    It is measured where the first group is that has no limit of its own.
+    """
+    pairs = zip(groups, of_groups, strict=True)
+    sharing = [of for group, of in pairs if option(group, "max_grad_norm") is None and of]
+    device = sharing[0][0].device if sharing else None
+    if norm is None or (device is not None and norm.device != device):
+        return torch.zeros((), dtype=torch.float32, device=device or torch.device("cpu"))
+    return norm
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def group_clips(
             return measured
         return reduced(measured.to(device_of(groups, process_group)), process_group)
 
-    limits: list[float | None] = [group["max_grad_norm"] for group in groups]
+    limits: list[float | None] = [option(group, "max_grad_norm") for group in groups]
     clips: list[Clip | None] = [None] * len(groups)
     flags = []
     for index, limit in enumerate(limits):

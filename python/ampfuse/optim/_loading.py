@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.optim._options import OURS
 from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._state import (
     MOMENTS,
@@ -42,12 +43,13 @@ def load_all(
     saved: dict[str, Any],
     in_place: bool,
 ) -> Spares:
-    """Take over a state dictionary that was checked; if so, without moving what is there already.
+    """Take over a state dictionary that was checked.
 
-    Else state dictionaries that were taken before keep what they had, as torch's do.
+    `in_place`: into the tensors that are there. Else there are new ones, and state dictionaries
+    that were taken before keep theirs, as torch's do.
 
-    Returns the masters of which it knows nothing. They are made anew at once, since a captured
-    graph may take the next step, and at the next step again, since the model may be loaded last.
+    Returns the masters that it lacks. They are made anew at once, since a captured graph may take
+    the next step, and at the next step again, since the model may be loaded last.
     """
     spares: Spares = {}
     owner = owners(groups, saved)
@@ -68,13 +70,22 @@ def load_all(
     return spares
 
 
-def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """In loaded groups: how state is kept, rates' tensors, and what torch's checkpoints lack."""
+def keep_options(
+    loaded: list[dict[str, Any]], groups: list[dict[str, Any]], in_place: bool
+) -> None:
+    """In loaded groups: how state is kept, rates in tensors, and what torch's checkpoints lack.
+
+    Groups that have none of our options, in place of torch's, get none.
+    """
     for new, old in zip(loaded, groups, strict=True):
-        new.update({name: old[name] for name in ("master_weights", "state_dtype")})
+        for name in OURS:
+            if name not in old:
+                new.pop(name, None)
+            elif name in ("master_weights", "state_dtype"):
+                new[name] = old[name]
         for name, value in old.items():
             new.setdefault(name, value)
-    keep_rates(loaded, groups)
+    keep_rates(loaded, groups, in_place)
 
 
 # Options that torch's groups have and ours do not.
@@ -120,7 +131,7 @@ def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> 
 def load(
     state: dict[str, Any], saved: dict[str, Any], param: Tensor, group: dict[str, Any]
 ) -> None:
-    """Take over a saved state, whoever saved it, without moving tensors that are there already.
+    """Take over a saved state, whoever saved it, into tensors that are there already.
 
     Dtypes are those of the group's options: torch would cast everything to the parameter's.
     """

@@ -1,5 +1,6 @@
 """The options of Adam's groups, and which of them make no sense."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -7,6 +8,20 @@ from torch import Tensor
 
 # Groups keep the name: tools that gather checkpoints over processes know no dtypes.
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# What groups have besides torch's options, and what it means where they have it not: as torch's.
+OURS = {
+    "master_weights": False,
+    "state_dtype": None,
+    "max_grad_norm": None,
+    "write_back_grads": False,
+}
+
+
+def option(group: dict[str, Any], name: str) -> Any:
+    """One of ours."""
+    return group.get(name, OURS[name])
 
 
 def state_dtype_name(dtype: torch.dtype | str) -> str:
@@ -37,27 +52,31 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
     if not options["weight_decay"] >= 0:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-    master_weights = options["master_weights"]
+    master_weights = option(options, "master_weights")
     if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    if state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
+    if "state_dtype" in options and state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
         )
-    check_limit(options["max_grad_norm"])
+    check_limit(option(options, "max_grad_norm"))
 
 
 def check_limit(max_grad_norm: float | None) -> None:
     """Refuse a norm that none is below."""
+    if max_grad_norm is not None and not isinstance(max_grad_norm, Real):
+        raise TypeError(
+            f"max_grad_norm: expected None or a number, got {type(max_grad_norm).__name__}"
+        )
     if max_grad_norm is not None and not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
 
 def check_params(group: dict[str, Any], index: int) -> None:
     """Refuse a group whose parameters cannot have the masters that it asks for."""
-    if group["master_weights"] != "remainder":
+    if option(group, "master_weights") != "remainder":
         return
     for place, param in enumerate(group["params"]):
         if param.dtype == torch.float16:
@@ -68,7 +87,7 @@ def check_params(group: dict[str, Any], index: int) -> None:
 
 
 def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Before each step: programs append groups that have not all options, and change options."""
+    """Programs change options, and append groups that have not all of them."""
     for group in groups:
         for name, default in defaults.items():
             group.setdefault(name, default)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._capture import is_capturing
-from ampfuse.optim._options import STATE_DTYPES, state_dtype_name
+from ampfuse.optim._options import STATE_DTYPES, option, state_dtype_name
 from ampfuse.optim._remainders import join, split
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -65,15 +65,21 @@ def refuse_in_capture() -> None:
 
 
 def moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """Of a parameter's moments: `state_dtype`, but what is more precise stays as it is."""
-    if param.dtype in (*HALVES, torch.float32):
-        return STATE_DTYPES[state_dtype_name(group["state_dtype"])]
-    return param.dtype
+    """Of a parameter's moments: `state_dtype`, but what is more precise stays as it is.
+
+    Where there is none, torch's, but for float16, whose range squares leave.
+    """
+    if param.dtype not in (*HALVES, torch.float32):
+        return param.dtype
+    wanted = option(group, "state_dtype")
+    if wanted is None:
+        return torch.float32 if param.dtype == torch.float16 else param.dtype
+    return STATE_DTYPES[state_dtype_name(wanted)]
 
 
 def master_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype | None:
     """float32 for masters, int16 for remainders, None for parameters that need none."""
-    wanted = group["master_weights"]
+    wanted = option(group, "master_weights")
     if param.dtype not in HALVES or wanted is False:
         return None
     return torch.int16 if wanted == "remainder" else torch.float32

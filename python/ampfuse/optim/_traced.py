@@ -16,6 +16,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from ampfuse._compiling import at_compile_time, make_static
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
+from ampfuse.optim._grad_norm import placed
+from ampfuse.optim._options import option
 from ampfuse.optim._state import ensure
 
 
@@ -87,11 +89,7 @@ class Traced:
             [group["params"][place] for place in places]
             for group, places in zip(self.param_groups, with_gradient, strict=True)
         ]
-        if optimizer._grad_norm is None:
-            measured = zip(self.param_groups, params, strict=True)
-            sharing = [of for group, of in measured if group["max_grad_norm"] is None and of]
-            device = sharing[0][0].device if sharing else "cpu"
-            optimizer._grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer._grad_norm = placed(optimizer._grad_norm, self.param_groups, params)
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
@@ -150,4 +148,4 @@ def _group_columns(group: dict[str, Any], params: list[Tensor], states: Any) -> 
             columns.masters.append(state["master_param"])
     if all(map(is_plain, params)):
         return list(found.values())
-    return [localized(columns, group["write_back_grads"]) for columns in found.values()]
+    return [localized(columns, option(group, "write_back_grads")) for columns in found.values()]

@@ -18,7 +18,7 @@ from ampfuse import ops
 from ampfuse._capture import is_capturing
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
-from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, recall_norm, shared_device
+from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, placed, recall_norm
 from ampfuse.optim._remainders import export_masters, exported
 from ampfuse.optim._state import Spares, renew_master
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
@@ -79,7 +79,8 @@ class Adam(torch.optim.Adam):
     _grad_norm: Tensor | None = None
     _is_rehearsed = False  # while steps are skipped, but for the state that they make
     _is_in_graphs = False  # which write state where it was when they were made
-    _leaves_unscaled = False  # gradients that a scaler hands to it
+    _unscales_in_place = False  # gradients that a scaler hands to it
+    _has_own_options = True  # in its groups, besides torch's
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Adam(torch.optim.Adam):
         write_back_grads: bool = False,
         process_group: Any = None,
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -106,11 +107,14 @@ class Adam(torch.optim.Adam):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "master_weights": master_weights,
-            "state_dtype": _options.state_dtype_name(state_dtype),
-            "max_grad_norm": None,
-            "write_back_grads": write_back_grads,
         }
+        if self._has_own_options:
+            defaults |= {
+                "master_weights": master_weights,
+                "state_dtype": _options.state_dtype_name(state_dtype),
+                "max_grad_norm": None,
+                "write_back_grads": write_back_grads,
+            }
         _options.check_first(defaults)
         _options.check_limit(max_grad_norm)
         self.max_grad_norm = max_grad_norm
@@ -124,7 +128,8 @@ class Adam(torch.optim.Adam):
         """As torch's; the group's options are checked as the constructor's are."""
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
+        if "state_dtype" in group:
+            group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
             _options.check_first(group)
             _options.check_params(group, len(self.param_groups) - 1)
@@ -151,7 +156,9 @@ class Adam(torch.optim.Adam):
         if loading is not None:
             _loading.check_all(self.param_groups, loading)
             state = {**state, "state": self.state}
-            _loading.keep_options(state["param_groups"], self.param_groups)
+            _options.check_groups(self.param_groups, self.defaults)
+            in_place = self._is_in_graphs
+            _loading.keep_options(state["param_groups"], self.param_groups, in_place)
         Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
         self._traced = vars(self).get("_traced") or Traced(self)
@@ -159,7 +166,7 @@ class Adam(torch.optim.Adam):
         self._spare_masters = {}
         if loading is not None:
             self._spare_masters = _loading.load_all(
-                self.state, self.param_groups, loading, in_place=self._is_in_graphs
+                self.state, self.param_groups, loading, in_place
             )
 
     @property
@@ -208,7 +215,7 @@ class Adam(torch.optim.Adam):
             _options.check_groups(self.param_groups, self.defaults)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
-            self._place_grad_norm(columns)
+            self._grad_norm = placed(self._grad_norm, self.param_groups, columns)
             self._check_before_writing(columns)
         groups = groups_of(self)
         told = self if self._traced.found_inf is None else self._traced
@@ -236,13 +243,6 @@ class Adam(torch.optim.Adam):
                 of_device.write_back()
         if not torch.compiler.is_compiling():
             self._columns.note_step(columns)
-
-    def _place_grad_norm(self, columns: list[list[Columns]]) -> None:
-        """Where steps leave the norm: always the same tensor, unless the parameters move."""
-        device = shared_device(self.param_groups, columns)
-        if self._grad_norm is None or (device and self._grad_norm.device != device):
-            device = device or torch.device("cpu")
-            self._grad_norm = torch.zeros((), dtype=torch.float32, device=device)
 
     def _check_before_writing(self, columns: list[list[Columns]]) -> None:
         """A step that is skipped, and so only checked, before several calls of the op begin.
@@ -284,7 +284,8 @@ class Adam(torch.optim.Adam):
                 maximize=group["maximize"],
                 decoupled_weight_decay=group["decoupled_weight_decay"],
                 write_back_grads=(
-                    group["write_back_grads"] or (self._leaves_unscaled and grad_scale is not None)
+                    _options.option(group, "write_back_grads")
+                    or (self._unscales_in_place and grad_scale is not None)
                 ),
                 grad_scale=columns.scalar(grad_scale),
                 found_inf=columns.scalar(found_inf),

@@ -60,7 +60,7 @@ def _parts() -> Iterator[Part]:
         scaler.replace(original, made, modules)
     yield scaler
     optimizers = Part(_optimizers.USAGE)
-    for cls in _optimizers.OURS:
+    for cls in _optimizers.CLASSES:
         made = _optimizers.stand_in(cls, optimizers.is_on)
         optimizers.replace(made.original, made, [made.original.__module__, "torch.optim"])
     yield optimizers
@@ -80,6 +80,8 @@ def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
     """Those of these names, or all, but for those `without`."""
     names, without = list(names), [without] if isinstance(without, str) else list(without)
     for name in (*names, *without):
+        if not isinstance(name, str):
+            raise TypeError(f"expected parts as arguments of their own, got {name!r}")
         if name not in PARTS:
             raise ValueError(f"expected parts among {', '.join(PARTS)}, got {name!r}")
     return [PARTS[name] for name in names or PARTS if name not in without]
@@ -113,4 +115,6 @@ def unreached(parts: Iterable[Part]) -> list[str]:
 def tell_unreached(parts: Iterable[Part]) -> None:
     """Log them."""
     for what in unreached(parts):
-        logger.warning("%s, which is not replaced there", what)
+        logger.warning(
+            "%s, which is not replaced there: to patch before it is imported would", what
+        )

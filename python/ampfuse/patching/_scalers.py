@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.amp import GradScaler
+from ampfuse.amp import GradScaler, _active
 from ampfuse.patching._stand_in import StandIn
 from ampfuse.patching._usage import Usage
 
@@ -58,7 +58,7 @@ KINDS: list[tuple[Any, type[GradScaler]]] = [
 
 def stand_in(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]) -> Any:
     """For one of these classes."""
-    return StandIn.of(original, is_on, partial(_make, original, ours), USAGE)
+    return StandIn.of(original, ours, is_on, partial(_make, original, ours), USAGE)
 
 
 def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
@@ -68,7 +68,9 @@ def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
         scaler = ours(**given, history=RECORDING.history)
     except (TypeError, ValueError) as error:
         USAGE.leave_to_torch(f"{original.__module__}.GradScaler", str(error))
-        return original(**given)
+        made = original(**given)
+        _active.note(made)
+        return made
     USAGE.serve()
     RECORDING.note(scaler)
     return scaler

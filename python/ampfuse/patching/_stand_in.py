@@ -8,13 +8,13 @@ import inspect
 import sys
 import types
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from ampfuse.patching._usage import Usage
 
 OF_ABC_META = ("__abstractmethods__", "_abc_impl")
-ABSENT = object()
 
 
 class StandIn(ABCMeta):  # so that classes may derive from one and an abstract one
@@ -24,8 +24,7 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
     is_on: Callable[[], bool]
     make: Callable[[dict[str, Any]], Any]
     usage: Usage
-    ours_alone: frozenset[str]
-    changed: dict[str, Any]
+    replaced: dict[str, FunctionType]  # torch's functions that ours has others for
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
@@ -42,15 +41,12 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
     def of(
         cls,
         original: Any,
+        ours: type,
         is_on: Callable[[], bool],
         make: Callable[[dict[str, Any]], Any],
         usage: Usage,
-        ours_alone: Iterable[str] = (),
     ) -> Any:
-        """One that makes what `make` does of the arguments by name, while `is_on()`.
-
-        Names that are `ours_alone` may be among them, where torch would not take them.
-        """
+        """One that makes what `make` does of the arguments by name, while `is_on()`."""
         body = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -60,8 +56,11 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
             "is_on": staticmethod(is_on),
             "make": staticmethod(make),
             "usage": usage,
-            "ours_alone": frozenset(ours_alone),
-            "changed": {},  # what torch's class had of what a program has put into its place
+            "replaced": {
+                name: function
+                for name, function in functions_of(original).items()
+                if inspect.getattr_static(ours, name, None) is not function
+            },
         }
         return super().__new__(cls, original.__name__, (original,), body)
 
@@ -69,35 +68,39 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         """Make one."""
         if not cls.is_on():
             return cls.original(*args, **kwargs)
-        if cls.changed:
-            names = ", ".join(cls.changed)
-            cls.usage.leave_to_torch(cls.__qualname__, f"the program has changed its {names}")
+        if changed := cls.changed():
+            reason = f"the program has put another {', '.join(changed)} into the class"
+            cls.usage.leave_to_torch(f"{cls.__module__}.{cls.__qualname__}", reason)
             return cls.original(*args, **kwargs)
-        ours = {name: kwargs.pop(name) for name in cls.ours_alone & kwargs.keys()}
         try:
             given = inspect.signature(cls.original).bind(*args, **kwargs).arguments
         except TypeError:
             return cls.original(*args, **kwargs)  # which says what is wrong
-        return cls.make(given | ours)
+        return cls.make(given)
+
+    def changed(cls) -> list[str]:
+        """Functions that a program has put into torch's class, and that ours would not call."""
+        return [
+            name
+            for name, function in cls.replaced.items()
+            if unhooked(inspect.getattr_static(cls.original, name, None)) is not unhooked(function)
+        ]
+
+    # Programs that put something into the class put it into torch's, and find it there to put back
+    # what was before.
+
+    @property  # type: ignore[misc]
+    def __dict__(cls) -> Any:  # type: ignore[override]
+        return vars(cls.original)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        """Of torch's class, which is made from then on: ours would not do what was put there."""
         if name in OF_ABC_META:
             super().__setattr__(name, value)
-            return
-        if not name.startswith("_"):  # which the compiler changes, too
-            before = cls.changed.setdefault(name, vars(cls.original).get(name, ABSENT))
-            if value is before:
-                del cls.changed[name]
-        setattr(cls.original, name, value)
+        else:
+            setattr(cls.original, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        """Of torch's class; what was there before is there again."""
-        before = cls.changed.pop(name, ABSENT)
-        if before is ABSENT:
-            delattr(cls.original, name)
-        else:
-            setattr(cls.original, name, before)
+        delattr(cls.original, name)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         """As torch's class says, of which ours are instances, too."""
@@ -106,3 +109,15 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
     def __subclasscheck__(cls, subclass: type) -> bool:
         """The same for classes."""
         return issubclass(subclass, cls.original)
+
+
+def functions_of(cls: type) -> dict[str, FunctionType]:
+    """Its own and inherited ones."""
+    found = {name: inspect.getattr_static(cls, name, None) for name in dir(cls)}
+    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+
+
+def unhooked(function: Any) -> Any:
+    """A step as it was before torch wrapped it, which it does once a class is first used."""
+    is_hooked = getattr(function, "hooked", False) is True
+    return function.__wrapped__ if is_hooked else function
