@@ -27,20 +27,15 @@ def test_rates_that_differ_are_loaded_into_groups_that_shared_one(device, cls):
     assert rates(loaded) == pytest.approx([0.125, 1e-3])
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device, is_compiled):
-    """The same one, where a graph reads it."""
+def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device):
+    """Which a graph may read."""
     rate = torch.tensor(0.25, device=device)
     loaded = pair(ampfuse.AdamW, rate, device)
-    if is_compiled:
-        torch.compile(loaded.step, backend="eager")()
+    before = loaded.state_dict()
     loaded.load_state_dict(pair(ampfuse.AdamW, 0.5, device).state_dict())
-    first, second = (group["lr"] for group in loaded.param_groups)
-    assert first is second
-    assert (first is rate) == is_compiled
-    assert first == 0.5
-    assert rate == (0.5 if is_compiled else 0.25)
+    assert all(group["lr"] is rate for group in loaded.param_groups)
+    assert rate == 0.5
+    assert [group["lr"].item() for group in before["param_groups"]] == [0.25, 0.25]
 
 
 def test_integers_take_no_fraction(device):

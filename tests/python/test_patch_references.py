@@ -1,7 +1,9 @@
 """Names of torch's that other modules had imported before they were replaced."""
 
+import gc
 import importlib.util
 import sys
+import types
 
 import ampfuse
 import pytest
@@ -178,3 +180,25 @@ def test_traced_losses_name_their_options_as_torchs_do():
         (ours,) = calls()
     assert ours[0] == plain[0][0]
     assert plain[0][1].items() <= ours[1].items()
+
+
+def test_dictionaries_may_change_while_they_are_gone_through(monkeypatch):
+    """As the registries of finalizers do, when garbage is collected."""
+    module = types.ModuleType("of_finalizers")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    registry = module.registry = {number: number for number in range(2000)}
+    fresh = iter(range(2000, 10**6))
+
+    def collected(phase, _):
+        registry[next(fresh)] = phase
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        with ampfuse.patched("optimizers"):
+            pass
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+    assert len(registry) > 2000

@@ -1,4 +1,4 @@
-"""State dictionaries of Adam's: what this class saved or torch's, into the state that there is."""
+"""State dictionaries of Adam's: what is saved, and how that or torch's is loaded."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ampfuse.optim._options import OURS
 from ampfuse.optim._rates import keep_rates
+from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
     MOMENTS,
     Spares,
@@ -16,6 +17,17 @@ from ampfuse.optim._state import (
     put_master,
     renew_master,
 )
+
+
+def export(optimizer: Any, saved: dict[str, Any]) -> None:
+    """A hook that puts into a state dictionary what is not as it is kept."""
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if isinstance(saved_group["lr"], Tensor):  # which loading and schedulers write
+            saved_group["lr"] = saved_group["lr"].clone()
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            if key in saved["state"]:
+                saved["state"][key] = exported(param, saved["state"][key])
+
 
 Owner = tuple[Tensor, dict[str, Any]]  # a parameter and its group
 
@@ -70,9 +82,7 @@ def load_all(
     return spares
 
 
-def keep_options(
-    loaded: list[dict[str, Any]], groups: list[dict[str, Any]], in_place: bool
-) -> None:
+def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """In loaded groups: how state is kept, rates in tensors, and what torch's checkpoints lack.
 
     Groups that have none of our options, in place of torch's, get none.
@@ -85,7 +95,7 @@ def keep_options(
                 new[name] = old[name]
         for name, value in old.items():
             new.setdefault(name, value)
-    keep_rates(loaded, groups, in_place)
+    keep_rates(loaded, groups)
 
 
 # Options that torch's groups have and ours do not.

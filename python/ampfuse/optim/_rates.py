@@ -6,18 +6,14 @@ import torch
 from torch import Tensor
 
 
-def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]], in_place: bool) -> None:
-    """Have loaded rates be tensors where they are now; each its own, where they differ.
-
-    `in_place`: the same tensors. Else state dictionaries that were taken before keep theirs.
-    """
+def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Put loaded rates into the tensors that there are; each into its own, where they differ."""
     places: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         if isinstance(group["lr"], Tensor):
             places.setdefault(id(group["lr"]), []).append(index)
     for sharing in places.values():
         rate = groups[sharing[0]]["lr"]
-        rate = rate if in_place else rate.clone()
         values = [torch.as_tensor(loaded[index]["lr"]) for index in sharing]
         numbers = {value.item() for value in values} if len(values) > 1 else set()
         if rate.is_floating_point() and len(numbers) <= 1:

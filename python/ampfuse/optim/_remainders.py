@@ -8,14 +8,6 @@ from torch import Tensor
 from ampfuse.optim._shards import local, sharded_like
 
 
-def export_masters(optimizer: Any, saved: dict[str, Any]) -> None:
-    """A hook that puts what is saved into an optimizer's state dictionary."""
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            if key in saved["state"]:
-                saved["state"][key] = exported(param, saved["state"][key])
-
-
 def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state as it is saved: remainders as the float32 masters that they stand for.
 

@@ -19,7 +19,7 @@ from ampfuse._capture import is_capturing
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, placed, recall_norm
-from ampfuse.optim._remainders import export_masters, exported
+from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import Spares, renew_master
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
 
@@ -157,8 +157,7 @@ class Adam(torch.optim.Adam):
             _loading.check_all(self.param_groups, loading)
             state = {**state, "state": self.state}
             _options.check_groups(self.param_groups, self.defaults)
-            in_place = self._is_in_graphs
-            _loading.keep_options(state["param_groups"], self.param_groups, in_place)
+            _loading.keep_options(state["param_groups"], self.param_groups)
         Optimizer.__setstate__(self, state)
         self._columns = ColumnCache()
         self._traced = vars(self).get("_traced") or Traced(self)
@@ -166,7 +165,7 @@ class Adam(torch.optim.Adam):
         self._spare_masters = {}
         if loading is not None:
             self._spare_masters = _loading.load_all(
-                self.state, self.param_groups, loading, in_place
+                self.state, self.param_groups, loading, in_place=self._is_in_graphs
             )
 
     @property
@@ -296,7 +295,7 @@ class Adam(torch.optim.Adam):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Remainders are saved as the float32 masters that they stand for."""
-        handle = self.register_state_dict_post_hook(export_masters, prepend=True)
+        handle = self.register_state_dict_post_hook(_loading.export, prepend=True)
         try:
             return Optimizer.state_dict(self)
         finally:

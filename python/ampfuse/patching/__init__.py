@@ -34,18 +34,20 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. It
       expects the gradient that `scaler.scale(loss).backward()` brings, of the newest scaler that
       is alive and has been used. That is a guess: where it is another scaler's scale, or the
-      gradient is taken without one, it costs a pass over the logits' gradient, which is as right.
-      (Half gradients would lose digits: with several scalers alive, or a class of scalers that is
-      the program's own, nothing is guessed, and no scale below 1.) Logits must stay as they are
-      until backward, which may read them; torch's reads a copy.
+      gradient is taken without one (a loss divided by three, say), that costs one more pass over
+      the gradient, and one more rounding where it has 16 bits and the factor is no power of two.
+      (In half precision a guess that is far off would lose digits. So there is none where several
+      scalers are alive, or the program has a class of scalers of its own, and never one below 1.)
+      Logits must stay as they are until backward, which may read them; torch's reads a copy.
     - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
 
     Names that modules imported before mean ampfuse's, too. Where torch's are referred to by other
-    names, in tables, default arguments or closures, a warning is logged that says where. Classes
-    stay torch's for `isinstance`, and for classes that derive from them, whose metaclass may be
-    `type` or `ABCMeta`. Torch's own, made before or left to torch, are not pickled meanwhile: their
-    name means another class. Ampfuse's are pickled as such; state dictionaries load in either. To
-    call it again changes nothing.
+    names, in tables, default arguments or closures, a warning is logged that says where; what
+    objects have as attributes, `self.loss = cross_entropy` say, is not looked at. Classes stay
+    torch's for `isinstance`, and for classes that derive from them, whose metaclass may be `type`
+    or `ABCMeta`. Torch's own, made before or left to torch, are not pickled meanwhile: their name
+    means another class. Ampfuse's are pickled as such; state dictionaries load in either. To call
+    it again changes nothing.
 
     >>> import torch, ampfuse
     >>> ampfuse.patch()

@@ -29,7 +29,8 @@ def references(wanted: Iterable[Any]) -> Iterator[Reference]:
     """
     ids = {id(value) for value in wanted}
     # __main__ may be there by two names.
-    modules = {id(module): (name, module) for name, module in list(sys.modules.items())[::-1]}
+    names = reversed(sys.modules.copy().items())
+    modules = {id(module): (name, module) for name, module in names}
     for name, module in modules.values():
         if name.partition(".")[0] not in ("torch", "ampfuse") and isinstance(module, ModuleType):
             yield from _in_module(ids, name, module)
@@ -44,12 +45,14 @@ def exchange(pairs: list[tuple[Any, Any]]) -> None:
                 reference.put(new[id(reference.value)])
 
 
-# A program's modules name tens of thousands of things: few are more than looked at.
+# A program's modules name tens of thousands of things: few are more than looked at. Dictionaries
+# are copied before: they may change while a list of their items is made, whose tuples may have
+# garbage collected.
 
 
 def _in_module(ids: set[int], name: str, module: ModuleType) -> Iterator[Reference]:
     # Its dictionary: to ask for an attribute may import something.
-    for attribute, value in list(vars(module).items()):
+    for attribute, value in vars(module).copy().items():
         kind = type(value)
         if id(value) in ids:
             yield _named(name, module, attribute, value)
@@ -62,7 +65,7 @@ def _in_module(ids: set[int], name: str, module: ModuleType) -> Iterator[Referen
 
 
 def _in_class(ids: set[int], where: str, cls: type) -> Iterator[Reference]:
-    for attribute, value in list(vars(cls).items()):
+    for attribute, value in vars(cls).copy().items():
         kind = type(value)
         if id(value) in ids:
             yield _named(where, cls, attribute, value)
@@ -92,7 +95,7 @@ def _in_container(ids: set[int], where: str, container: Any) -> Iterator[Referen
     if len(container) > MOST_ENTRIES:
         return
     is_dict = type(container) is dict
-    for key, value in list(container.items() if is_dict else enumerate(container)):
+    for key, value in container.copy().items() if is_dict else enumerate(container):
         if id(value) in ids:
             yield Reference(f"{where}[{key!r}]", value)
 

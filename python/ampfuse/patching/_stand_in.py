@@ -83,7 +83,7 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         return [
             name
             for name, function in cls.replaced.items()
-            if unhooked(inspect.getattr_static(cls.original, name, None)) is not unhooked(function)
+            if unhooked(getattr(cls.original, name, None)) is not unhooked(function)
         ]
 
     # Programs that put something into the class put it into torch's, and find it there to put back
