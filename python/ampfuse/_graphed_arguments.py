@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampfuse.amp._policy import count
-from ampfuse.optim import Adam
 
 
 def name_of(cls: type) -> str:
@@ -18,15 +17,6 @@ def expect(name: str, value: Any, kind: type, described: str) -> None:
     """Refuse what is not of that kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {described}, got {name_of(type(value))}")
-
-
-def check_owner(optimizer: Adam, *owners: Any) -> None:
-    """A model that was made anew behind the optimizer would never learn."""
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    owned = {id(param) for module in modules for param in module.parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if owned and not any(id(param) in owned for param in params):
-        raise ValueError("optimizer: none of its parameters is the model's")
 
 
 def device_of(sample: list[Tensor]) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse._graphed_arguments import check_owner, checked_split, device_of, expect, name_of
+from ampfuse._graphed_arguments import checked_split, device_of, expect, name_of
 from ampfuse._rehearsal import rehearsal
 from ampfuse.amp import GradScaler
 from ampfuse.clip_grad import clip_grad_norm_
@@ -92,7 +92,6 @@ class GraphedStep:
         check_limit(max_grad_norm)
         if isinstance(sample, Tensor):
             raise TypeError("sample: expected a sequence of tensors, got a tensor")
-        check_owner(optimizer, model, loss_fn)
         self._sample = list(sample)
         self._device = device_of(self._sample)
         self._micro_batches = checked_split(micro_batches, self._sample)
@@ -205,6 +204,8 @@ class GraphedStep:
                 loss = loss / self._micro_batches
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
+        if all(param.grad is None for param in self._params()):  # of a model made anew, say
+            raise RuntimeError("no parameter of the optimizer's has a gradient: is it the model's?")
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self._params(), self.max_grad_norm)

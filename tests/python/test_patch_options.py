@@ -113,6 +113,23 @@ def test_schedules_may_go_below_nothing(device, name, in_tensor):
     assert seen[4] > seen[3]  # uphill
 
 
+@BOTH
+def test_what_a_program_keeps_in_groups_is_its_own(device, name):
+    """Whatever it is called."""
+    own = {"max_grad_norm": 0.01, "state_dtype": "mine", "master_weights": True}
+    options = {"weight_decay": 0.0, "betas": (0.5, 0.5)}
+    params = [parameter(device), parameter(device)]
+    one = getattr(torch.optim, name)([{"params": [params[0]], **own}], **options)
+    other = getattr(torch.optim, name)([params[1]], **options)
+    for grad in (2.0, 3.0, 4.0):
+        step(one, grad)
+        step(other, grad)
+    assert params[0].tolist() == params[1].tolist()
+    other.load_state_dict(one.state_dict())
+    assert own.items() <= other.param_groups[0].items()
+    step(other)
+
+
 def state_of(optimizer):
     (state,) = optimizer.state.values()
     return state["exp_avg"][0].item()

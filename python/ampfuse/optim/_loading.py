@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim._options import OURS
+from ampfuse.optim._options import TORCHS_OWN
 from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
@@ -83,23 +83,13 @@ def load_all(
 
 
 def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """In loaded groups: how state is kept, rates in tensors, and what torch's checkpoints lack.
-
-    Groups that have none of our options, in place of torch's, get none.
-    """
+    """In loaded groups: how state is kept, rates in tensors, and what torch's checkpoints lack."""
     for new, old in zip(loaded, groups, strict=True):
-        for name in OURS:
-            if name not in old:
-                new.pop(name, None)
-            elif name in ("master_weights", "state_dtype"):
-                new[name] = old[name]
+        for name in {"master_weights", "state_dtype"} & old.keys():
+            new[name] = old[name]
         for name, value in old.items():
             new.setdefault(name, value)
     keep_rates(loaded, groups)
-
-
-# Options that torch's groups have and ours do not.
-TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 
 
 def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,13 @@ OURS = {
 }
 
 
+# Which of torch's implementations: groups of torch's have these options, and ours do not.
+TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
+
+
 def option(group: dict[str, Any], name: str) -> Any:
-    """One of ours."""
-    return group.get(name, OURS[name])
+    """One of ours; in a group of torch's that name is the program's own."""
+    return OURS[name] if "foreach" in group else group.get(name, OURS[name])
 
 
 def state_dtype_name(dtype: torch.dtype | str) -> str:
@@ -57,7 +61,8 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    if "state_dtype" in options and state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
+    is_ours = "foreach" not in options and "state_dtype" in options
+    if is_ours and state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
         )
@@ -66,7 +71,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 def check_limit(max_grad_norm: float | None) -> None:
     """Refuse a norm that none is below."""
-    if max_grad_norm is not None and not isinstance(max_grad_norm, Real):
+    if max_grad_norm is not None and not isinstance(max_grad_norm, Real | Tensor):
         raise TypeError(
             f"max_grad_norm: expected None or a number, got {type(max_grad_norm).__name__}"
         )

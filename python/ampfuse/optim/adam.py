@@ -128,7 +128,7 @@ class Adam(torch.optim.Adam):
         """As torch's; the group's options are checked as the constructor's are."""
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        if "state_dtype" in group:
+        if self._has_own_options:
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
             _options.check_first(group)

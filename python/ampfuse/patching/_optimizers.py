@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import optim
-from ampfuse.optim._loading import TORCHS_OWN
-from ampfuse.optim._options import OURS
+from ampfuse.optim._options import OURS, TORCHS_OWN
 from ampfuse.patching._stand_in import StandIn
 from ampfuse.patching._usage import Usage
 
