@@ -9,7 +9,6 @@ from torch import Tensor
 # Groups keep the name: tools that gather checkpoints over processes know no dtypes.
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
 # What groups have besides torch's options, and what it means where they have it not: as torch's.
 OURS = {
     "master_weights": False,
@@ -17,7 +16,6 @@ OURS = {
     "max_grad_norm": None,
     "write_back_grads": False,
 }
-
 
 # Which of torch's implementations: groups of torch's have these options, and ours do not.
 TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
