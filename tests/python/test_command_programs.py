@@ -121,11 +121,9 @@ def test_threads_end_as_without(programs, text):
 def test_compiled_programs_end_as_without(programs):
     programs.write("compiled.py", "import torch\nprint(torch.compile(torch.sin)(torch.zeros(9)))")
     plain, ours = programs.both("compiled.py", timeout=300)
-    assert (ours.stdout, ours.returncode) == (
-        plain.stdout,
-        plain.returncode,
-    )  # it warns by the clock
-    assert ours.returncode == 0
+    # What it warns of has the time of day.
+    assert ours.stdout == plain.stdout
+    assert ours.returncode == plain.returncode == 0
 
 
 FRAMES = """

@@ -21,9 +21,14 @@ OURS = {
 TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 
 
+def is_torchs(group: dict[str, Any]) -> bool:
+    """Whether it is a group of torch's, in which a name of ours is the program's own."""
+    return "foreach" in group
+
+
 def option(group: dict[str, Any], name: str) -> Any:
-    """One of ours; in a group of torch's that name is the program's own."""
-    return OURS[name] if "foreach" in group else group.get(name, OURS[name])
+    """One of ours."""
+    return OURS[name] if is_torchs(group) else group.get(name, OURS[name])
 
 
 def state_dtype_name(dtype: torch.dtype | str) -> str:
@@ -59,8 +64,8 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    is_ours = "foreach" not in options and "state_dtype" in options
-    if is_ours and state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
+    has_state_dtype = "state_dtype" in options and not is_torchs(options)
+    if has_state_dtype and state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
         )

@@ -115,6 +115,4 @@ def unreached(parts: Iterable[Part]) -> list[str]:
 def tell_unreached(parts: Iterable[Part]) -> None:
     """Log them."""
     for what in unreached(parts):
-        logger.warning(
-            "%s, which is not replaced there: to patch before it is imported would", what
-        )
+        logger.warning("%s, which is not replaced there: patch before it is imported", what)
