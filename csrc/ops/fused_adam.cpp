@@ -104,7 +104,8 @@ void check_numbers(const math::AdamOptions& options) {
   };
   check("beta1", options.beta1, options.beta1 >= 0 && options.beta1 < 1, "0 <= beta1 < 1");
   check("beta2", options.beta2, options.beta2 >= 0 && options.beta2 < 1, "0 <= beta2 < 1");
-  check("weight_decay", options.weight_decay, options.weight_decay >= 0, "at least 0");
+  // As a learning rate, it may be scheduled to below 0.
+  check("weight_decay", options.weight_decay, !std::isnan(options.weight_decay), "a number");
   check("eps", options.eps, options.eps >= 0, "at least 0");
 }
 

@@ -136,8 +136,10 @@ Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
            std::unique_ptr<torch::optim::OptimizerOptions> defaults,
            std::optional<double> max_grad_norm)
     : Optimizer(param_groups, std::move(defaults)), max_grad_norm(max_grad_norm) {
-  optim::checked_settings(this->defaults(), /*group=*/0);
-  checked_settings(param_groups_, max_grad_norm);
+  optim::check_first(optim::checked_settings(this->defaults(), /*group=*/0));
+  for (const auto& settings : checked_settings(param_groups_, max_grad_norm)) {
+    optim::check_first(settings);
+  }
 }
 
 at::Tensor Adam::step(LossClosure closure) {

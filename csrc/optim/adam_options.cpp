@@ -80,18 +80,21 @@ AdamSettings settings(const torch::optim::OptimizerOptions& options, size_t grou
 
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group) {
   const AdamSettings checked = settings(options, group);
-  TORCH_CHECK_VALUE(checked.lr >= 0, "Invalid learning rate: ", checked.lr);
   TORCH_CHECK_VALUE(checked.beta1 >= 0 && checked.beta1 < 1,
                     "Invalid beta parameter at index 0: ", checked.beta1);
   TORCH_CHECK_VALUE(checked.beta2 >= 0 && checked.beta2 < 1,
                     "Invalid beta parameter at index 1: ", checked.beta2);
   TORCH_CHECK_VALUE(checked.eps >= 0, "Invalid epsilon value: ", checked.eps);
-  TORCH_CHECK_VALUE(checked.weight_decay >= 0,
-                    "Invalid weight_decay value: ", checked.weight_decay);
   TORCH_CHECK_VALUE(checked.state_dtype == at::kFloat || checked.state_dtype == at::kBFloat16,
                     "state_dtype: expected Float or BFloat16, got ", checked.state_dtype);
   check_max_grad_norm(checked.max_grad_norm);
   return checked;
+}
+
+void check_first(const AdamSettings& settings) {
+  TORCH_CHECK_VALUE(settings.lr >= 0, "Invalid learning rate: ", settings.lr);
+  TORCH_CHECK_VALUE(settings.weight_decay >= 0,
+                    "Invalid weight_decay value: ", settings.weight_decay);
 }
 
 void check_max_grad_norm(std::optional<double> max_grad_norm) {

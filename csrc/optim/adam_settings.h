@@ -24,6 +24,9 @@ struct AdamSettings {
 /// could make sense of, in torch's words where torch refuses them too. `group` is for the message.
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group);
 
+/// Refuses what an optimizer may not begin with; schedules may go below 0, as with torch's.
+void check_first(const AdamSettings& settings);
+
 /// Refuses what checked_settings would.
 void check_max_grad_norm(std::optional<double> max_grad_norm);
 

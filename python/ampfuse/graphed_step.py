@@ -100,6 +100,7 @@ class GraphedStep:
         self._modules = list(model.modules())
         self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
+        self._has_learnt = False
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
             with torch.cuda.device(self._device), self._with_own_rates():
@@ -152,7 +153,7 @@ class GraphedStep:
                 for param in group["params"]
             ],
             "model.training": [module.training for module in self._modules],
-            "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
+            "optimizer.max_grad_norm": self.optimizer._max_grad_norm,
         }
         for index, group in enumerate(groups):
             for name in self._options:
@@ -204,14 +205,21 @@ class GraphedStep:
                 loss = loss / self._micro_batches
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        if all(param.grad is None for param in self._params()):  # of a model made anew, say
-            raise RuntimeError("no parameter of the optimizer's has a gradient: is it the model's?")
+        self._check_gradients()
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self._params(), self.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _check_gradients(self) -> None:
+        """An optimizer of a model that was made anew would never learn."""
+        if self._has_learnt or (self.scaler.is_enabled() and self.scaler._allow_no_grads):
+            return
+        self._has_learnt = any(param.grad is not None for param in self._params())
+        if not self._has_learnt:
+            raise RuntimeError("no parameter of the optimizer's has a gradient: is it the model's?")
 
     def _parts(self, batch: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         if self._micro_batches == 1:

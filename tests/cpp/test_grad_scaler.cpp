@@ -245,12 +245,12 @@ TEST_CASE("an exception in a step leaves the optimizer without scale, and the st
   GradScaler scaler;
   scaler.scale(param.sum()).backward();
   auto& options = static_cast<ampfuse::AdamWOptions&>(optimizer.param_groups()[0].options());
-  options.lr(-1);
+  options.eps(-1);
 
-  CHECK_THROWS_WITH(scaler.step(optimizer), ContainsSubstring("Invalid learning rate"));
+  CHECK_THROWS_WITH(scaler.step(optimizer), ContainsSubstring("Invalid epsilon value"));
   CHECK(!optimizer.grad_scale);
   CHECK(!optimizer.found_inf);
-  options.lr(1e-3);
+  options.eps(1e-8);
   scaler.step(optimizer);
   CHECK(param[0].item<float>() < 1);
 }

@@ -179,6 +179,20 @@ TEST_CASE("groups step by their own options, which also say how weights decay") 
   check_same_bits(params, alone);
 }
 
+TEST_CASE("learning rates and weight decay may go below nothing, as torch's") {
+  const auto params = parameters(torch::kCPU);
+  const auto others = copies(params, torch::kDouble);
+  ampfuse::AdamW optimizer(params, ampfuse::AdamWOptions(1e-2));
+  torch::optim::AdamW reference(others, torch::optim::AdamWOptions(1e-2));
+  const auto change = [](auto& options) { options.lr(-1e-2).weight_decay(-0.5); };
+  change(static_cast<ampfuse::AdamWOptions&>(optimizer.param_groups()[0].options()));
+  change(static_cast<torch::optim::AdamWOptions&>(reference.param_groups()[0].options()));
+  train(optimizer, params, 1, 5);
+  train(reference, others, 1, 5);
+
+  check_near(params, others, 1e-2);
+}
+
 TEST_CASE("torch's schedulers change the learning rate") {
   const auto scheduled = parameters(torch::kCPU);
   const auto params = copies(scheduled);

@@ -39,10 +39,10 @@ TEST_CASE("options that became wrong are refused before anything is written") {
   const auto params = parameters(torch::kCPU);
   const auto before = copies(params);
   ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{params[2]}});
-  optimizer.param_groups()[1].options().set_lr(-1);
+  static_cast<AdamWOptions&>(optimizer.param_groups()[1].options()).eps(-1);
   feed(params, 1);
 
-  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("Invalid learning rate"));
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("Invalid epsilon value"));
   check_same_bits(params, before);
   CHECK(optimizer.state().empty());
 }

@@ -21,6 +21,7 @@ def made(side, device, model=None, loss_fn=functional.cross_entropy, **options):
         ({"autocast": True}, TypeError, "autocast: expected a torch.dtype or None, got builtins.b"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm: expected None or at least 0, got -1"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm: expected None or a number, got str"),
+        ({"max_grad_norm": torch.ones(())}, TypeError, "max_grad_norm: .* a number, got Tensor"),
     ],
 )
 def test_arguments_are_refused_by_name(device, options, error, words):
@@ -39,7 +40,7 @@ def test_parameters_may_be_anybodys(device):
     side = Side(device)
     side.model.requires_grad_(False)
     shift = nn.Parameter(torch.zeros(5, device=device))
-    side.optimizer = ampfuse.AdamW([shift], max_grad_norm=torch.tensor(1.0))
+    side.optimizer = ampfuse.AdamW([shift], max_grad_norm=1.0)
     step = made(
         side,
         device,
@@ -48,6 +49,32 @@ def test_parameters_may_be_anybodys(device):
     for _ in range(2):
         step(*batch(device))
     assert shift.abs().max() > 0
+
+
+class Alternating(nn.Module):
+    """Whose second layer has gradients every other time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.times = 0
+
+    def forward(self, images):
+        self.times += 1
+        return self.first(images) if self.times % 2 == 0 else self.second(images)
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"allow_no_grads": True}])
+def test_a_step_may_be_one_of_others(options):
+    cpu = torch.device("cpu")  # a graph is for one kind of step
+    side = Side(cpu)
+    side.model = Alternating()
+    side.optimizer = ampfuse.AdamW(side.model.second.parameters())
+    side.scaler = ampfuse.GradScaler("cpu", **options)
+    step = made(side, cpu)
+    losses = [step(*batch(cpu)).item() for _ in range(4)]
+    assert losses[0] > losses[2]
+    assert losses[1] == losses[3]
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,46 @@ def test_parameters_are_not_part_of_a_graph_after_a_step(device):
     assert param.requires_grad
     assert not any(value.requires_grad for value in optimizer.state[param].values())
     assert not optimizer.grad_norm.requires_grad
+
+
+def test_options_of_torchs_in_a_group_take_nothing_away(device):
+    """A program may say how torch's class is to step, or make an optimizer of another's groups."""
+    params = [torch.nn.Parameter(torch.ones(4, device=device).bfloat16()) for _ in range(3)]
+    of_torch = torch.optim.AdamW([params[2]], lr=1e-4)
+    optimizer = ampfuse.AdamW(
+        [
+            {"params": [params[0]], "foreach": False},
+            {"params": [params[1]], "foreach": None, "max_grad_norm": 1, "write_back_grads": True},
+            *of_torch.param_groups,
+        ],
+        lr=1e-4,
+    )
+    for number in range(100):
+        for param in params:
+            param.grad = torch.full_like(param, 100.0)
+        optimizer.step()
+        optimizer.param_groups[0]["foreach"] = number % 2 == 0
+    for param in params:
+        assert param[0].item() == pytest.approx(0.99, abs=2**-8)
+        assert optimizer.state[param]["master_param"].dtype == torch.float32
+    assert params[1].grad.tolist() == pytest.approx([0.5] * 4)
+    half = torch.nn.Parameter(torch.ones(4).half())
+    with pytest.raises(ValueError, match="is float16, and only bfloat16 has a remainder"):
+        ampfuse.AdamW([{"params": [half], "foreach": None, "master_weights": "remainder"}])
+
+
+@pytest.mark.parametrize("limit", [torch.tensor(1.0), torch.ones(2), "1"], ids=["0", "1", "word"])
+def test_limits_are_numbers_wherever_they_are_given(limit):
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+    told = pytest.raises(TypeError, match=r"max_grad_norm: .* or a number, got (T|s)")
+    with told:
+        ampfuse.AdamW([param], max_grad_norm=limit)
+    with told:
+        ampfuse.AdamW([{"params": [param], "max_grad_norm": limit}])
+    with told:
+        optimizer.max_grad_norm = limit
+    assert optimizer.max_grad_norm == 1.0
+    optimizer.param_groups[0]["max_grad_norm"] = limit
+    with told:
+        optimizer.step()

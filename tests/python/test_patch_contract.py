@@ -1,6 +1,7 @@
 """What a program may know of torch's optimizers: the patched ones are fused where it says so."""
 
 import copy
+import math
 import pickle
 
 import ampfuse
@@ -174,3 +175,23 @@ def test_scalers_of_old_names_take_what_those_took(name):
     assert not again.is_enabled()
     if scaler.is_enabled():  # not for CUDA where there is none
         assert scaler.get_growth_factor() == copy.deepcopy(scaler).get_growth_factor() == 3.0
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("is_patched", [False, True], ids=["torch", "patched"])
+def test_a_first_step_that_is_skipped_leaves_nothing(device, is_patched):
+    if is_patched:
+        ampfuse.patch()
+    model = torch.nn.Linear(3, 1, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    scaler = torch.amp.GradScaler(device)
+    infinite = torch.full((1, 3), math.inf, device=device)
+    for inputs, has_stepped in ((infinite, False), (infinite.clamp(max=1), True)):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(optimizer.state) == bool(optimizer.state_dict()["state"]) == has_stepped
+        assert getattr(schedule.optimizer, "_opt_called", False) == has_stepped
+    ampfuse.unpatch()

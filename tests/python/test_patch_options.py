@@ -8,6 +8,7 @@ import pytest
 import torch
 from ampfuse.patching import PARTS
 
+TORCHS = {name: getattr(torch.optim, name) for name in ("Adam", "AdamW")}
 BOTH = pytest.mark.parametrize("name", ["Adam", "AdamW"])
 
 
@@ -99,7 +100,7 @@ def test_a_group_may_be_appended(device, name):
 
 @BOTH
 @pytest.mark.parametrize("in_tensor", [False, True])
-def test_schedules_may_go_below_nothing(device, name, in_tensor):
+def test_rates_may_go_below_nothing(device, name, in_tensor):
     lr = torch.tensor(1.0, device=device) if in_tensor else 1.0
     param = parameter(device)
     optimizer = getattr(torch.optim, name)([param], lr=lr, capturable=in_tensor and param.is_cuda)
@@ -111,6 +112,22 @@ def test_schedules_may_go_below_nothing(device, name, in_tensor):
         seen.append(param[0].item())
     assert float(optimizer.param_groups[0]["lr"]) == -1.5
     assert seen[4] > seen[3]  # uphill
+
+
+@BOTH
+def test_weight_decay_may_go_below_nothing(device, name):
+    optimizer = getattr(torch.optim, name)([parameter(device)], weight_decay=0.1)
+    (group,) = optimizer.param_groups
+    (param,) = group["params"]
+    twin = parameter(device)
+    written_out = TORCHS[name]([twin], weight_decay=0.1)
+    for _ in range(4):
+        group["weight_decay"] -= 0.05
+        written_out.param_groups[0]["weight_decay"] -= 0.05
+        step(optimizer)
+        step(written_out)
+    assert group["weight_decay"] < 0
+    assert param.tolist() == pytest.approx(twin.tolist(), rel=1e-6)
 
 
 @BOTH
@@ -128,6 +145,26 @@ def test_what_a_program_keeps_in_groups_is_its_own(device, name):
     other.load_state_dict(one.state_dict())
     assert own.items() <= other.param_groups[0].items()
     step(other)
+    changed = {"max_grad_norm": 3, "state_dtype": "yours", "master_weights": 2}
+    saved = one.state_dict()
+    saved["param_groups"][0].update(changed)
+    one.load_state_dict(saved)
+    assert changed.items() <= one.param_groups[0].items()
+
+
+@BOTH
+def test_what_a_program_keeps_on_an_optimizer_is_its_own(device, name):
+    optimizer = getattr(torch.optim, name)([parameter(device)], eps=10.0)
+    names = ("max_grad_norm", "grad_norm", "process_group", "master_params")
+    for own in names:
+        assert not hasattr(optimizer, own)
+        with pytest.raises(AttributeError, match=f"{name}' object has no attribute '{own}'"):
+            getattr(optimizer, own)
+        setattr(optimizer, own, 0.01)
+    step(optimizer, 100.0)
+    assert optimizer.param_groups[0]["params"][0][0].item() == pytest.approx(1 - 9e-4, abs=2e-5)
+    assert [getattr(optimizer, own) for own in names] == [0.01] * 4
+    assert copy.deepcopy(optimizer).param_groups[0]["eps"] == 10.0
 
 
 def state_of(optimizer):
@@ -299,3 +336,11 @@ def test_classes_of_the_programs_own_are_told_of(is_patched):
     assert not isinstance(Mine([parameter()]), ampfuse.AdamW)
     told = {"it derives from torch's class": 1} if is_patched else {}
     assert dict(usage.left_to_torch) == told
+
+
+@BOTH
+def test_groups_of_another_kind_of_optimizer_are_not_stepped(name):
+    optimizer = getattr(torch.optim, name)([parameter()])
+    optimizer.load_state_dict(torch.optim.SGD([parameter()]).state_dict())
+    with pytest.raises(KeyError, match="betas"):
+        step(optimizer)

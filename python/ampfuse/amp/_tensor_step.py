@@ -30,7 +30,7 @@ def skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(optimizer, Adam) or args or kwargs:
         return False
     if not torch.compiler.is_compiling():
-        return _traced.skips_unseen(optimizer)
+        return optimizer._may_skip_itself() and _traced.skips_unseen(optimizer)
     optimizer._traced.begin()
     return optimizer._traced.skips_unseen
 

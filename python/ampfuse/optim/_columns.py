@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse.optim._options import option
+from ampfuse.optim._options import Option, kept
 from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import Spares, ensure
 
@@ -81,21 +81,23 @@ class GroupColumns:
         group: dict[str, Any],
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
+        option: Option,
     ) -> None:
+        self._option = option
         self._params: list[Tensor] = list(group["params"])
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
+        self._kept = kept(group, option)
         grads, self._kinds = self._survey()
         for index, param in enumerate(self._params):
             if grads[index] is None:
                 continue
             refuse_sparse(param)
-            ensure(state[param], param, group, spares)
+            ensure(state[param], param, self._kept, spares)
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
             self._states.setdefault(kind, []).append(state[param])
-        self._options = kept_options(group)
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
         """The columns as they are now, or None when this has to be made anew."""
@@ -103,7 +105,7 @@ class GroupColumns:
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
         grads, kinds = self._survey()
-        if kinds != self._kinds or kept_options(group) != self._options:
+        if kinds != self._kinds or kept(group, self._option) != self._kept:
             return None
         try:
             return [
@@ -147,14 +149,15 @@ class GroupColumns:
             columns.masters = [state["master_param"] for state in states]
         if self._is_plain:
             return columns
-        return localized(columns, option(group, "write_back_grads"))
+        return localized(columns, self._option(group, "write_back_grads"))
 
 
 class ColumnCache:
     """The columns of all groups, and whether something else than the optimizer changed masters'
     parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, option: Option) -> None:
+        self._option = option
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._versions: tuple[int, int, int] | None = None  # after the last step
@@ -173,7 +176,7 @@ class ColumnCache:
         if columns is None:
             self._checked = None
             self._before_step = set(state)
-            self._groups = [GroupColumns(group, state, spares) for group in groups]
+            self._groups = [GroupColumns(group, state, spares, self._option) for group in groups]
             self._states = list(state.values())
             self._versions = None
             columns = self._read_known(groups, state)
@@ -257,11 +260,6 @@ def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
     """What the gradients have of which the op might refuse some."""
     kind = attrgetter("dtype", "layout")
     return [list(map(kind, part.grads)) for part in chain.from_iterable(columns)]
-
-
-def kept_options(group: dict[str, Any]) -> tuple[Any, ...]:
-    """The options that say what there is of a parameter's state."""
-    return option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"]
 
 
 def is_plain(param: Tensor) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ampfuse import _C, ops
 from ampfuse.optim._columns import Columns, Sharding, on_device
-from ampfuse.optim._options import option
 
 Recall = Callable[[list[Tensor]], Tensor | None]
 
@@ -45,14 +44,13 @@ class Clip:
 
 
 def placed(
-    norm: Tensor | None, groups: list[dict[str, Any]], of_groups: Sequence[Sequence[Any]]
+    norm: Tensor | None, limits: list[float | None], of_groups: Sequence[Sequence[Any]]
 ) -> Tensor:
     """Where steps leave the norm: always the same tensor, unless the parameters move.
 
     It is measured where the first group is that has no limit of its own.
     """
-    pairs = zip(groups, of_groups, strict=True)
-    sharing = [of for group, of in pairs if option(group, "max_grad_norm") is None and of]
+    sharing = [of for limit, of in zip(limits, of_groups, strict=True) if limit is None and of]
     device = sharing[0][0].device if sharing else None
     if norm is None or (device is not None and norm.device != device):
         return torch.zeros((), dtype=torch.float32, device=device or torch.device("cpu"))
@@ -74,6 +72,7 @@ class Measured:
 def group_clips(
     groups: list[dict[str, Any]],
     columns: list[list[Columns]],
+    limits: list[float | None],
     shared_limit: float | None,
     grad_norm: Tensor | None,
     *,
@@ -99,7 +98,6 @@ def group_clips(
             return measured
         return reduced(measured.to(device_of(groups, process_group)), process_group)
 
-    limits: list[float | None] = [option(group, "max_grad_norm") for group in groups]
     clips: list[Clip | None] = [None] * len(groups)
     flags = []
     for index, limit in enumerate(limits):

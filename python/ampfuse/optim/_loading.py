@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim._options import TORCHS_OWN
+from ampfuse.optim._options import NEEDED, TORCHS_OWN, Kept, Option, kept
 from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
@@ -53,6 +53,7 @@ def load_all(
     state: dict[Any, dict[str, Any]],
     groups: list[dict[str, Any]],
     saved: dict[str, Any],
+    option: Option,
     in_place: bool,
 ) -> Spares:
     """Take over a state dictionary that was checked.
@@ -73,7 +74,7 @@ def load_all(
             param, group = owner[key]
             if not in_place:
                 state[param] = {}
-            load(state[param], value, param, group)
+            load(state[param], value, param, kept(group, option))
             if "master_param" in state[param] and "master_param" not in value:
                 renew_master(state[param], param)
                 spares[param] = state[param].pop("master_param")
@@ -82,13 +83,15 @@ def load_all(
     return spares
 
 
-def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def keep_options(
+    loaded: list[dict[str, Any]], groups: list[dict[str, Any]], defaults: dict[str, Any]
+) -> None:
     """In loaded groups: how state is kept, rates in tensors, and what torch's checkpoints lack."""
     for new, old in zip(loaded, groups, strict=True):
-        for name in {"master_weights", "state_dtype"} & old.keys():
+        for name in {"master_weights", "state_dtype"} & defaults.keys():
             new[name] = old[name]
-        for name, value in old.items():
-            new.setdefault(name, value)
+        for name in old.keys() - NEEDED:
+            new.setdefault(name, old[name])
     keep_rates(loaded, groups)
 
 
@@ -128,14 +131,12 @@ def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> 
         )
 
 
-def load(
-    state: dict[str, Any], saved: dict[str, Any], param: Tensor, group: dict[str, Any]
-) -> None:
+def load(state: dict[str, Any], saved: dict[str, Any], param: Tensor, kept: Kept) -> None:
     """Take over a saved state, whoever saved it, into tensors that are there already.
 
     Dtypes are those of the group's options: torch would cast everything to the parameter's.
     """
-    of_master = master_dtype(param, group)
+    of_master = master_dtype(param, kept)
     for name in [name for name in state if name not in saved]:
         if name != "master_param" or of_master is None:
             del state[name]
@@ -144,7 +145,7 @@ def load(
             value = torch.as_tensor(value, dtype=torch.float32, device=param.device)
             put(state, name, value.reshape(()))
         elif name in MOMENTS:
-            put(state, name, value, moment_dtype(param, group), param)
+            put(state, name, value, moment_dtype(param, kept), param)
         elif name == "master_param":
             put_master(state, value, param, of_master)
         else:

@@ -1,7 +1,8 @@
 """The options of Adam's groups, and which of them make no sense."""
 
+from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,33 @@ OURS = {
 TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 
 
-def is_torchs(group: dict[str, Any]) -> bool:
-    """Whether it is a group of torch's, in which a name of ours is the program's own."""
-    return "foreach" in group
+# Without which a group is none of Adam's, but another optimizer's that was loaded, say.
+NEEDED = {"lr", "betas", "eps", "weight_decay"}
+
+Option = Callable[[dict[str, Any], str], Any]  # what a group says of one of ours
 
 
-def option(group: dict[str, Any], name: str) -> Any:
-    """One of ours."""
-    return OURS[name] if is_torchs(group) else group.get(name, OURS[name])
+def own_option(group: dict[str, Any], name: str) -> Any:
+    """Of an optimizer of ours."""
+    return group.get(name, OURS[name])
+
+
+def torchs_option(group: dict[str, Any], name: str) -> Any:
+    """Of an optimizer in place of torch's, where a name of ours is the program's own."""
+    return OURS[name]
+
+
+class Kept(NamedTuple):
+    """The options that say what there is of a parameter's state."""
+
+    master_weights: bool | str
+    state_dtype: str | torch.dtype | None
+    amsgrad: bool
+
+
+def kept(group: dict[str, Any], option: Option) -> Kept:
+    """A group's."""
+    return Kept(option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"])
 
 
 def state_dtype_name(dtype: torch.dtype | str) -> str:
@@ -36,7 +56,7 @@ def state_dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_first(options: dict[str, Any]) -> None:
+def check_first(options: dict[str, Any], option: Option) -> None:
     """Refuse what makes no sense to begin with; torch's words where torch refuses it too."""
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -44,11 +64,16 @@ def check_first(options: dict[str, Any]) -> None:
     # A learning rate on a GPU is not looked at: the host would wait for it.
     if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}")
-    check_options(options)
+    if not options["weight_decay"] >= 0:
+        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+    check_options(options, option)
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Refuse what no step could make sense of. Schedules may go below 0, as with torch's."""
+def check_options(options: dict[str, Any], option: Option) -> None:
+    """Refuse what no step could make sense of.
+
+    Schedules of learning rates and weight decay may go below 0, as with torch's.
+    """
     betas = options["betas"]
     if any(isinstance(beta, Tensor) for beta in betas):
         raise ValueError("betas: expected two floats, got a Tensor")
@@ -57,24 +82,23 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
     if not options["eps"] >= 0:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
-    if not options["weight_decay"] >= 0:
-        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     master_weights = option(options, "master_weights")
     if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    has_state_dtype = "state_dtype" in options and not is_torchs(options)
-    if has_state_dtype and state_dtype_name(options["state_dtype"]) not in STATE_DTYPES:
+    state_dtype = option(options, "state_dtype")
+    if state_dtype is not None and state_dtype_name(state_dtype) not in STATE_DTYPES:
         raise ValueError(
-            f"state_dtype: expected torch.float32 or torch.bfloat16, got {options['state_dtype']}"
+            f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}"
         )
     check_limit(option(options, "max_grad_norm"))
 
 
 def check_limit(max_grad_norm: float | None) -> None:
     """Refuse a norm that none is below."""
-    if max_grad_norm is not None and not isinstance(max_grad_norm, Real | Tensor):
+    if max_grad_norm is not None and not isinstance(max_grad_norm, Real):
+        # Not a tensor either: a graph would have its value for good.
         raise TypeError(
             f"max_grad_norm: expected None or a number, got {type(max_grad_norm).__name__}"
         )
@@ -82,7 +106,7 @@ def check_limit(max_grad_norm: float | None) -> None:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
 
-def check_params(group: dict[str, Any], index: int) -> None:
+def check_params(group: dict[str, Any], index: int, option: Option) -> None:
     """Refuse a group whose parameters cannot have the masters that it asks for."""
     if option(group, "master_weights") != "remainder":
         return
@@ -94,9 +118,12 @@ def check_params(group: dict[str, Any], index: int) -> None:
             )
 
 
-def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Programs change options, and append groups that have not all of them."""
+def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any], option: Option) -> None:
+    """Programs change options, and append groups that have not all of them.
+
+    Those that torch asks for, in the same way, they must have.
+    """
     for group in groups:
-        for name, default in defaults.items():
-            group.setdefault(name, default)
-        check_options(group)
+        for name in defaults.keys() - NEEDED:
+            group.setdefault(name, defaults[name])
+        check_options(group, option)

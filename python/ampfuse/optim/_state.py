@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._capture import is_capturing
-from ampfuse.optim._options import STATE_DTYPES, option, state_dtype_name
+from ampfuse.optim._options import STATE_DTYPES, Kept, state_dtype_name
 from ampfuse.optim._remainders import join, split
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -15,21 +15,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Spares = dict[Tensor, Tensor]  # of parameters: masters that are to be made anew, in their place
 
 
-def ensure(state: dict[str, Any], param: Tensor, group: dict[str, Any], spares: Spares) -> None:
+def ensure(state: dict[str, Any], param: Tensor, kept: Kept, spares: Spares) -> None:
     """Create what is missing of a parameter's state, and convert what is kept in another way."""
     if "step" not in state:
         refuse_in_capture()
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     else:  # whoever puts one there may do as torch, which has it on the host
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
-    dtype = moment_dtype(param, group)
-    for name in MOMENTS[: 3 if group["amsgrad"] else 2]:
+    dtype = moment_dtype(param, kept)
+    for name in MOMENTS[: 3 if kept.amsgrad else 2]:
         if name not in state:
             refuse_in_capture()
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         elif isinstance(state[name], Tensor) and state[name].dtype != dtype:
             state[name] = state[name].to(dtype)
-    ensure_master(state, param, master_dtype(param, group), spares)
+    ensure_master(state, param, master_dtype(param, kept), spares)
 
 
 @torch.no_grad()
@@ -64,25 +64,23 @@ def refuse_in_capture() -> None:
         )
 
 
-def moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
     """Of a parameter's moments: `state_dtype`, but what is more precise stays as it is.
 
     Where there is none, torch's, but for float16, whose range squares leave.
     """
     if param.dtype not in (*HALVES, torch.float32):
         return param.dtype
-    wanted = option(group, "state_dtype")
-    if wanted is None:
+    if kept.state_dtype is None:
         return torch.float32 if param.dtype == torch.float16 else param.dtype
-    return STATE_DTYPES[state_dtype_name(wanted)]
+    return STATE_DTYPES[state_dtype_name(kept.state_dtype)]
 
 
-def master_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype | None:
+def master_dtype(param: Tensor, kept: Kept) -> torch.dtype | None:
     """float32 for masters, int16 for remainders, None for parameters that need none."""
-    wanted = option(group, "master_weights")
-    if param.dtype not in HALVES or wanted is False:
+    if param.dtype not in HALVES or kept.master_weights is False:
         return None
-    return torch.int16 if wanted == "remainder" else torch.float32
+    return torch.int16 if kept.master_weights == "remainder" else torch.float32
 
 
 def new_master(param: Tensor, dtype: torch.dtype) -> Tensor:

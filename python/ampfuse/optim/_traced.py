@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from ampfuse._compiling import at_compile_time, make_static
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 from ampfuse.optim._grad_norm import placed
-from ampfuse.optim._options import option
+from ampfuse.optim._options import kept
 from ampfuse.optim._state import ensure
 
 
@@ -89,13 +89,16 @@ class Traced:
             [group["params"][place] for place in places]
             for group, places in zip(self.param_groups, with_gradient, strict=True)
         ]
-        optimizer._grad_norm = placed(optimizer._grad_norm, self.param_groups, params)
+        optimizer._grad_norm = placed(
+            optimizer._grad_norm, optimizer._limits(self.param_groups), params
+        )
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
+            of_state = kept(group, optimizer._option)
             for param in of_group:
                 state = optimizer.state[param]
-                ensure(state, param, group, optimizer._spare_masters)
+                ensure(state, param, of_state, optimizer._spare_masters)
                 make_static(state.values())
 
     def recall_norm(self, grads: list[Tensor]) -> Tensor | None:
@@ -123,17 +126,17 @@ def traced_columns(optimizer: Any) -> list[list[Columns]]:
     ]
     optimizer._traced.make_state(with_gradient)
     return [
-        _group_columns(group, [group["params"][place] for place in places], optimizer.state)
+        _group_columns(optimizer, group, [group["params"][place] for place in places])
         for group, places in zip(groups, with_gradient, strict=True)
     ]
 
 
-def _group_columns(group: dict[str, Any], params: list[Tensor], states: Any) -> list[Columns]:
+def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> list[Columns]:
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param)
         id(param)  # so that the graph is for this parameter, whose state it has
-        state = states[param]
+        state = optimizer.state[param]
         kind = (param.device, "master_param" in state)
         columns = found.setdefault(kind, Columns(param.device))
         assert param.grad is not None
@@ -148,4 +151,5 @@ def _group_columns(group: dict[str, Any], params: list[Tensor], states: Any) -> 
             columns.masters.append(state["master_param"])
     if all(map(is_plain, params)):
         return list(found.values())
-    return [localized(columns, option(group, "write_back_grads")) for columns in found.values()]
+    write_back_grads = optimizer._option(group, "write_back_grads")
+    return [localized(columns, write_back_grads) for columns in found.values()]

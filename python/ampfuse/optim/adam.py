@@ -6,7 +6,7 @@ written unless asked, and the host never waits for a GPU.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from ampfuse._capture import is_capturing
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, placed, recall_norm
-from ampfuse.optim._remainders import exported
-from ampfuse.optim._state import Spares, renew_master
+from ampfuse.optim._own_names import OwnNames
+from ampfuse.optim._state import Spares
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
 
 
-class Adam(torch.optim.Adam):
+class Adam(OwnNames, torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
 
     Same results as torch's fused implementation for float32 parameters, or nearer to exact ones.
@@ -80,7 +80,7 @@ class Adam(torch.optim.Adam):
     _is_rehearsed = False  # while steps are skipped, but for the state that they make
     _is_in_graphs = False  # which write state where it was when they were made
     _unscales_in_place = False  # gradients that a scaler hands to it
-    _has_own_options = True  # in its groups, besides torch's
+    _option: _options.Option = staticmethod(_options.own_option)
 
     def __init__(
         self,
@@ -108,18 +108,18 @@ class Adam(torch.optim.Adam):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        if self._has_own_options:
+        if self._option is _options.own_option:
             defaults |= {
                 "master_weights": master_weights,
                 "state_dtype": _options.state_dtype_name(state_dtype),
                 "max_grad_norm": None,
                 "write_back_grads": write_back_grads,
             }
-        _options.check_first(defaults)
+        _options.check_first(defaults, self._option)
         _options.check_limit(max_grad_norm)
-        self.max_grad_norm = max_grad_norm
-        self.process_group = process_group
-        self._columns = ColumnCache()
+        self._max_grad_norm = max_grad_norm
+        self._process_group = process_group
+        self._columns = ColumnCache(self._option)
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
         self._traced = Traced(self)
@@ -128,24 +128,24 @@ class Adam(torch.optim.Adam):
         """As torch's; the group's options are checked as the constructor's are."""
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        if self._has_own_options:
+        if "state_dtype" in self.defaults:
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
-            _options.check_first(group)
-            _options.check_params(group, len(self.param_groups) - 1)
+            _options.check_first(group, self._option)
+            _options.check_params(group, len(self.param_groups) - 1, self._option)
         except Exception:
             del self.param_groups[-1]
             raise
-        self._columns = ColumnCache()
+        self._columns = ColumnCache(self._option)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        own = {"max_grad_norm": self.max_grad_norm, "process_group": self.process_group}
+        own = {"_max_grad_norm": self._max_grad_norm, "_process_group": self._process_group}
         return {**Optimizer.__getstate__(self), **own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
         """Another one for the same processes."""
-        memo[id(self.process_group)] = self.process_group
+        memo[id(self._process_group)] = self._process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
@@ -156,27 +156,17 @@ class Adam(torch.optim.Adam):
         if loading is not None:
             _loading.check_all(self.param_groups, loading)
             state = {**state, "state": self.state}
-            _options.check_groups(self.param_groups, self.defaults)
-            _loading.keep_options(state["param_groups"], self.param_groups)
+            _options.check_groups(self.param_groups, self.defaults, self._option)
+            _loading.keep_options(state["param_groups"], self.param_groups, self.defaults)
         Optimizer.__setstate__(self, state)
-        self._columns = ColumnCache()
+        self._columns = ColumnCache(self._option)
         self._traced = vars(self).get("_traced") or Traced(self)
         self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
             self._spare_masters = _loading.load_all(
-                self.state, self.param_groups, loading, in_place=self._is_in_graphs
+                self.state, self.param_groups, loading, self._option, in_place=self._is_in_graphs
             )
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
-
-        None before the first step, and without a `max_grad_norm` from the constructor.
-        """
-        if self.max_grad_norm is None or self._grad_norm is None:
-            return None
-        return self._grad_norm.clone()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -210,11 +200,11 @@ class Adam(torch.optim.Adam):
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
-            _options.check_limit(self.max_grad_norm)
-            _options.check_groups(self.param_groups, self.defaults)
+            _options.check_groups(self.param_groups, self.defaults, self._option)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
-            self._grad_norm = placed(self._grad_norm, self.param_groups, columns)
+            limits = self._limits(self.param_groups)
+            self._grad_norm = placed(self._grad_norm, limits, columns)
             self._check_before_writing(columns)
         groups = groups_of(self)
         told = self if self._traced.found_inf is None else self._traced
@@ -223,17 +213,18 @@ class Adam(torch.optim.Adam):
         clips, found_here = group_clips(
             groups,
             columns,
-            self.max_grad_norm,
+            self._limits(groups),
+            self._max_grad_norm,
             self._grad_norm,
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
-            process_group=self.process_group,
+            process_group=self._process_group,
             recall=self._traced.recall_norm if torch.compiler.is_compiling() else recall_norm,
         )
         if found_inf is None:
             found_inf = found_here
-        elif self.process_group is not None:
-            found_inf = found_by_any(found_inf, self.process_group)
+        elif self._process_group is not None:
+            found_inf = found_by_any(found_inf, self._process_group)
         if self._is_rehearsed:
             found_inf = torch.ones((), dtype=torch.float32)
         for group, of_group, clip in zip(groups, columns, clips, strict=True):
@@ -242,6 +233,14 @@ class Adam(torch.optim.Adam):
                 of_device.write_back()
         if not torch.compiler.is_compiling():
             self._columns.note_step(columns)
+
+    def _may_skip_itself(self) -> bool:
+        """Whether a step that is skipped may be one that does nothing, but for making state."""
+        return True
+
+    def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
+        """Of groups that have one of their own."""
+        return [self._option(group, "max_grad_norm") for group in groups]
 
     def _check_before_writing(self, columns: list[list[Columns]]) -> None:
         """A step that is skipped, and so only checked, before several calls of the op begin.
@@ -283,7 +282,7 @@ class Adam(torch.optim.Adam):
                 maximize=group["maximize"],
                 decoupled_weight_decay=group["decoupled_weight_decay"],
                 write_back_grads=(
-                    _options.option(group, "write_back_grads")
+                    self._option(group, "write_back_grads")
                     or (self._unscales_in_place and grad_scale is not None)
                 ),
                 grad_scale=columns.scalar(grad_scale),
@@ -327,22 +326,3 @@ class Adam(torch.optim.Adam):
         finally:
             handle.remove()
             self._loading = None
-
-    def master_params(self) -> Iterator[Tensor]:
-        """The numbers that are stepped, in the order of the parameters.
-
-        A parameter's float32 master; of remainders the float32 numbers that they stand for, fresh;
-        the parameter itself where there is neither.
-        """
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = exported(param, self.state.get(param, {}))
-                yield state.get("master_param", param)
-
-    @torch.no_grad()
-    def sync_masters_from_model(self) -> None:
-        """Make the masters anew from the parameters, after something else changed these."""
-        for param, state in self.state.items():
-            if "master_param" in state:
-                renew_master(state, param)
-        self._columns.note_sync()

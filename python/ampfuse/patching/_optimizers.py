@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import optim
-from ampfuse.optim._options import OURS, TORCHS_OWN
+from ampfuse.optim._options import OURS, TORCHS_OWN, torchs_option
 from ampfuse.patching._stand_in import StandIn
 from ampfuse.patching._usage import Usage
 
@@ -21,6 +21,16 @@ ADAMS_OWN = {*OURS, "process_group"}
 IMPLEMENTATIONS = dict.fromkeys(TORCHS_OWN) | {"capturable": False, "differentiable": False}
 
 
+class _ProgramsOwn:
+    """A name that torch's class has not: whatever a program puts there."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        raise AttributeError(f"{owner and owner.__name__!r} object has no attribute {self._name!r}")
+
+
 class _InPlaceOfTorchs(optim.Adam):
     """With torch's arguments, options, and the contract that a program knows of torch's class.
 
@@ -28,7 +38,13 @@ class _InPlaceOfTorchs(optim.Adam):
     first, and call no hooks of a step that is skipped.
     """
 
-    _has_own_options = False
+    _option = staticmethod(torchs_option)
+
+    max_grad_norm = _ProgramsOwn()
+    process_group = _ProgramsOwn()
+    grad_norm = _ProgramsOwn()
+    master_params = _ProgramsOwn()
+    sync_masters_from_model = _ProgramsOwn()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._implementations = {
@@ -59,6 +75,10 @@ class _InPlaceOfTorchs(optim.Adam):
     def _take_contract(self) -> None:
         is_fused = bool(self._implementations["fused"])
         self._step_supports_amp_scaling = self._unscales_in_place = is_fused
+
+    def _may_skip_itself(self) -> bool:
+        """A first step that is skipped leaves no state, and schedulers warn of it."""
+        return bool(self.state) or self._is_rehearsed
 
     def _step(self) -> None:
         super()._step()
@@ -116,15 +136,14 @@ def _groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _tensors(params: Any) -> Iterator[Any]:
-    """Of parameters, named parameters, or groups of them."""
+    """Of parameters, named parameters, or a group of them."""
     if isinstance(params, Tensor):
         yield params
         return
+    if isinstance(params, dict):
+        params = params.get("params", ())
     for entry in params if isinstance(params, Iterable) else ():
-        if isinstance(entry, dict):
-            yield from _tensors(entry.get("params", ()))
-        else:
-            yield entry[1] if isinstance(entry, tuple) else entry
+        yield entry[1] if isinstance(entry, tuple) else entry
 
 
 def _why_not(given: dict[str, Any]) -> str | None:
@@ -139,7 +158,11 @@ def _why_not(given: dict[str, Any]) -> str | None:
     has_rate_for_graphs = isinstance(given.get("lr"), Tensor) and not given.get("capturable")
     if is_foreach and (given.get("fused") or has_rate_for_graphs):
         return "options that torch refuses"
-    for tensor in _tensors(params):
-        if isinstance(tensor, Tensor) and tensor.device.type not in ("cpu", "cuda"):
-            return f"parameters on {tensor.device.type}"
+    for of_group in groups or [params]:
+        tensors = [tensor for tensor in _tensors(of_group) if isinstance(tensor, Tensor)]
+        if len({id(tensor) for tensor in tensors}) < len(tensors):
+            return "a parameter that is in a group twice"
+        for tensor in tensors:
+            if tensor.device.type not in ("cpu", "cuda"):
+                return f"parameters on {tensor.device.type}"
     return None
