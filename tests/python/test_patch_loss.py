@@ -1,4 +1,4 @@
-"""torch.nn.functional.cross_entropy while it is ampfuse's, and clip_grad_norm_."""
+"""torch.nn.functional.cross_entropy while it is ampfuse's."""
 
 import ampfuse
 import pytest
@@ -135,18 +135,21 @@ def test_functional_transforms_and_forward_mode(device):
 
 
 class Tagged(torch.Tensor):
-    """Whose losses are told by a table of torch's functions."""
+    """Whose losses are told by the function of that name."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torchs:
+        if func is functional.cross_entropy:
             return "told"
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_subclasses_are_asked_as_of_torchs_function(device):
+def test_subclasses_are_asked_as_of_the_function_of_that_name(device):
     logits, target = batch(device)
-    assert functional.cross_entropy(logits.detach().as_subclass(Tagged), target) == "told"
+    tagged = logits.detach().as_subclass(Tagged)
+    assert functional.cross_entropy(tagged, target) == "told"
+    ampfuse.unpatch()
+    assert functional.cross_entropy(tagged, target) == "told"
 
 
 class Plain(torch.Tensor):
@@ -172,11 +175,11 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_see_torchs_function(device):
+def test_modes_see_the_function_of_that_name(device):
     logits, target = batch(device)
     with Seen() as seen:
         loss = functional.cross_entropy(logits, target)
-    assert torchs in seen.functions
+    assert functional.cross_entropy in seen.functions
     assert_close(loss, torchs(logits, target))
 
 
@@ -299,45 +302,21 @@ def test_many_threads_with_scalers_of_their_own(device):
         assert all(pool.map(work, range(4, 12)))
 
 
-# --- clipping ------------------------------------------------------------------------------------
-
-
-def test_clipping_is_ours_and_as_torchs(device):
-    def gradients():
-        made = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(3)]
-        for number, p in enumerate(made):
-            p.grad = torch.full((4,), float(number), device=device)
-        return made
-
-    mine, others = gradients(), gradients()
-    norm = torch.nn.utils.clip_grad_norm_(mine, 1.0)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in others])
-    torch.nn.utils.clip_grads_with_norm_(others, 1.0, expected)
-    assert_close(norm, expected)
-    for p, other in zip(mine, others, strict=True):
-        assert_close(p.grad, other.grad)
-    assert torch.nn.utils.clip_grad_norm_(iter(mine), 9.0, "inf").item() == pytest.approx(
-        max(p.grad.abs().max().item() for p in mine)
-    )
-    assert PARTS["clip_grad_norm"].usage.served == 2
-
-
-def test_gradients_written_through_data_since_unscaling_are_seen():
-    """As old programs do; version counters do not tell."""
-    p = torch.nn.Parameter(torch.ones(2))
-    sgd = torch.optim.SGD([p], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", 4.0)
-    scaler.scale(p.sum()).backward()
-    scaler.unscale_(sgd)
-    p.grad.data.mul_(3)
-    norm = torch.nn.utils.clip_grad_norm_([p], 100.0)
-    assert norm.item() == pytest.approx(3 * 2**0.5)
-
-
-def test_no_parameters_are_warned_of_as_in_torch():
-    with pytest.warns(UserWarning, match="empty generator"):
-        torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
-    p = torch.nn.Parameter(torch.ones(1))
-    p.grad = torch.tensor([float("inf")])
-    with pytest.raises(RuntimeError, match="non-finite"):
-        torch.nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_losses_by_probabilities_have_torchs_dtype(device, dtype, wide, is_autocast):
+    logits = torch.randn(4, 5, device=device, dtype=dtype, requires_grad=True)
+    probabilities = torch.rand(4, 5, device=device).softmax(1)
+    weight = torch.ones(5, device=device, dtype=wide)
+    with torch.autocast(logits.device.type, torch.bfloat16, is_autocast):
+        for other, options in (
+            (wide, {}),
+            (wide, {"reduction": "none", "label_smoothing": 0.1}),
+            (dtype, {"weight": weight}),
+        ):
+            target = probabilities.to(other)
+            loss = functional.cross_entropy(logits, target, **options)
+            assert loss.dtype == torchs(logits, target, **options).dtype
+            loss.sum().backward()
+            assert logits.grad.dtype == dtype

@@ -172,3 +172,31 @@ def test_schedulers_and_hooks_see_an_optimizer_of_torchs():
     step(optimizer, params, 0)
     scheduler.step()
     assert optimizer.param_groups[0]["betas"][0] != 0.9
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_a_parameter_that_is_in_a_group_twice_is_torchs_matter(name, has_scaler, options):
+    """As tied weights are, where a program lists the parameters of two layers."""
+
+    def trained():
+        torch.manual_seed(0)
+        words, scores = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+        scores.weight = words.weight
+        params = [*words.parameters(), *scores.parameters()]
+        optimizer = getattr(torch.optim, name)(params, lr=0.1, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(scores(words.weight), torch.arange(5))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return words.weight.detach()
+
+    with ampfuse.patched("scaler"):
+        ours = trained()
+    ampfuse.unpatch()
+    torch.testing.assert_close(ours, trained())

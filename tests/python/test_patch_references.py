@@ -20,6 +20,7 @@ from torch.optim import AdamW as TorchAdamW
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": torch.optim.SGD}
 LOSSES = [cross_entropy]
+HANDLERS = {cross_entropy: print}
 FIXED = (AdamW,)
 later = partial(AdamW, lr=1.0)
 
@@ -91,6 +92,7 @@ def test_references_that_cannot_be_changed_are_logged(other, caplog):
         "other_module.TorchAdamW",
         "other_module.OPTIMIZERS['adamw']",
         "other_module.LOSSES[0]",
+        "a key of other_module.HANDLERS",
         "other_module.Settings.optimizer",
         "other_module.Settings.loss",
         "other_module.Settings.all[0]",

@@ -40,6 +40,11 @@ class Gradients:
         part.params += params
         part.grads += grads
 
+    def are_repeated(self) -> bool:
+        """Whether one is there twice, where nothing else was written before that was found."""
+        lists = [part.grads for part in self.on.values()]
+        return len(lists) == 1 and len({id(grad) for grad in lists[0]}) < len(lists[0])
+
 
 @dataclass
 class Inspection:

@@ -54,7 +54,7 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
             return original(input, target, **as_passed)
         if has_torch_function_variadic(input, target, weight) and not _are_devices_alone():
             return handle_torch_function(  # type: ignore[no-any-return]
-                original, (input, target, weight), input, target, **as_passed
+                cross_entropy, (input, target, weight), input, target, **as_passed
             )
         reason = _why_not(input, target, size_average, reduce, reduction)
         if reason is not None:
@@ -102,9 +102,16 @@ def _ours(
         USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
         return loss
     USAGE.serve()
-    if input.dtype in NARROW and not torch.is_autocast_enabled(input.device.type):
-        return loss.to(input.dtype)
-    return loss
+    return loss.to(_dtype_of_loss(input, target, weight))
+
+
+def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Torch's: probabilities, and weights with them, are multiplied by the logarithms."""
+    factors = [target, weight] if target.is_floating_point() else []
+    dtypes = {tensor.dtype for tensor in (input, *factors) if tensor is not None}
+    if torch.is_autocast_enabled(input.device.type):
+        dtypes = {torch.float32 if dtype in NARROW else dtype for dtype in dtypes}
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _are_devices_alone() -> bool:

@@ -98,6 +98,8 @@ def _in_container(ids: set[int], where: str, container: Any) -> Iterator[Referen
     for key, value in container.copy().items() if is_dict else enumerate(container):
         if id(value) in ids:
             yield Reference(f"{where}[{key!r}]", value)
+        if is_dict and id(key) in ids:
+            yield Reference(f"a key of {where}", key)
 
 
 def _in_function(ids: set[int], where: str, function: FunctionType) -> Iterator[Reference]:

@@ -46,6 +46,9 @@ class Recording:
             self.scalers.append(known)
 
 
+for cls in (_CudaGradScaler, _CpuGradScaler):
+    cls.__name__ = "GradScaler"  # and no __qualname__, by which pickles find it
+
 RECORDING = Recording()
 
 # Torch's class and ours.
