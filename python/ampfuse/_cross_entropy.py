@@ -241,7 +241,8 @@ def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:
         return None
     if hasattr(scaler, "scale_tensor"):
         return scaler.scale_tensor()  # type: ignore[no-any-return]
-    return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return scaler.scale(one)  # type: ignore[no-any-return]
 
 
 def _options(

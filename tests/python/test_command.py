@@ -42,6 +42,7 @@ ENDINGS = {
     "all is well": "print('done')",
     "exit": "import sys; sys.exit()",
     "a code": "import sys; sys.exit(7)",
+    "a truth": "import sys; sys.exit(not print('well'))",
     "a word": "import sys; sys.exit('gone')",
     "an exception": "def f(x):\n    return 1 / x\n\nf(0)",
     "a chained one": "try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e",

@@ -237,3 +237,19 @@ def test_what_cannot_be_drawn_is_refused_before(programs):
     done = programs.run("-m", "ampfuse", "--plot", "scale.xyz", "never.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--plot: expected a file that ends in .png, .pdf, .svg, got scale.xyz" in done.stderr
+
+
+def test_names_of_ours_are_the_programs_on_a_scaler(programs, tmp_path):
+    programs.write(
+        "notes.py",
+        f"{STEP}\nscaler = torch.amp.GradScaler('cpu')\nscaler.history = []\n"
+        "step(scaler)\nscaler.get_scale = None\nx: int\nprint(__annotations__)\nexit(False)",
+    )
+    plain, ours = programs.run("notes.py"), programs.run("-m", "ampfuse", "notes.py")
+    assert ours.stdout == plain.stdout
+    assert ours.returncode == plain.returncode == 0
+    programs.run("-m", "ampfuse", "--json", "told.json", "notes.py")
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["ended"] == "by sys.exit(0)"
+    assert told["scalers"][0]["taken"] == 1
+    assert told["hints"] == []

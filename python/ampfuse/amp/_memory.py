@@ -71,7 +71,7 @@ class Memory:
             self.set_counts(counts)
             self._history = None
             if self.length:
-                self._history = torch.zeros(self.length, 3, device=device)
+                self._history = torch.zeros(self.length, 3, dtype=torch.float32, device=device)
         return self._counters, self._history
 
     def counts(self) -> list[int]:

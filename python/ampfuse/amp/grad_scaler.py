@@ -162,7 +162,7 @@ class GradScaler(Hooks):
         if not (has_gradients or skips_itself or self._allow_no_grads):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer. None of its parameters has a "
-                "gradient, which allow_no_grads=True makes no error"
+                "gradient, which is no error for ampfuse.GradScaler(allow_no_grads=True)"
             )
         found_inf = self._note_step(optimizer, state)
         if skips_itself:
@@ -210,8 +210,8 @@ class GradScaler(Hooks):
         ]
         if not found_infs and not self._allow_no_grads:
             raise AssertionError(
-                "No inf checks were recorded prior to update. Nothing that has gradients was "
-                "stepped or unscaled since the last one, which allow_no_grads=True makes no error"
+                "No inf checks were recorded prior to update. No optimizer that has gradients was "
+                "stepped since, which is no error for ampfuse.GradScaler(allow_no_grads=True)"
             )
         if found_infs:
             counters, history = self._memory.tensors(scale.device)
@@ -247,7 +247,7 @@ class GradScaler(Hooks):
     def scale_tensor(self) -> Tensor:
         """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""
         if not self._enabled:
-            return torch.ones(())
+            return torch.ones((), dtype=torch.float32)
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None

@@ -80,6 +80,8 @@ def _found(name: str) -> ModuleSpec | None:
 def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException | None:
     """It stays `__main__`: threads, pickles, and what runs at exit may look there."""
     main = ModuleType("__main__")
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     vars(main).update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = main
     try:

@@ -70,19 +70,20 @@ def how_it_ended(raised: BaseException | None) -> str:
     if raised is None:
         return "as it should"
     if isinstance(raised, SystemExit):
-        return f"by sys.exit({'' if raised.code is None else repr(raised.code)})"
+        code = int(raised.code) if isinstance(raised.code, int) else raised.code  # False, an enum's
+        return f"by sys.exit({'' if code is None else repr(code)})"
     return f"by {type(raised).__name__}"
 
 
 def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
-    history = scaler.history()
+    history = GradScaler.history(scaler)  # the program may have something else by that name
     updates = scaler._memory.updates_since_loading()
     return {
         "updates": updates,
         "remembered": len(history),
         "taken": sum(not record.skipped for record in history),
         "skipped": sum(record.skipped for record in history),
-        "scale": scaler.get_scale(),
+        "scale": GradScaler.get_scale(scaler),
         "history": [list(record) for record in history],
     }
 

@@ -1,0 +1,89 @@
+"""Programs set the dtype of what they make: what ampfuse makes for itself has its own."""
+
+import ampfuse
+import pytest
+import torch
+from torch.nn import functional
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16], ids=str)
+def default(request):
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+def train(device, dtype, half, optimizer_class, scaler_class, loss_of, **options):
+    """Parameters, scale and history of a model whose parameters are of that dtype."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).to(device, dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(12).reshape(3, 4) / 16)
+        model.bias.zero_()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    scaler = scaler_class(device.type, init_scale=4.0, **options)
+    inputs = (torch.arange(8).reshape(2, 4) / 8).to(device, dtype)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, half, enabled=half is not None):
+            loss = loss_of(model, inputs, torch.tensor([0, 2], device=device), scaler)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    told = scaler.history() if options else []
+    return [param.detach() for param in model.parameters()], scaler.get_scale(), told
+
+
+def of_torch(model, inputs, target, _):
+    return functional.cross_entropy(model(inputs), target)
+
+
+def of_ours(model, inputs, target, scaler):
+    return ampfuse.CrossEntropyLoss(scaler=scaler)(model(inputs), target)
+
+
+def linear(model, inputs, target, scaler):
+    return ampfuse.linear_cross_entropy(
+        inputs, model.weight, target, bias=model.bias, grad_scale=scaler.scale_tensor()
+    )
+
+
+def test_patched_programs_train_as_torchs(device, default):
+    def trained():
+        return train(device, default, None, torch.optim.AdamW, torch.amp.GradScaler, of_torch)
+
+    if default == torch.float16:
+        pytest.skip("torch's scaler refuses such gradients")
+    plain = trained()
+    with ampfuse.patched():
+        patched = trained()
+    assert patched[1] == plain[1]
+    # Torch rounds to 16 bits between the parts of a step.
+    atol = 1e-2 if default == torch.bfloat16 else 1e-7
+    torch.testing.assert_close(patched[0], plain[0], rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("loss_of", [of_torch, of_ours, linear])
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_what_is_trained_is_the_same(device, default, loss_of, half):
+    def trained():
+        return train(
+            device, torch.float32, half, ampfuse.AdamW, ampfuse.GradScaler, loss_of, history=5
+        )
+
+    there = trained()
+    torch.set_default_dtype(torch.float32)
+    here = trained()
+    assert there[1:] == here[1:]
+    torch.testing.assert_close(there[0], here[0], rtol=0, atol=0)
+
+
+def test_losses_take_the_scale_of_torchs_scaler(device, default):
+    logits = torch.zeros(2, 3, device=device, dtype=torch.bfloat16, requires_grad=True)
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    target = torch.tensor([0, 2], device=device)
+    loss = ampfuse.CrossEntropyLoss(scaler=scaler)(logits, target)
+    scaler.scale(loss).backward()
+    assert logits.grad[0].tolist() == pytest.approx([-4 / 3, 2 / 3, 2 / 3], rel=1e-2)
