@@ -7,6 +7,7 @@ from ampfuse.amp._active import active_scale
 from ampfuse.patching import PARTS
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
@@ -320,3 +321,14 @@ def test_losses_by_probabilities_have_torchs_dtype(device, dtype, wide, is_autoc
             assert loss.dtype == torchs(logits, target, **options).dtype
             loss.sum().backward()
             assert logits.grad.dtype == dtype
+
+
+def test_graphs_that_make_fx_makes_need_nothing_of_ampfuse(device):
+    logits, target = batch(device)
+
+    def gradient(logits):
+        return torch.autograd.grad(functional.cross_entropy(logits, target), logits)
+
+    graph = make_fx(gradient)(logits)
+    assert "ampfuse" not in graph.code
+    assert_close(graph(logits), gradient(logits))

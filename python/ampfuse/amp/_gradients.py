@@ -23,6 +23,17 @@ class DeviceGradients:
     params: list[Tensor]
     grads: list[Tensor]
 
+    def split(self) -> tuple["DeviceGradients", "DeviceGradients"]:
+        """The first of those that lie in the same memory, and the others."""
+        firsts, others = DeviceGradients([], []), DeviceGradients([], [])
+        seen = set()
+        for param, grad in zip(self.params, self.grads, strict=True):
+            part = others if grad.data_ptr() in seen else firsts
+            part.params.append(param)
+            part.grads.append(grad)
+            seen.add(grad.data_ptr())
+        return firsts, others
+
 
 @dataclass
 class Gradients:
@@ -39,11 +50,6 @@ class Gradients:
         part = self.on.setdefault(device, DeviceGradients([], []))
         part.params += params
         part.grads += grads
-
-    def are_repeated(self) -> bool:
-        """Whether one is there twice, where nothing else was written before that was found."""
-        lists = [part.grads for part in self.on.values()]
-        return len(lists) == 1 and len({id(grad) for grad in lists[0]}) < len(lists[0])
 
 
 @dataclass
@@ -113,20 +119,36 @@ def inspect(
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []
     norms, total_norms = [], []
+    are_whole = gradients.are_whole and process_group is None
     for device, part in gradients.on.items():
         flags[device] = on_device(found_inf, device).clone()
-        result = ops.multi_tensor_unscale_norm(
-            part.grads, flags[device], on_device(inv_scale, device), dtype=torch.float64
-        )
-        if not torch.compiler.is_compiling():
-            _C.remember_norm(part.grads, result.total_norm)
+        scale_there = on_device(inv_scale, device)
+        try:
+            result = unscale(part, flags[device], scale_there)
+        except ValueError:
+            # Of a parameter that is in a group twice, say: torch multiplies once for each.
+            part, again = part.split()
+            if not again.grads:
+                raise
+            result = unscale(part, flags[device], scale_there)
+            while again.grads:
+                once, again = again.split()
+                unscale(once, flags[device], scale_there)
+            are_whole = False
+        else:
+            if not torch.compiler.is_compiling():
+                _C.remember_norm(part.grads, result.total_norm)
         params += part.params
         norms.append(result.norms)
         total_norms.append(result.total_norm)
     if gradients.meshes or process_group is not None:
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
-    are_whole = gradients.are_whole and process_group is None
     return flags, Inspection(weak(params), norms, total_norms, are_whole)
+
+
+def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.UnscaledNorm:
+    """Of one device, and what is told of them."""
+    return ops.multi_tensor_unscale_norm(part.grads, found_inf, inv_scale, dtype=torch.float64)
 
 
 @dataclass

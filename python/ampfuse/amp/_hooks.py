@@ -91,20 +91,10 @@ class Hooks(TorchGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """As torch's hook of this name; also takes norms, which cost nothing more.
-
-        Gradients that are there twice, of a parameter that a program has put into a group twice,
-        are torch's matter.
-        """
-        allow_fp16 = allow_fp16 or self._allow_fp16_grads
+        """As torch's hook of this name; also takes norms, which cost nothing more."""
         with torch.no_grad():
-            gradients = gather(optimizer, allow_fp16)
-            try:
-                flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group)
-            except ValueError:
-                if not gradients.are_repeated():
-                    raise
-                return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
+            flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group)
         self._inspections[id(optimizer)] = inspection
         return flags
 
@@ -114,8 +104,7 @@ class Hooks(TorchGradScaler):
         one, found_inf = torch.ones_like(scale), torch.zeros_like(scale)
         flags = self._unscale_grads_(optimizer, one, found_inf, True)
         self._state_of(optimizer)["found_inf_per_device"] = flags
-        if id(optimizer) in self._inspections:
-            self._inspections[id(optimizer)].is_scaled = True
+        self._inspections[id(optimizer)].is_scaled = True
         return flags
 
     def _maybe_opt_step(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
@@ -120,6 +121,14 @@ def _are_devices_alone() -> bool:
     return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)
 
 
+def _is_in_make_fx() -> bool:
+    """Whether a program makes a graph; torch.compile does in the same way."""
+    if torch.compiler.is_compiling():
+        return False
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None and TracingContext.try_get() is None
+
+
 def _why_not(
     input: Tensor,
     target: Tensor,
@@ -139,6 +148,10 @@ def _why_not(
         return "size_average, reduce, or a reduction of another name"
     if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
         return "forward mode, or torch.func"
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+    if (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or _is_in_make_fx()
+    ):
         return "the graph is for elsewhere"
     return None

@@ -46,8 +46,8 @@ class Recording:
             self.scalers.append(known)
 
 
-for cls in (_CudaGradScaler, _CpuGradScaler):
-    cls.__name__ = "GradScaler"  # and no __qualname__, by which pickles find it
+# Not __qualname__, by which pickles find them.
+_CudaGradScaler.__name__ = _CpuGradScaler.__name__ = "GradScaler"
 
 RECORDING = Recording()
 
