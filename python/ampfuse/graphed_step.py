@@ -153,7 +153,7 @@ class GraphedStep:
                 for param in group["params"]
             ],
             "model.training": [module.training for module in self._modules],
-            "optimizer.max_grad_norm": self.optimizer._max_grad_norm,
+            "optimizer.max_grad_norm": self.optimizer._shared_limit(),
         }
         for index, group in enumerate(groups):
             for name in self._options:

@@ -257,9 +257,45 @@ def test_limits_are_numbers_wherever_they_are_given(limit):
         ampfuse.AdamW([param], max_grad_norm=limit)
     with told:
         ampfuse.AdamW([{"params": [param], "max_grad_norm": limit}])
+    optimizer.max_grad_norm = limit
     with told:
-        optimizer.max_grad_norm = limit
-    assert optimizer.max_grad_norm == 1.0
+        optimizer.step()
+    optimizer.max_grad_norm = 1.0
     optimizer.param_groups[0]["max_grad_norm"] = limit
     with told:
         optimizer.step()
+
+
+class Scheduled(ampfuse.AdamW):
+    """Whose limit is computed."""
+
+    max_grad_norm = property(lambda _: 1e-12, lambda *_: None)
+
+
+class Fixed(ampfuse.AdamW):
+    """Whose limit is the class's."""
+
+    max_grad_norm = 1e-12
+
+
+@pytest.mark.parametrize("cls", [Scheduled, Fixed])
+def test_derived_classes_may_have_a_limit_of_their_own(cls):
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = cls([param], eps=1e-4)
+    optimizer.max_grad_norm = 1e-12
+    param.grad = torch.ones(4)
+    optimizer.step()
+    assert param.tolist() == pytest.approx([1 - 1e-5] * 4, abs=1e-6)
+
+
+def test_a_wrong_checkpoint_may_be_followed_by_a_right_one():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = ampfuse.AdamW([param], lr=torch.tensor(0.1))
+    right = optimizer.state_dict()
+    optimizer.load_state_dict(torch.optim.SGD([param]).state_dict())
+    param.grad = torch.ones(4)
+    with pytest.raises(KeyError, match="betas"):
+        optimizer.step()
+    optimizer.load_state_dict(right)
+    optimizer.step()
+    assert param[0].item() < 1

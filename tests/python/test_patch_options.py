@@ -156,6 +156,8 @@ def test_what_a_program_keeps_in_groups_is_its_own(device, name):
 def test_what_a_program_keeps_on_an_optimizer_is_its_own(device, name):
     optimizer = getattr(torch.optim, name)([parameter(device)], eps=10.0)
     names = ("max_grad_norm", "grad_norm", "process_group", "master_params")
+    assert not set(names) & set(dir(optimizer))
+    assert {name: getattr(optimizer, name) for name in dir(optimizer)}
     for own in names:
         assert not hasattr(optimizer, own)
         with pytest.raises(AttributeError, match=f"{name}' object has no attribute '{own}'"):
@@ -164,6 +166,7 @@ def test_what_a_program_keeps_on_an_optimizer_is_its_own(device, name):
     step(optimizer, 100.0)
     assert optimizer.param_groups[0]["params"][0][0].item() == pytest.approx(1 - 9e-4, abs=2e-5)
     assert [getattr(optimizer, own) for own in names] == [0.01] * 4
+    assert set(names) < set(dir(optimizer))
     assert copy.deepcopy(optimizer).param_groups[0]["eps"] == 10.0
 
 

@@ -22,6 +22,9 @@ from ampfuse.optim._state import (
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
     """A hook that puts into a state dictionary what is not as it is kept."""
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if optimizer._has_own_options:
+            for name in TORCHS_OWN:  # or it would be taken for a group of torch's
+                saved_group.pop(name, None)
         if isinstance(saved_group["lr"], Tensor):  # which loading and schedulers write
             saved_group["lr"] = saved_group["lr"].clone()
         for param, key in zip(group["params"], saved_group["params"], strict=True):
@@ -102,7 +105,7 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
     """
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
-        if any(name in group for name in TORCHS_OWN):
+        if group.keys() >= set(TORCHS_OWN):
             for param in group["params"]:
                 if param in state:
                     entries = state[param].items()

@@ -21,7 +21,6 @@ OURS = {
 # Which of torch's implementations: groups of torch's have these options, and ours do not.
 TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 
-
 # Without which a group is none of Adam's, but another optimizer's that was loaded, say.
 NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
@@ -118,12 +117,15 @@ def check_params(group: dict[str, Any], index: int, option: Option) -> None:
             )
 
 
-def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any], option: Option) -> None:
-    """Programs change options, and append groups that have not all of them.
-
-    Those that torch asks for, in the same way, they must have.
-    """
+def fill(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Programs append groups that have not all options. Those that torch asks for they must."""
     for group in groups:
         for name in defaults.keys() - NEEDED:
             group.setdefault(name, defaults[name])
+
+
+def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any], option: Option) -> None:
+    """Before each step: programs change options."""
+    fill(groups, defaults)
+    for group in groups:
         check_options(group, option)

@@ -1,44 +1,22 @@
 """What Adam has besides the names of torch's."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse.optim._columns import ColumnCache
-from ampfuse.optim._options import check_limit
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import renew_master
 
 
 class OwnNames(Optimizer):
-    """For programs, which steps do not look for here."""
+    """For programs."""
 
+    max_grad_norm: float | None
     _columns: ColumnCache
-    _max_grad_norm: float | None
-    _process_group: Any
     _grad_norm: Tensor | None
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """What gradients are clipped to, but those of groups with a limit of their own."""
-        return self._max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, max_grad_norm: float | None) -> None:
-        check_limit(max_grad_norm)
-        self._max_grad_norm = max_grad_norm
-
-    @property
-    def process_group(self) -> Any:
-        """The processes that step other parameters of the same model."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: Any) -> None:
-        self._process_group = process_group
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -46,7 +24,7 @@ class OwnNames(Optimizer):
 
         None before the first step, and without a `max_grad_norm` from the constructor.
         """
-        if self._max_grad_norm is None or self._grad_norm is None:
+        if self.max_grad_norm is None or self._grad_norm is None:
             return None
         return self._grad_norm.clone()
 

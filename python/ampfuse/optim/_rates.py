@@ -10,7 +10,7 @@ def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> No
     """Put loaded rates into the tensors that there are; each into its own, where they differ."""
     places: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
-        if isinstance(group["lr"], Tensor):
+        if isinstance(group["lr"], Tensor) and "lr" in loaded[index]:
             places.setdefault(id(group["lr"]), []).append(index)
     for sharing in places.values():
         rate = groups[sharing[0]]["lr"]

@@ -23,6 +23,8 @@ from ampfuse.optim._own_names import OwnNames
 from ampfuse.optim._state import Spares
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
 
+OWN_ATTRIBUTES = {"max_grad_norm", "process_group"}
+
 
 class Adam(OwnNames, torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
@@ -108,7 +110,7 @@ class Adam(OwnNames, torch.optim.Adam):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        if self._option is _options.own_option:
+        if self._has_own_options:
             defaults |= {
                 "master_weights": master_weights,
                 "state_dtype": _options.state_dtype_name(state_dtype),
@@ -117,8 +119,9 @@ class Adam(OwnNames, torch.optim.Adam):
             }
         _options.check_first(defaults, self._option)
         _options.check_limit(max_grad_norm)
-        self._max_grad_norm = max_grad_norm
-        self._process_group = process_group
+        if self._has_own_options:
+            self.max_grad_norm = max_grad_norm
+            self.process_group = process_group
         self._columns = ColumnCache(self._option)
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
@@ -128,7 +131,7 @@ class Adam(OwnNames, torch.optim.Adam):
         """As torch's; the group's options are checked as the constructor's are."""
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        if "state_dtype" in self.defaults:
+        if self._has_own_options:
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
             _options.check_first(group, self._option)
@@ -140,12 +143,12 @@ class Adam(OwnNames, torch.optim.Adam):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        own = {"_max_grad_norm": self._max_grad_norm, "_process_group": self._process_group}
+        own = {name: vars(self)[name] for name in OWN_ATTRIBUTES & vars(self).keys()}
         return {**Optimizer.__getstate__(self), **own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
         """Another one for the same processes."""
-        memo[id(self._process_group)] = self._process_group
+        memo[id(self._processes())] = self._processes()
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
@@ -156,9 +159,11 @@ class Adam(OwnNames, torch.optim.Adam):
         if loading is not None:
             _loading.check_all(self.param_groups, loading)
             state = {**state, "state": self.state}
-            _options.check_groups(self.param_groups, self.defaults, self._option)
+            _options.fill(self.param_groups, self.defaults)
             _loading.keep_options(state["param_groups"], self.param_groups, self.defaults)
         Optimizer.__setstate__(self, state)
+        if self._has_own_options:
+            self.defaults.pop("differentiable", None)  # which torch's has just put there
         self._columns = ColumnCache(self._option)
         self._traced = vars(self).get("_traced") or Traced(self)
         self._traced.param_groups = self.param_groups
@@ -200,6 +205,7 @@ class Adam(OwnNames, torch.optim.Adam):
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
+            _options.check_limit(self._shared_limit())
             _options.check_groups(self.param_groups, self.defaults, self._option)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
@@ -214,17 +220,17 @@ class Adam(OwnNames, torch.optim.Adam):
             groups,
             columns,
             self._limits(groups),
-            self._max_grad_norm,
+            self._shared_limit(),
             self._grad_norm,
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
-            process_group=self._process_group,
+            process_group=self._processes(),
             recall=self._traced.recall_norm if torch.compiler.is_compiling() else recall_norm,
         )
         if found_inf is None:
             found_inf = found_here
-        elif self._process_group is not None:
-            found_inf = found_by_any(found_inf, self._process_group)
+        elif self._processes() is not None:
+            found_inf = found_by_any(found_inf, self._processes())
         if self._is_rehearsed:
             found_inf = torch.ones((), dtype=torch.float32)
         for group, of_group, clip in zip(groups, columns, clips, strict=True):
@@ -237,6 +243,16 @@ class Adam(OwnNames, torch.optim.Adam):
     def _may_skip_itself(self) -> bool:
         """Whether a step that is skipped may be one that does nothing, but for making state."""
         return True
+
+    @property
+    def _has_own_options(self) -> bool:
+        return self._option is _options.own_option
+
+    def _shared_limit(self) -> float | None:
+        return self.max_grad_norm
+
+    def _processes(self) -> Any:
+        return self.process_group
 
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
         """Of groups that have one of their own."""

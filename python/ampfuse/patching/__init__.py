@@ -25,11 +25,11 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, whatever torch's implementation was
       to be chosen; but a scaler's steps unscale gradients themselves with `fused=True` alone.
       Without, these are unscaled before, and where hooks or wrappers would see a step that is
-      skipped, the host waits to know, as in torch. They have torch's options and state, but that
-      moments of float16 parameters are float32. What they cannot do is left to torch's class
-      (`differentiable=True`, parameters that are neither on a CPU nor a GPU of NVIDIA's), and the
-      reason is logged, once; and so is what is made while a program has put methods of its own into
-      the class.
+      skipped, and until there is state, the host waits to know, as in torch. They have torch's
+      options and state, but that moments of float16 parameters are float32. What they cannot do is
+      left to torch's class (`differentiable=True`, parameters that are neither on a CPU nor a GPU
+      of NVIDIA's, or twice in a group), and the reason is logged, once; and so is what is made
+      while a program has put methods of its own into the class.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. It
       expects the gradient that `scaler.scale(loss).backward()` brings, of the newest scaler that

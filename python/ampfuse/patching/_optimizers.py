@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -40,8 +41,6 @@ class _InPlaceOfTorchs(optim.Adam):
 
     _option = staticmethod(torchs_option)
 
-    max_grad_norm = _ProgramsOwn()
-    process_group = _ProgramsOwn()
     grad_norm = _ProgramsOwn()
     master_params = _ProgramsOwn()
     sync_masters_from_model = _ProgramsOwn()
@@ -75,6 +74,21 @@ class _InPlaceOfTorchs(optim.Adam):
     def _take_contract(self) -> None:
         is_fused = bool(self._implementations["fused"])
         self._step_supports_amp_scaling = self._unscales_in_place = is_fused
+
+    def __dir__(self) -> Iterable[str]:
+        """What there is."""
+        return [
+            name
+            for name in super().__dir__()
+            if name in vars(self)
+            or not isinstance(getattr_static(type(self), name, None), _ProgramsOwn)
+        ]
+
+    def _shared_limit(self) -> None:
+        """A program's own `max_grad_norm` is for its own use."""
+
+    def _processes(self) -> None:
+        """The same of `process_group`."""
 
     def _may_skip_itself(self) -> bool:
         """A first step that is skipped leaves no state, and schedulers warn of it."""
