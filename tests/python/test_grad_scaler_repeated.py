@@ -47,3 +47,15 @@ def test_gradients_that_are_there_twice_are_told_of(device):
         scaler.update()
     assert reports == ["twice"]
     assert all(math.isnan(record.norm) for record in scaler.history())
+
+
+def test_all_that_share_memory_are_told_of(device):
+    memory = torch.tensor([1.0, math.inf], device=device)
+    model = torch.nn.ParameterDict(
+        {"part": torch.nn.Parameter(torch.ones(1)), "whole": torch.nn.Parameter(torch.ones(2))}
+    ).to(device)
+    model["part"].grad, model["whole"].grad = memory[:1], memory
+    scaler = ampfuse.GradScaler(device.type, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert scaler.overflow_report(model) == ["whole"]

@@ -1,5 +1,7 @@
 """ampfuse.Adam and AdamW in torch.compile(optimizer.step, fullgraph=True): as eager, bit by bit."""
 
+import math
+
 import ampfuse
 import pytest
 import torch
@@ -298,3 +300,17 @@ def test_training_loop_with_a_compiled_step(device):
             step()
 
     assert_same_bits(models[0].parameters(), models[1].parameters())
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan])
+def test_limits_that_make_no_sense_stop_a_compiled_step(device, limit):
+    param = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    param.grad = torch.ones_like(param)
+    step()
+    before = param.detach().clone()
+    optimizer.max_grad_norm = limit
+    with pytest.raises(ValueError, match="max_grad_norm: expected None or at least 0"):
+        step()
+    assert torch.equal(param, before)

@@ -1,6 +1,5 @@
 """Masters when somebody else has a hand in it: models loaded later, state moved, replaced, gone."""
 
-import copy
 import warnings
 from collections import defaultdict
 
@@ -297,26 +296,3 @@ def test_float32_parameters_take_the_masters_of_a_16_bit_run(device, dtype, mast
     train(optimizer, wide, range(3, 5))
 
     assert_same_bits(wide, saved.master_params())
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=str)
-@pytest.mark.parametrize("how", ["loaded", "copied"])
-def test_masters_outlive_any_number_of_checkpoints(device, options, how):
-    """Torch's class puts an option of its own among the defaults of what is loaded or copied."""
-    param = torch.nn.Parameter(torch.ones(4, device=device).bfloat16())
-    optimizer = ampfuse.AdamW([{"params": [param], **options}], lr=1e-4, weight_decay=0.0)
-    for _ in range(5):
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        if how == "copied":
-            optimizer = copy.deepcopy(optimizer)
-            (param,) = optimizer.param_groups[0]["params"]
-        saved = optimizer.state_dict()
-        fresh = torch.nn.Parameter(param.detach().clone())
-        optimizer = ampfuse.AdamW([{"params": [fresh], **options}], lr=1e-4, weight_decay=0.0)
-        optimizer.load_state_dict(saved)
-        param = fresh
-    assert optimizer.state[param]["master_param"].tolist() == pytest.approx(
-        [1 - 5e-4] * 4, abs=1e-6
-    )
-    assert options.items() <= optimizer.param_groups[0].items()

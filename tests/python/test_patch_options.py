@@ -167,6 +167,7 @@ def test_what_a_program_keeps_on_an_optimizer_is_its_own(device, name):
     assert optimizer.param_groups[0]["params"][0][0].item() == pytest.approx(1 - 9e-4, abs=2e-5)
     assert [getattr(optimizer, own) for own in names] == [0.01] * 4
     assert set(names) < set(dir(optimizer))
+    optimizer.process_group = (one for one in names)  # which nobody copies
     assert copy.deepcopy(optimizer).param_groups[0]["eps"] == 10.0
 
 

@@ -1,6 +1,7 @@
 """One read of an optimizer's gradients, wherever they are: unscaled, looked through, measured."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,16 +24,18 @@ class DeviceGradients:
     params: list[Tensor]
     grads: list[Tensor]
 
-    def split(self) -> tuple["DeviceGradients", "DeviceGradients"]:
-        """The first of those that lie in the same memory, and the others."""
-        firsts, others = DeviceGradients([], []), DeviceGradients([], [])
-        seen = set()
+    def rounds(self) -> list["DeviceGradients"]:
+        """Such that no two of one begin at the same place in memory."""
+        found: list[DeviceGradients] = []
+        seen: Counter[int] = Counter()
         for param, grad in zip(self.params, self.grads, strict=True):
-            part = others if grad.data_ptr() in seen else firsts
-            part.params.append(param)
-            part.grads.append(grad)
-            seen.add(grad.data_ptr())
-        return firsts, others
+            place = grad.data_ptr()
+            if seen[place] == len(found):
+                found.append(DeviceGradients([], []))
+            found[seen[place]].params.append(param)
+            found[seen[place]].grads.append(grad)
+            seen[place] += 1
+        return found
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Inspection:
     """What one look at an optimizer's gradients told; all on the devices of the gradients."""
 
     params: "_C.WeakTensors | TracedWeakTensors"  # which a model may take with it
-    norms: list[Tensor]  # of the parameters' gradients, one tensor per device
+    norms: list[Tensor]  # of the parameters' gradients, in the same order
     total_norms: list[Tensor]  # one per device, of what this process has
     are_whole: bool  # whether that is all of all gradients
     is_scaled: bool = False  # whether the norms are of gradients that are scaled still
@@ -123,24 +126,21 @@ def inspect(
     for device, part in gradients.on.items():
         flags[device] = on_device(found_inf, device).clone()
         scale_there = on_device(inv_scale, device)
+        rounds = [part]
         try:
-            result = unscale(part, flags[device], scale_there)
+            results = [unscale(part, flags[device], scale_there)]
         except ValueError:
             # Of a parameter that is in a group twice, say: torch multiplies once for each.
-            part, again = part.split()
-            if not again.grads:
+            rounds = part.rounds()
+            if len(rounds) == 1:
                 raise
-            result = unscale(part, flags[device], scale_there)
-            while again.grads:
-                once, again = again.split()
-                unscale(once, flags[device], scale_there)
+            results = [unscale(once, flags[device], scale_there) for once in rounds]
             are_whole = False
-        else:
-            if not torch.compiler.is_compiling():
-                _C.remember_norm(part.grads, result.total_norm)
-        params += part.params
-        norms.append(result.norms)
-        total_norms.append(result.total_norm)
+        if len(rounds) == 1 and not torch.compiler.is_compiling():
+            _C.remember_norm(part.grads, results[0].total_norm)
+        params += [param for once in rounds for param in once.params]
+        norms += [result.norms for result in results]
+        total_norms.append(results[0].total_norm)
     if gradients.meshes or process_group is not None:
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
     return flags, Inspection(weak(params), norms, total_norms, are_whole)

@@ -185,4 +185,4 @@ class Memory:
 def names_of(params: Iterable[Tensor], model: torch.nn.Module) -> list[str]:
     """What the model calls them; those that it does not have are left out."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    return [names[param] for param in params if param in names]
+    return [names[param] for param in dict.fromkeys(params) if param in names]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim._options import NEEDED, TORCHS_OWN, Kept, Option, kept
+from ampfuse.optim._options import NEEDED, TORCHS_OWN, Kept, Option, forget_torchs, kept
 from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
@@ -23,8 +23,7 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
     """A hook that puts into a state dictionary what is not as it is kept."""
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         if optimizer._has_own_options:
-            for name in TORCHS_OWN:  # or it would be taken for a group of torch's
-                saved_group.pop(name, None)
+            forget_torchs(saved_group)  # which programs may put there at any time
         if isinstance(saved_group["lr"], Tensor):  # which loading and schedulers write
             saved_group["lr"] = saved_group["lr"].clone()
         for param, key in zip(group["params"], saved_group["params"], strict=True):
@@ -105,7 +104,7 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
     """
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
-        if group.keys() >= set(TORCHS_OWN):
+        if any(name in group for name in TORCHS_OWN):
             for param in group["params"]:
                 if param in state:
                     entries = state[param].items()

@@ -24,6 +24,13 @@ TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 # Without which a group is none of Adam's, but another optimizer's that was loaded, say.
 NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
+
+def forget_torchs(group: dict[str, Any]) -> None:
+    """For what is saved not to be taken for torch's, whose masters are not stepped."""
+    for name in TORCHS_OWN:
+        group.pop(name, None)
+
+
 Option = Callable[[dict[str, Any], str], Any]  # what a group says of one of ours
 
 

@@ -1,6 +1,7 @@
 """What Adam has besides the names of torch's."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ class OwnNames(Optimizer):
     """For programs."""
 
     max_grad_norm: float | None
+    process_group: Any
     _columns: ColumnCache
     _grad_norm: Tensor | None
 

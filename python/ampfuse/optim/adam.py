@@ -120,8 +120,9 @@ class Adam(OwnNames, torch.optim.Adam):
         _options.check_first(defaults, self._option)
         _options.check_limit(max_grad_norm)
         if self._has_own_options:
-            self.max_grad_norm = max_grad_norm
-            self.process_group = process_group
+            for name, given in (("max_grad_norm", max_grad_norm), ("process_group", process_group)):
+                if given is not None or not hasattr(type(self), name):  # of derived classes
+                    setattr(self, name, given)
         self._columns = ColumnCache(self._option)
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
@@ -132,6 +133,7 @@ class Adam(OwnNames, torch.optim.Adam):
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
+            _options.forget_torchs(group)
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
             _options.check_first(group, self._option)
@@ -143,8 +145,8 @@ class Adam(OwnNames, torch.optim.Adam):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        own = {name: vars(self)[name] for name in OWN_ATTRIBUTES & vars(self).keys()}
-        return {**Optimizer.__getstate__(self), **own}
+        names = OWN_ATTRIBUTES & vars(self).keys() if self._has_own_options else ()
+        return {**Optimizer.__getstate__(self), **{name: vars(self)[name] for name in names}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
         """Another one for the same processes."""
@@ -202,10 +204,10 @@ class Adam(OwnNames, torch.optim.Adam):
                 param.grad = None  # which nobody reads: what it was makes no other graph
 
     def _step(self) -> None:
+        _options.check_limit(self._shared_limit())
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
-            _options.check_limit(self._shared_limit())
             _options.check_groups(self.param_groups, self.defaults, self._option)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)

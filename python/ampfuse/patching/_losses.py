@@ -10,6 +10,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._device import DeviceContext
@@ -125,8 +126,7 @@ def _is_in_make_fx() -> bool:
     """Whether a program makes a graph; torch.compile does in the same way."""
     if torch.compiler.is_compiling():
         return False
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    return mode is not None and TracingContext.try_get() is None
+    return get_proxy_mode() is not None and TracingContext.try_get() is None
 
 
 def _why_not(
