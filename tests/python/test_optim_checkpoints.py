@@ -53,6 +53,20 @@ def test_what_others_have_trained_since_stays(device):
     assert torch.equal(param, trained)
 
 
+def test_groups_of_another_optimizer_stay_as_they_are():
+    param = torch.nn.Parameter(torch.ones(4).bfloat16())
+    param.grad = torch.ones_like(param)
+    others = torch.optim.AdamW([param], lr=0.1)
+    others.load_state_dict(ampfuse.AdamW([param], lr=0.1).state_dict())
+    others.step()
+    optimizer = ampfuse.AdamW(others.param_groups, lr=0.1)
+    assert "foreach" not in optimizer.param_groups[0]
+    optimizer.load_state_dict(others.state_dict())
+    for stepped in (optimizer, others):
+        stepped.step()
+    assert others.param_groups[0]["foreach"] is None
+
+
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_gathered_checkpoints_are_loaded_where_a_group_had_options_of_torchs(is_flat):
     model = torch.nn.Linear(3, 2)

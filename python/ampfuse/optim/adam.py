@@ -120,9 +120,8 @@ class Adam(OwnNames, torch.optim.Adam):
         _options.check_first(defaults, self._option)
         _options.check_limit(max_grad_norm)
         if self._has_own_options:
-            for name, given in (("max_grad_norm", max_grad_norm), ("process_group", process_group)):
-                if given is not None or not hasattr(type(self), name):  # of derived classes
-                    setattr(self, name, given)
+            self.max_grad_norm = max_grad_norm
+            self.process_group = process_group
         self._columns = ColumnCache(self._option)
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
@@ -133,7 +132,9 @@ class Adam(OwnNames, torch.optim.Adam):
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
-            _options.forget_torchs(group)
+            if any(name in group for name in _options.TORCHS_OWN):  # another optimizer's, it may be
+                group = self.param_groups[-1] = dict(group)
+                _options.forget_torchs(group)
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
             _options.check_first(group, self._option)
