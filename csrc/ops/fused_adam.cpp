@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/fused_adam.h>
 
+#include <cmath>
+
 #include "tensor_list.h"
 
 namespace ampfuse {

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim._options import NEEDED, TORCHS_OWN, Kept, Option, forget_torchs, kept
+from ampfuse.optim._options import NEEDED, Kept, Option, has_torchs, kept, without_torchs
 from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
@@ -21,9 +21,9 @@ from ampfuse.optim._state import (
 
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
     """A hook that puts into a state dictionary what is not as it is kept."""
+    if optimizer._has_own_options:  # programs may put torch's there at any time
+        saved["param_groups"] = [without_torchs(group) for group in saved["param_groups"]]
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if optimizer._has_own_options:
-            forget_torchs(saved_group)  # which programs may put there at any time
         if isinstance(saved_group["lr"], Tensor):  # which loading and schedulers write
             saved_group["lr"] = saved_group["lr"].clone()
         for param, key in zip(group["params"], saved_group["params"], strict=True):
@@ -104,12 +104,12 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
     """
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
-        if any(name in group for name in TORCHS_OWN):
+        if has_torchs(group):
             for param in group["params"]:
                 if param in state:
                     entries = state[param].items()
                     state[param] = {k: v for k, v in entries if k != "master_param"}
-        groups.append({k: v for k, v in group.items() if k not in TORCHS_OWN})
+        groups.append(without_torchs(group))
     return {**saved, "state": state, "param_groups": groups}
 
 

@@ -25,10 +25,14 @@ TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
 
-def forget_torchs(group: dict[str, Any]) -> None:
-    """For what is saved not to be taken for torch's, whose masters are not stepped."""
-    for name in TORCHS_OWN:
-        group.pop(name, None)
+def has_torchs(group: dict[str, Any]) -> bool:
+    """Whether it is taken for a group of torch's where it is loaded: those step no masters."""
+    return any(name in group for name in TORCHS_OWN)
+
+
+def without_torchs(group: dict[str, Any]) -> dict[str, Any]:
+    """The same for ours."""
+    return {name: value for name, value in group.items() if name not in TORCHS_OWN}
 
 
 Option = Callable[[dict[str, Any], str], Any]  # what a group says of one of ours

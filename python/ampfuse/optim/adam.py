@@ -132,9 +132,8 @@ class Adam(OwnNames, torch.optim.Adam):
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
-            if any(name in group for name in _options.TORCHS_OWN):  # another optimizer's, it may be
-                group = self.param_groups[-1] = dict(group)
-                _options.forget_torchs(group)
+            if _options.has_torchs(group):  # another optimizer's, it may be
+                group = self.param_groups[-1] = _options.without_torchs(group)
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
         try:
             _options.check_first(group, self._option)
@@ -206,23 +205,23 @@ class Adam(OwnNames, torch.optim.Adam):
 
     def _step(self) -> None:
         _options.check_limit(self._shared_limit())
+        groups = groups_of(self)
+        limits = self._limits(groups)
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
             _options.check_groups(self.param_groups, self.defaults, self._option)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
-            limits = self._limits(self.param_groups)
             self._grad_norm = placed(self._grad_norm, limits, columns)
             self._check_before_writing(columns)
-        groups = groups_of(self)
         told = self if self._traced.found_inf is None else self._traced
         grad_scale: Tensor | None = getattr(told, "grad_scale", None)
         found_inf: Tensor | None = getattr(told, "found_inf", None)
         clips, found_here = group_clips(
             groups,
             columns,
-            self._limits(groups),
+            limits,
             self._shared_limit(),
             self._grad_norm,
             grad_scale=grad_scale,
