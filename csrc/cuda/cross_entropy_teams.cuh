@@ -26,7 +26,7 @@ struct DeviceRoom {
   /// Bytes of shared memory for each of so many blocks on a multiprocessor. The system takes 1 KiB
   /// of each.
   int64_t of_block(int blocks) const {
-    return std::min(shared_per_block, shared / blocks - 1024) - kOwnShared;
+    return most_shared(std::min(shared_per_block, shared / blocks - 1024));
   }
 };
 

@@ -35,6 +35,11 @@ constexpr bool must_ask_for_shared(int dynamic) {
   return dynamic > 48 * 1024 - kOwnShared;
 }
 
+// The most that a launch may ask for where a block may have so many bytes in all.
+constexpr int64_t most_shared(int64_t per_block) {
+  return per_block - kOwnShared;
+}
+
 }  // namespace ampfuse
 
 #if defined(__CUDACC__)

@@ -30,8 +30,12 @@ class LaunchStream {
   void launch_blocks(void (*kernel)(Parameters...), int blocks, int threads, int shared,
                      Arguments&&... arguments) const {
     if (must_ask_for_shared(shared)) {
+      // Always the most that any launch asks for. The limit belongs to the kernel: one that was
+      // lowered for this launch could be too low for another thread's, which has raised it before.
+      const auto most =
+          static_cast<int>(most_shared(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
       C10_CUDA_CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
     kernel<<<blocks, threads, shared, stream_>>>(std::forward<Arguments>(arguments)...);
     C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -61,6 +61,8 @@ TEMPLATE_TEST_CASE("teams keep what their blocks have room for", "", c10::BFloat
           CHECK(launch.kept % Team::kSize == 0);
           CHECK(launch.shared == launch.kept * Team::kTeams * 16);
           CHECK(launch.shared + kOwnShared <= room.shared_per_block);
+          // To which every kernel's limit is set, whatever this launch needs.
+          CHECK(launch.shared <= ampfuse::most_shared(room.shared_per_block));
           CHECK(kBlocks * (launch.shared + kOwnShared + kKiB) <= room.shared);
           CHECK(launch.blocks <= room.multiprocessors * kBlocks);
           // No more than all of a row.
