@@ -6,7 +6,7 @@ The optimizers do nothing, so that what is timed is the scaler's part. Bytes, co
 the gradients (reads, writes):
 
 - step                   1, 1   unscaled, looked through, decided on the host
-- step_clip              2, 1   unscale_(), clip_grad_norm_() to a norm that is exceeded, step()
+- step_clip              2, 1   clip_grad_norm_() to a norm that is exceeded, step()
 - step_clip_below_limit  1, 1   the same within the norm: the second pass is not needed
 - step_on_device         1, 0   an optimizer that takes scale and flag as tensors: looked through
 
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import ampfuse
 import shapes
@@ -73,9 +74,18 @@ OPERATIONS = [
 ]
 
 
+Clip = Callable[[Any, Idle, float], object]
+
+
+def clip_as_with_torch(scaler: GradScaler, optimizer: Idle, limit: float) -> None:
+    """What a training loop writes out."""
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
+
+
 def iterate(
-    scaler: GradScaler,
-    clip: Callable[[list[torch.Tensor], float], object],
+    scaler: Any,
+    clip: Clip,
     operation: Operation,
     optimizer: Idle,
     gradients: Gradients,
@@ -83,8 +93,7 @@ def iterate(
     """As in a training loop, after backward()."""
     scaler.scale(gradients.found_inf)  # any number: the loss
     if operation.limit is not None:
-        scaler.unscale_(optimizer)
-        clip(gradients.parameters, operation.limit)
+        clip(scaler, optimizer, operation.limit)
     scaler.step(optimizer)
     scaler.update()
 
@@ -99,7 +108,7 @@ def providers(
     def provider(
         name: str,
         scaler: GradScaler,
-        clip: Callable[[list[torch.Tensor], float], object],
+        clip: Clip,
         moves: int,
     ) -> Provider:
         return Provider(
@@ -115,8 +124,8 @@ def providers(
     theirs = 20 if clips else 8
     ours = ITEM * (operation.reads + operation.writes + (operation.limit == UNSCALED_LIMIT))
     return [
-        provider("torch", GradScaler(device), clip_grad_norm_, theirs),
-        provider(OURS, ampfuse.GradScaler(device), ampfuse.clip_grad_norm_, ours),
+        provider("torch", GradScaler(device), clip_as_with_torch, theirs),
+        provider(OURS, ampfuse.GradScaler(device), ampfuse.GradScaler.clip_grad_norm_, ours),
     ]
 
 

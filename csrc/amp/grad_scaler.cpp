@@ -2,16 +2,21 @@
 
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/le.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <ampfuse/clip_grad.h>
 #include <ampfuse/optim.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 #include <torch/optim/lbfgs.h>
 
+#include <typeinfo>
+
 #include "../ops/device_scalars.h"
-#include "../ops/known_norm.h"
+#include "../ops/fused_adam.h"
 #include "scale_policy.h"
 #include "scaler_state.h"
 
@@ -47,35 +52,19 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer) {
   // The reciprocal in double, rounded once, as torch's.
   const at::Tensor inv_scale = state.scale.to(at::kDouble).reciprocal().to(at::kFloat);
   of_optimizer.inspection =
-      amp::inspect(*of_optimizer.optimizer, inv_scale, state.options.allow_fp16_grads(),
-                   state.options.process_group());
+      amp::inspect(*of_optimizer.optimizer, inv_scale, at::zeros_like(state.scale),
+                   state.options.allow_fp16_grads(), state.options.process_group());
   of_optimizer.stage = Stage::kUnscaled;
 }
 
 void look_at_scaled(ScalerState& state, OptimizerState& of_optimizer) {
-  of_optimizer.inspection = amp::inspect(*of_optimizer.optimizer, at::ones_like(state.scale),
-                                         /*allow_fp16=*/true, state.options.process_group());
+  // A scale without a finite inverse overflows whatever gradients it brings.
+  at::Tensor found_inf = at::empty_like(state.scale);
+  at::le_out(found_inf, state.scale, math::kLargestScaleWithoutInverse);
+  of_optimizer.inspection =
+      amp::inspect(*of_optimizer.optimizer, at::ones_like(state.scale), found_inf,
+                   /*allow_fp16=*/true, state.options.process_group());
   of_optimizer.inspection.is_scaled = true;
-}
-
-// The step of an optimizer that takes scale and flag as tensors, for its duration.
-at::Tensor step_with_tensors(Adam& optimizer, const ScalerState& state,
-                             const OptimizerState& of_optimizer, const at::Tensor& found_inf) {
-  struct Reset {
-    Adam& optimizer;
-    ~Reset() {
-      optimizer.grad_scale.reset();
-      optimizer.found_inf.reset();
-    }
-  } const reset{optimizer};
-  const Inspection& inspection = of_optimizer.inspection;
-  if (inspection.is_scaled) {
-    const auto& users_own = optimizer.grad_scale;
-    optimizer.grad_scale =
-        users_own ? state.scale * on_device(*users_own, state.scale.device()) : state.scale;
-  }
-  optimizer.found_inf = found_inf;
-  return optimizer.step();
 }
 
 void raise_if_collapsed(ScalerState& state) {
@@ -132,6 +121,21 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale(*state_, of_optimizer);
 }
 
+at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm) {
+  const std::vector<at::Tensor> params = amp::params_of(optimizer);
+  if (!is_enabled() || state_->of(optimizer).stage == Stage::kUnscaled) {
+    return ampfuse::clip_grad_norm_(params, max_norm);
+  }
+  unscale_(optimizer);
+  const Inspection& inspection = state_->of(optimizer).inspection;
+  if (!inspection.are_whole || inspection.total_norms.empty()) {
+    return ampfuse::clip_grad_norm_(params, max_norm);
+  }
+  const at::Tensor total_norm = joined_norm(inspection.total_norms).to(amp::norm_dtype_of(params));
+  clip_grads_with_norm_(params, max_norm, total_norm);
+  return total_norm;
+}
+
 at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
                             torch::optim::Optimizer::LossClosure closure) {
   if (!is_enabled()) return optimizer.step(std::move(closure));
@@ -156,18 +160,38 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   const at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
   state_->memory.note_step(found_inf, of_optimizer.inspection);
-  // A step may write gradients without moving their version counters, also one that throws.
-  struct ForgetNorms {
-    ~ForgetNorms() { forget_norms(); }
-  } const forget;
   at::Tensor loss;
   if (takes_tensors) {
-    loss = step_with_tensors(*takes_tensors, *state_, of_optimizer, found_inf);
+    loss = step_with_tensors(*takes_tensors, of_optimizer.inspection, found_inf);
   } else if (flags.empty() || found_inf.item<float>() == 0) {  // the one place that waits
     loss = optimizer.step();
   }
   state_->of(optimizer).stage = Stage::kStepped;  // the step may have called this scaler, too
   return loss;
+}
+
+// Scale, flag and norms are the optimizer's for the duration of its step.
+at::Tensor GradScaler::step_with_tensors(Adam& optimizer, const amp::Inspection& inspection,
+                                         const at::Tensor& found_inf) {
+  struct Reset {
+    Adam& optimizer;
+    ~Reset() {
+      optimizer.grad_scale.reset();
+      optimizer.found_inf.reset();
+      optimizer.known_norms_.clear();
+    }
+  } const reset{optimizer};
+  const ScalerState& state = *state_;
+  if (inspection.is_scaled) {
+    const auto& users_own = optimizer.grad_scale;
+    optimizer.grad_scale =
+        users_own ? state.scale * on_device(*users_own, state.scale.device()) : state.scale;
+  }
+  optimizer.found_inf = found_inf;
+  // The step of a derived class may write gradients before it calls Adam's.
+  const bool is_own_step = typeid(optimizer) == typeid(Adam) || typeid(optimizer) == typeid(AdamW);
+  if (is_own_step && inspection.is_scaled) optimizer.known_norms_ = inspection.total_norms;
+  return optimizer.step();
 }
 
 // --- the scale -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "../ops/device_scalars.h"
-#include "../ops/known_norm.h"
+#include "../ops/tensor_list.h"
 
 namespace ampfuse::amp {
 
@@ -69,31 +69,45 @@ at::Tensor shared(const std::vector<at::Tensor>& flags, at::Device device,
 }  // namespace
 
 Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& inv_scale,
-                   bool allow_fp16,
+                   const at::Tensor& found_inf, bool allow_fp16,
                    const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group) {
   const c10::NoGradGuard no_grad;
   Inspection inspection;
   const Gradients all = gather(optimizer, allow_fp16);
   inspection.are_whole = !process_group && all.are_whole;
   for (const DeviceGradients& part : all.parts) {
-    const auto floats = at::TensorOptions(part.device).dtype(at::kFloat);
-    const at::Tensor found_inf = at::zeros({}, floats);
+    const at::Tensor flag = on_device(found_inf, part.device);
     // In double, since scaled gradients have norms beyond float where none of their elements is.
     const UnscaledNorm result = multi_tensor_unscale_norm(
-        part.grads, found_inf, on_device(inv_scale, part.device), /*ord=*/2, at::kDouble);
-    remember_norm(part.grads, result.total_norm);
+        part.grads, flag, on_device(inv_scale, part.device), /*ord=*/2, at::kDouble);
     for (const at::Tensor& param : part.params) {
       inspection.params.emplace_back(param.getIntrusivePtr());
     }
     inspection.norms.push_back(result.norms);
     inspection.total_norms.push_back(result.total_norm);
-    inspection.found_infs.push_back(found_inf);
+    inspection.found_infs.push_back(flag);
   }
   if (process_group) {
     inspection.found_infs = {shared(inspection.found_infs, inv_scale.device(),
                                     dynamic_cast<c10d::ProcessGroup&>(*process_group))};
   }
   return inspection;
+}
+
+std::vector<at::Tensor> params_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> params;
+  for (const auto& group : optimizer.param_groups()) {
+    params.insert(params.end(), group.params().begin(), group.params().end());
+  }
+  return params;
+}
+
+at::ScalarType norm_dtype_of(at::TensorList params) {
+  std::vector<at::Tensor> grads;
+  for (const at::Tensor& param : params) {
+    if (param.grad().defined()) grads.push_back(param.grad());
+  }
+  return norm_dtype(grads);
 }
 
 void check_process_group(const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group) {

@@ -21,11 +21,18 @@ struct Inspection {
 };
 
 /// Multiplies by `inv_scale`, and tells whether a result is not finite. At 1 nothing is written.
-/// Refuses half gradients, naming the parameter, unless they are allowed. `process_group`: null, or
-/// one that check_process_group has let pass.
+/// Flags begin as `found_inf`, which becomes that of its device. Refuses half gradients, naming the
+/// parameter, unless they are allowed. `process_group`: null, or one that check_process_group has
+/// let pass.
 Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& inv_scale,
-                   bool allow_fp16,
+                   const at::Tensor& found_inf, bool allow_fp16,
                    const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group);
+
+/// The parameters of all groups.
+std::vector<at::Tensor> params_of(const torch::optim::Optimizer& optimizer);
+
+/// The dtype in which the norm of these parameters' gradients is returned.
+at::ScalarType norm_dtype_of(at::TensorList params);
 
 /// Refuses what is none.
 void check_process_group(const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group);

@@ -6,9 +6,9 @@
 #include <array>
 #include <deque>
 
+#include "../ops/mirror.h"
 #include "../ops/update_scale.h"
 #include "gradients.h"
-#include "mirror.h"
 
 namespace ampfuse::amp {
 

@@ -14,10 +14,10 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "../ops/registration.h"
 #include "baked_gradient.h"
 #include "cross_entropy_again.h"
 #include "mutating.h"
@@ -253,20 +253,20 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeImplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("cross_entropy", cross_entropy_composite);
   m.impl("cross_entropy.as_torch", cross_entropy_as_torch_composite);
   m.impl("cross_entropy.metrics", cross_entropy_metrics_composite);
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+AMPFUSE_KERNELS(Autograd, m) {
   m.impl("cross_entropy_", cross_entropy_in_place_autograd);
   m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("cross_entropy_rescale_", mutating_autograd());
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, ADInplaceOrView, m) {
+AMPFUSE_KERNELS(ADInplaceOrView, m) {
   m.impl("cross_entropy_", mutating_version_bump());
   m.impl("cross_entropy_rescale_", mutating_version_bump());
 }

@@ -1,15 +1,14 @@
-#include <torch/library.h>
-
+#include "../ops/registration.h"
 #include "mutating.h"
 
 namespace ampfuse {
 
-TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+AMPFUSE_KERNELS(Autograd, m) {
   m.impl("fused_adam", mutating_autograd());
   m.impl("fused_adam.write_back_grads", mutating_autograd());
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, ADInplaceOrView, m) {
+AMPFUSE_KERNELS(ADInplaceOrView, m) {
   m.impl("fused_adam", mutating_version_bump());
   m.impl("fused_adam.write_back_grads", mutating_version_bump());
 }

@@ -7,11 +7,11 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <utility>
 #include <vector>
 
+#include "../ops/registration.h"
 #include "baked_gradient.h"
 #include "once_differentiable.h"
 
@@ -233,12 +233,12 @@ Metrics linear_cross_entropy_metrics_composite(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeImplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("linear_cross_entropy", linear_cross_entropy_composite);
   m.impl("linear_cross_entropy.metrics", linear_cross_entropy_metrics_composite);
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+AMPFUSE_KERNELS(Autograd, m) {
   m.impl("linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
 }

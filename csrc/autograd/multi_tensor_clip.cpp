@@ -1,14 +1,13 @@
-#include <torch/library.h>
-
+#include "../ops/registration.h"
 #include "mutating.h"
 
 namespace ampfuse {
 
-TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+AMPFUSE_KERNELS(Autograd, m) {
   m.impl("multi_tensor_clip", mutating_autograd());
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, ADInplaceOrView, m) {
+AMPFUSE_KERNELS(ADInplaceOrView, m) {
   m.impl("multi_tensor_clip", mutating_version_bump());
 }
 

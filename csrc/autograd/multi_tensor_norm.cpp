@@ -1,10 +1,10 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
 // A number for decisions, not for losses: backward through it raises.
-TORCH_LIBRARY_IMPL(ampfuse, Autograd, m) {
+AMPFUSE_KERNELS(Autograd, m) {
   m.impl("multi_tensor_norm", torch::autograd::autogradNotImplementedFallback());
 }
 

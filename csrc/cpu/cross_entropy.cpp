@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../ops/cross_entropy_kernels.h"
+#include "../ops/registration.h"
 #include "cross_entropy_passes.h"
 #include "fresh_memory.h"
 #include "vec/multi_tensor_scale.h"
@@ -119,7 +120,7 @@ void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& 
 constexpr CrossEntropyKernels kCrossEntropyCpu = {weigh, forward, backward, rescale,
                                                   /*narrows_in_place=*/true};
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   register_cross_entropy<kCrossEntropyCpu>(m);
 }
 

@@ -1,6 +1,7 @@
 #include <ATen/Parallel.h>
 
 #include "../ops/adam_tensors.h"
+#include "../ops/registration.h"
 #include "chunks.h"
 #include "vec/fused_adam.h"
 
@@ -60,7 +61,10 @@ void fused_adam_cpu(const FusedAdamArguments& arguments) {
   if (arguments.grad_norm) {
     *arguments.grad_norm->mutable_data_ptr<float>() = static_cast<float>(gradients.norm);
   }
-  if (value_or(arguments.found_inf, 0) != 0) return;
+  if (math::skips_step(static_cast<float>(value_or(arguments.found_inf, 0)),
+                       static_cast<float>(value_or(arguments.grad_scale, 1)))) {
+    return;
+  }
   const auto steps = count_steps(tensors, options, arguments.lr.item<double>());
   std::vector<TensorRun> params;
   params.reserve(tensors.size());
@@ -78,7 +82,7 @@ void fused_adam_cpu(const FusedAdamArguments& arguments) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   register_fused_adam<fused_adam_cpu>(m);
 }
 

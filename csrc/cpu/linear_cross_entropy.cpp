@@ -1,8 +1,9 @@
 #include "../ops/linear_cross_entropy_kernels.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   register_linear_cross_entropy<kByChunk<kCrossEntropyCpu, kClassShardsCpu>>(m);
 }
 

@@ -1,9 +1,8 @@
 #include "../ops/multi_tensor_clip.h"
 
-#include <torch/library.h>
-
 #include "../math/multi_tensor_clip.h"
 #include "../ops/borrowed_list.h"
+#include "../ops/registration.h"
 #include "../ops/tensor_list.h"
 #include "chunks.h"
 #include "vec/multi_tensor_scale.h"
@@ -13,22 +12,20 @@ namespace ampfuse {
 namespace {
 
 void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
-  check_multi_tensor_clip(tensors, total_norm);
+  const DenseRuns dense("multi_tensor_clip", tensors, Complex::kAsReal, Use::kWrite);
+  check_clip_norm(tensors, total_norm);
   const double factor = math::clip_factor(total_norm.item<double>(), max_norm);
   if (factor == 1) return;
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
-  for_each_distinct(tensors, [&](at::TensorList distinct) {
-    const DenseRuns dense("multi_tensor_clip", distinct, Complex::kAsReal, Use::kWrite);
-    Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
-      scale_chunk(chunk.dtype, chunk.data, chunk.size, factor);
-    });
-    dense.write_back();
+  Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
+    scale_chunk(chunk.dtype, chunk.data, chunk.size, factor);
   });
+  dense.write_back();
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cpu>());
 }
 

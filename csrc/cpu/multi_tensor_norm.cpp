@@ -1,9 +1,9 @@
 #include "multi_tensor_norm.h"
 
 #include <ATen/Dispatch.h>
-#include <torch/library.h>
 
 #include "../ops/borrowed_list.h"
+#include "../ops/registration.h"
 #include "../ops/tensor_list.h"
 #include "vec/multi_tensor_norm.h"
 
@@ -41,8 +41,8 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
 
 NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord,
                                   std::optional<at::ScalarType> dtype) {
-  check_multi_tensor_norm(tensors, ord, dtype);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
+  check_norm_dtype("multi_tensor_norm", dtype);
   const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
@@ -69,7 +69,7 @@ void write_norms(math::NormType type, const Chunks& chunks,
   }
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cpu>());
 }
 

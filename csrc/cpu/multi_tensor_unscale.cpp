@@ -1,10 +1,9 @@
 #include "../ops/multi_tensor_unscale.h"
 
-#include <torch/library.h>
-
 #include <atomic>
 
 #include "../ops/borrowed_list.h"
+#include "../ops/registration.h"
 #include "../ops/tensor_list.h"
 #include "multi_tensor_norm.h"
 #include "vec/multi_tensor_norm.h"
@@ -16,19 +15,17 @@ namespace {
 
 void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_inf,
                               const at::Tensor& inv_scale) {
-  check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
+  const DenseRuns dense("multi_tensor_unscale", tensors, Complex::kAsReal, Use::kWrite);
+  check_unscale_scalars("multi_tensor_unscale", tensors, found_inf, inv_scale);
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   std::atomic<bool> finite = true;
-  for_each_distinct(tensors, [&](at::TensorList distinct) {
-    const DenseRuns dense("multi_tensor_unscale", distinct, Complex::kAsReal, Use::kWrite);
-    Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
-      if (!scale_chunk(chunk.dtype, chunk.data, chunk.size, factor)) {
-        finite.store(false, std::memory_order_relaxed);
-      }
-    });
-    if (factor != 1) dense.write_back();
+  Chunks(dense.get()).parallel_for([&](const Chunk& chunk) {
+    if (!scale_chunk(chunk.dtype, chunk.data, chunk.size, factor)) {
+      finite.store(false, std::memory_order_relaxed);
+    }
   });
+  if (factor != 1) dense.write_back();
   if (!finite) found_inf.fill_(1);
 }
 
@@ -37,14 +34,13 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
                                                   const at::Tensor& inv_scale, double ord,
                                                   std::optional<at::ScalarType> dtype) {
   const char* op = "multi_tensor_unscale_norm";
-  check_multi_tensor_unscale(op, tensors, found_inf, inv_scale);
   const math::NormType type = norm_type(op, ord);
   check_norm_dtype(op, dtype);
-  check_distinct(op, tensors);
+  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
+  check_unscale_scalars(op, tensors, found_inf, inv_scale);
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
   const auto scale_norm_chunk = AMPFUSE_CHOOSE(scale_norm_chunk);
-  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   chunks.parallel_for([&](const Chunk& chunk) {
@@ -61,7 +57,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cpu>());
   m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cpu>());
 }

@@ -1,4 +1,5 @@
 #include "../ops/update_scale.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -14,7 +15,7 @@ void update_scale_cpu(const UpdateScaleArguments& arguments) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CPU, m) {
+AMPFUSE_KERNELS(CPU, m) {
   register_update_scale<update_scale_cpu>(m);
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../ops/cross_entropy_kernels.h"
+#include "../ops/registration.h"
 #include "cross_entropy_launch.h"
 #include "dispatch.h"
 #include "stream.h"
@@ -124,7 +125,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
 constexpr CrossEntropyKernels kCrossEntropyCuda = {weigh, forward, cross_entropy_backward_cuda,
                                                    cross_entropy_rescale_cuda};
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   register_cross_entropy<kCrossEntropyCuda>(m);
 }
 

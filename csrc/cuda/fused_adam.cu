@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "../ops/registration.h"
 #include "fused_adam_dispatch.h"
 #include "stream.h"
 
@@ -117,7 +118,7 @@ void fused_adam_cuda(const FusedAdamArguments& arguments) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   register_fused_adam<fused_adam_cuda>(m);
 }
 

@@ -6,7 +6,8 @@
 // fused_adam_kernel, a warp per chunk: reads all columns, updates, writes; or returns at once.
 //
 // Bytes per element, with gradients and model in 16 bits, fp32 masters and means: 2 + 12 read, 12 +
-// 2 written, the model's old value never read; 26 with remainders for masters.
+// 2 written; 26 with remainders for masters. Of the model's old value one element in 128 is read,
+// and only where masters are to adopt what somebody else wrote.
 #pragma once
 
 #include <type_traits>
@@ -63,10 +64,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     fused_adam_prepare_kernel(const __grid_constant__ StepTable table, int64_t first,
                               math::AdamOptions options, AdamSignals signals,
                               AdamPlan<acc_t> plan) {
-  // Any value but 0: flags are added up over devices and processes.
-  const bool skip = signals.found_inf != nullptr && *signals.found_inf != 0;
+  const float scale = signals.grad_scale == nullptr ? 1 : *signals.grad_scale;
+  const bool skip = math::skips_step(signals.found_inf == nullptr ? 0 : *signals.found_inf, scale);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    const double scale = signals.grad_scale == nullptr ? 1 : *signals.grad_scale;
     const double norm = signals.clip ? signals.total_norm.get() : 0;
     const math::AdamGradients gradients =
         math::adam_gradients(scale, signals.clip, norm, signals.max_norm);
@@ -129,6 +129,21 @@ __device__ __forceinline__ AdamChunk<Types> adam_chunk(const AdamTable& table,
     chunk.master = chunk_data<typename Types::master_t>(table, math::kMaster, at);
   }
   return chunk;
+}
+
+// Compares one element in 128 with its master, 0.25 bytes for each element of the chunk, and where
+// one was written over has the masters of the whole chunk take over what was written.
+template <typename Types>
+__device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int size, int lane) {
+  constexpr int kStride = 128;
+  static_assert(kWarp * kStride >= kAdamChunk, "one look by each lane reaches the chunk's end");
+  const int i = lane * kStride;
+  const bool is_written_over = i < size && math::is_written_over(chunk.param[i], chunk.master[i]);
+  if (!__any_sync(0xffffffffu, is_written_over)) return;
+  for (int e = lane; e < size; e += kWarp) {
+    chunk.master[e] = math::adopted(chunk.param[e], chunk.master[e]);
+  }
+  __syncwarp();  // other lanes step these elements
 }
 
 // Updates the `kCount` elements from `i` on, with one access to each column in each direction.
@@ -213,6 +228,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {
     const AdamChunk<Types> chunk = adam_chunk<Types>(table, at);
     const auto step = plan.steps[first + at.tensor];
+    if constexpr (Types::kMaster == Master::kFloat) {
+      if (constants.adopt_params) adopt_params(chunk, at.size, lane);
+    }
     int done = 0;
     if (adam_chunk_is_aligned(chunk)) {
       done = at.size / Types::kLot * Types::kLot;

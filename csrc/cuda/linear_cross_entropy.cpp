@@ -1,8 +1,9 @@
 #include "../ops/linear_cross_entropy_kernels.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kClassShardsCuda>>(m);
 }
 

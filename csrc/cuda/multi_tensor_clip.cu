@@ -1,37 +1,39 @@
 #include "multi_tensor_clip.cuh"
 
-#include <torch/library.h>
-
 #include "../ops/borrowed_list.h"
 #include "../ops/multi_tensor_clip.h"
+#include "../ops/registration.h"
 #include "elementwise_launch.h"
+#include "stream.h"
 
 namespace ampfuse {
 
 namespace {
 
 template <typename norm_t>
-void clip(at::TensorList tensors, const norm_t* total_norm, double max_norm) {
-  for_each_written_table<UnscaleTable>(
-      "multi_tensor_clip", tensors,
-      [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
-        stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>, table.chunks(), table, total_norm,
-                      max_norm);
-      });
+void clip(const LaunchStream& stream, const DenseRuns& dense, const norm_t* total_norm,
+          double max_norm) {
+  for_each_table<UnscaleTable>(dense.get(), [&]<typename scalar_t>(const UnscaleTable& table) {
+    stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>, table.chunks(), table, total_norm,
+                  max_norm);
+  });
 }
 
 void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
-  check_multi_tensor_clip(tensors, total_norm);
+  const DenseRuns dense("multi_tensor_clip", tensors, Complex::kAsReal, Use::kWrite);
+  check_clip_norm(tensors, total_norm);
+  const LaunchStream stream(total_norm);
   if (total_norm.scalar_type() == at::kDouble) {
-    clip(tensors, total_norm.const_data_ptr<double>(), max_norm);
+    clip(stream, dense, total_norm.const_data_ptr<double>(), max_norm);
   } else {
-    clip(tensors, total_norm.const_data_ptr<float>(), max_norm);
+    clip(stream, dense, total_norm.const_data_ptr<float>(), max_norm);
   }
+  dense.write_back();
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
 }
 

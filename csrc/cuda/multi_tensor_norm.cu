@@ -1,8 +1,7 @@
 #include "multi_tensor_norm.cuh"
 
-#include <torch/library.h>
-
 #include "../ops/borrowed_list.h"
+#include "../ops/registration.h"
 #include "norm_launch.h"
 
 namespace ampfuse {
@@ -11,10 +10,10 @@ namespace {
 
 NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
                                    std::optional<at::ScalarType> dtype) {
-  check_multi_tensor_norm(tensors, ord, dtype);
   const math::NormType type = norm_type("multi_tensor_norm", ord);
-  const LaunchStream stream(tensors[0]);
+  check_norm_dtype("multi_tensor_norm", dtype);
   const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
+  const LaunchStream stream(tensors[0]);
   const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, tensors[0].device());
   const NormOutputs outputs = empty_norm_outputs(tensors, dtype);
@@ -32,7 +31,7 @@ NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
 }
 

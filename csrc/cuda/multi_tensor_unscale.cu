@@ -1,9 +1,8 @@
 #include "multi_tensor_unscale.cuh"
 
-#include <torch/library.h>
-
 #include "../ops/borrowed_list.h"
 #include "../ops/multi_tensor_unscale.h"
+#include "../ops/registration.h"
 #include "elementwise_launch.h"
 #include "norm_launch.h"
 
@@ -13,13 +12,14 @@ namespace {
 
 void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
-  check_multi_tensor_unscale("multi_tensor_unscale", tensors, found_inf, inv_scale);
-  for_each_written_table<UnscaleTable>(
-      "multi_tensor_unscale", tensors,
-      [&]<typename scalar_t>(const LaunchStream& stream, const UnscaleTable& table) {
-        stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
-                      inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
-      });
+  const DenseRuns dense("multi_tensor_unscale", tensors, Complex::kAsReal, Use::kWrite);
+  check_unscale_scalars("multi_tensor_unscale", tensors, found_inf, inv_scale);
+  const LaunchStream stream(found_inf);
+  for_each_table<UnscaleTable>(dense.get(), [&]<typename scalar_t>(const UnscaleTable& table) {
+    stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
+                  inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
+  });
+  dense.write_back();
 }
 
 UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
@@ -27,13 +27,12 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
                                                    const at::Tensor& inv_scale, double ord,
                                                    std::optional<at::ScalarType> dtype) {
   const char* op = "multi_tensor_unscale_norm";
-  check_multi_tensor_unscale(op, tensors, found_inf, inv_scale);
   const math::NormType type = norm_type(op, ord);
   check_norm_dtype(op, dtype);
-  check_distinct(op, tensors);
+  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
+  check_unscale_scalars(op, tensors, found_inf, inv_scale);
   if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device(), dtype));
   const LaunchStream stream(found_inf);
-  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
   const std::vector<TensorRun>& runs = dense.get();
   const NormScratch scratch(runs, found_inf.device());
   const NormOutputs outputs = empty_norm_outputs(tensors, dtype);
@@ -52,7 +51,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());
   m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cuda>());
 }

@@ -11,6 +11,8 @@
 #include <map>
 #include <mutex>
 
+#include "../ops/target_check.h"
+
 namespace ampfuse {
 
 TargetComplaints::TargetComplaints(c10::Device device) {
@@ -35,11 +37,32 @@ void TargetComplaints::raise_earlier() {
                     "'s in an earlier call, whose loss is NaN");
 }
 
+namespace {
+
+struct AllComplaints {
+  std::mutex mutex;
+  std::map<c10::DeviceIndex, TargetComplaints> of_devices;
+};
+
+AllComplaints& all_complaints() {
+  static AllComplaints all;
+  return all;
+}
+
+void raise_all() {
+  AllComplaints& all = all_complaints();
+  const std::lock_guard lock(all.mutex);
+  for (auto& [device, complaints] : all.of_devices) complaints.raise_earlier();
+}
+
+[[maybe_unused]] const bool is_set = (set_target_check(raise_all), true);
+
+}  // namespace
+
 TargetComplaints& target_complaints(c10::Device device) {
-  static std::mutex mutex;
-  static std::map<c10::DeviceIndex, TargetComplaints> of_devices;
-  const std::lock_guard lock(mutex);
-  return of_devices.try_emplace(device.index(), device).first->second;
+  AllComplaints& all = all_complaints();
+  const std::lock_guard lock(all.mutex);
+  return all.of_devices.try_emplace(device.index(), device).first->second;
 }
 
 }  // namespace ampfuse

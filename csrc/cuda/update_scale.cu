@@ -3,6 +3,7 @@
 #include <ATen/ops/amax.h>
 #include <ATen/ops/stack.h>
 
+#include "../ops/registration.h"
 #include "../ops/update_scale.h"
 #include "stream.h"
 
@@ -25,7 +26,7 @@ void update_scale_cuda(const UpdateScaleArguments& arguments) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, CUDA, m) {
+AMPFUSE_KERNELS(CUDA, m) {
   register_update_scale<update_scale_cuda>(m);
 }
 

@@ -34,6 +34,7 @@ struct AdamOptions {
   bool maximize;
   bool decoupled;  // weight decay: AdamW's, else Adam's
   bool write_back_grads;
+  bool adopt_params;  // masters take over what somebody else wrote into their parameters
 };
 
 // The same in the precision of the arithmetic.
@@ -46,6 +47,7 @@ struct AdamConstants {
   acc_t l2;  // weight decay that joins the gradient
   bool maximize;
   bool write_back_grads;
+  bool adopt_params;
 };
 
 template <typename acc_t>
@@ -56,7 +58,8 @@ AMPFUSE_HOST_DEVICE AdamConstants<acc_t> adam_constants(const AdamOptions& optio
           static_cast<acc_t>(1 - options.beta2),
           static_cast<acc_t>(options.decoupled ? 0 : options.weight_decay),
           options.maximize,
-          options.write_back_grads};
+          options.write_back_grads,
+          options.adopt_params};
 }
 
 // What a tensor's step needs besides.
@@ -75,6 +78,30 @@ AMPFUSE_HOST_DEVICE AdamStep<acc_t> adam_step(const AdamOptions& options, double
   const double root2 = std::sqrt(1 - std::pow(options.beta2, step));
   return {static_cast<acc_t>(lr * root2 / correction1), static_cast<acc_t>(options.eps * root2),
           static_cast<acc_t>(options.decoupled ? lr * options.weight_decay : 0)};
+}
+
+// Whether a parameter was written by somebody else: it is not its master, rounded, any more.
+template <typename param_t>
+AMPFUSE_HOST_DEVICE bool is_written_over(param_t param, float master) {
+  const auto now = static_cast<float>(param);
+  const auto then = static_cast<float>(static_cast<param_t>(master));
+  return now != then && (now == now || then == then);
+}
+
+// A float master from here on: the parameter where that was written, else what it was.
+template <typename param_t>
+AMPFUSE_HOST_DEVICE float adopted(param_t param, float master) {
+  return is_written_over(param, master) ? static_cast<float>(param) : master;
+}
+
+// The inverse of this loss scale, and of every smaller one, is not a finite float: gradients that
+// it multiplied would be infinite or NaN.
+inline constexpr float kLargestScaleWithoutInverse = 0x1p-128f;
+
+// Whether a step is to be skipped. `found_inf` may be any number but 0, since flags are added up
+// over devices and processes.
+AMPFUSE_HOST_DEVICE bool skips_step(float found_inf, float grad_scale) {
+  return found_inf != 0 || !(std::fabs(grad_scale) > kLargestScaleWithoutInverse);
 }
 
 // What a scaled gradient's norm says about the step.

@@ -7,6 +7,10 @@
 //
 // NaNs are apart, since adding to their pattern could carry into infinity or the sign: the upper
 // half is kept, made quiet so that it is a NaN by itself, and the remainder is the lower half.
+//
+// Programs write bfloat16 parameters without knowing of remainders: masks, pruning, padding rows.
+// The remainder that is left over then moves the number by half of the bfloat16's last bit at most.
+// Beside zeros and infinities it could make a NaN: it counts as 0 there.
 #pragma once
 
 #include <cstdint>
@@ -20,20 +24,24 @@ struct SplitFloat {
   int16_t remainder;
 };
 
+AMPFUSE_HOST_DEVICE bool is_nan_pattern(uint32_t bits) {
+  return (bits & 0x7fffffffu) > 0x7f800000u;
+}
+
 AMPFUSE_HOST_DEVICE SplitFloat split_float(float x) {
   const auto bits = __builtin_bit_cast(uint32_t, x);
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  const uint32_t upper = is_nan ? (bits >> 16) | 0x0040u : (bits + 0x8000u) >> 16;
+  const uint32_t upper = is_nan_pattern(bits) ? (bits >> 16) | 0x0040u : (bits + 0x8000u) >> 16;
   return {static_cast<uint16_t>(upper), static_cast<int16_t>(static_cast<uint16_t>(bits))};
 }
 
 AMPFUSE_HOST_DEVICE float join_float(SplitFloat split) {
   const uint32_t upper = static_cast<uint32_t>(split.bfloat16) << 16;
-  const bool is_nan = (upper & 0x7fffffffu) > 0x7f800000u;
+  const bool is_nan = is_nan_pattern(upper);
   const uint32_t lower = static_cast<uint16_t>(split.remainder);
   // A negative remainder borrows from the upper half.
   const uint32_t borrow = is_nan ? 0u : (lower & 0x8000u) << 1;
-  return __builtin_bit_cast(float, (upper | lower) - borrow);
+  const uint32_t joined = (upper | lower) - borrow;
+  return __builtin_bit_cast(float, is_nan_pattern(joined) && !is_nan ? upper : joined);
 }
 
 }  // namespace ampfuse::math

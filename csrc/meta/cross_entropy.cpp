@@ -1,4 +1,5 @@
 #include "../ops/cross_entropy_kernels.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -14,7 +15,7 @@ constexpr CrossEntropyKernels kShapesAlone = {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   register_cross_entropy<kShapesAlone>(m);
 }
 

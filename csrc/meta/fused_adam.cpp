@@ -1,4 +1,5 @@
 #include "../ops/fused_adam.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -10,7 +11,7 @@ void fused_adam_meta(const FusedAdamArguments& arguments) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   register_fused_adam<fused_adam_meta>(m);
 }
 

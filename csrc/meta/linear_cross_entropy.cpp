@@ -1,4 +1,5 @@
 #include "../ops/linear_cross_entropy_kernels.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -19,7 +20,7 @@ constexpr LinearCrossEntropyKernels kShapesAlone = {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   register_linear_cross_entropy<kShapesAlone>(m);
 }
 

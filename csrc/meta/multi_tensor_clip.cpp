@@ -1,6 +1,5 @@
 #include "../ops/multi_tensor_clip.h"
-
-#include <torch/library.h>
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -13,7 +12,7 @@ void multi_tensor_clip_meta(at::TensorList tensors, const at::Tensor& total_norm
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   m.impl("multi_tensor_clip", multi_tensor_clip_meta);
 }
 

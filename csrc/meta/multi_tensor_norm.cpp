@@ -1,6 +1,5 @@
 #include "../ops/multi_tensor_norm.h"
-
-#include <torch/library.h>
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -14,7 +13,7 @@ NormOutputs multi_tensor_norm_meta(at::TensorList tensors, double ord,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   m.impl("multi_tensor_norm", multi_tensor_norm_meta);
 }
 

@@ -1,6 +1,5 @@
 #include "../ops/multi_tensor_unscale.h"
-
-#include <torch/library.h>
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -24,7 +23,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_meta(at::TensorList tensors,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   m.impl("multi_tensor_unscale", multi_tensor_unscale_meta);
   m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_meta);
 }

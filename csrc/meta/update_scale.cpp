@@ -1,4 +1,5 @@
 #include "../ops/update_scale.h"
+#include "../ops/registration.h"
 
 namespace ampfuse {
 
@@ -8,7 +9,7 @@ void update_scale_meta(const UpdateScaleArguments&) {}  // which have been check
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ampfuse, Meta, m) {
+AMPFUSE_KERNELS(Meta, m) {
   register_update_scale<update_scale_meta>(m);
 }
 

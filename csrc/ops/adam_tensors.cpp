@@ -1,7 +1,6 @@
 #include "adam_tensors.h"
 
 #include <ATen/ops/empty_strided.h>
-#include <c10/util/flat_hash_map.h>
 
 #include "each_tensor.h"
 #include "tensor_list.h"
@@ -60,26 +59,36 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
   return tensor;
 }
 
+// State is the optimizer's own, and not compared.
+void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn column,
+                           std::vector<const void*> storages) {
+  for (size_t t = 0; t < storages.size(); ++t) {
+    const at::Tensor& tensor = arguments.tensor(column, t);
+    if (storages[t] != nullptr || tensor.numel() == 0) continue;
+    tensor.mutable_data_ptr();  // a lazy clone gets its own memory now
+    storages[t] = written_storage(tensor);
+  }
+  check_disjoint("fused_adam", adam_column_name(column), storages,
+                 [&](size_t t) -> const at::Tensor& { return arguments.tensor(column, t); });
+}
+
 }  // namespace
 
 AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(arguments.count()) {
+  const bool writes_grads = arguments.is_written(math::kGrad);
+  std::vector<const void*> params(tensors_.size());
+  std::vector<const void*> grads(writes_grads ? tensors_.size() : 0);
   for_each_index(
       tensors_.size(), tensors_.empty() ? nullptr : &arguments.tensor(math::kParam, 0),
       [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
-      [&](size_t t) { tensors_[t] = look_at(arguments, t); });
-  ska::flat_hash_map<const void*, size_t> seen;
-  seen.reserve(tensors_.size());
-  for (size_t t = 0; t < tensors_.size(); ++t) {
-    if (tensors_[t].size > 0) {
-      // Where the parameter itself is, for which a copy may stand in.
-      const void* own = tensors_[t].data[math::kParam];
-      if (own == nullptr) own = arguments.tensor(math::kParam, t).mutable_data_ptr();
-      const auto [first, fresh] = seen.emplace(own, t);
-      TORCH_CHECK_VALUE(fresh, "fused_adam: params[", t,
-                        "]: expected distinct tensors, got params[", first->second, "] again");
-    }
-    complete(arguments, t);
-  }
+      [&](size_t t) {
+        tensors_[t] = look_at(arguments, t);
+        params[t] = written_storage(arguments.tensor(math::kParam, t));
+        if (writes_grads) grads[t] = written_storage(arguments.tensor(math::kGrad, t));
+      });
+  for (size_t t = 0; t < tensors_.size(); ++t) complete(arguments, t);
+  check_column_disjoint(arguments, math::kParam, std::move(params));
+  if (writes_grads) check_column_disjoint(arguments, math::kGrad, std::move(grads));
 }
 
 // Finds places for those columns whose own memory was not enough to look at.

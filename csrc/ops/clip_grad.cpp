@@ -8,7 +8,6 @@
 #include <cmath>
 
 #include "device_scalars.h"
-#include "known_norm.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -44,17 +43,14 @@ at::Tensor measured_norm(at::TensorList tensors, double norm_type) {
     norms.push_back(multi_tensor_norm(list.tensors, norm_type).total_norm);
   }
   if (norms.empty()) return at::zeros({});
-  if (norms.size() == 1) return norms[0];
-  for (at::Tensor& norm : norms) norm = on_device(norm, norms[0].device());
-  return multi_tensor_norm(norms, norm_type).total_norm;
+  return joined_norm(std::move(norms), norm_type);
 }
 
 }  // namespace
 
 at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_if_nonfinite) {
   const c10::NoGradGuard no_grad;
-  const auto known = norm_type == 2 ? recall_norm(tensors, /*as_double=*/false) : std::nullopt;
-  const at::Tensor total = known ? *known : measured_norm(tensors, norm_type);
+  const at::Tensor total = measured_norm(tensors, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()),
               "The total norm of order ", norm_type,
               " for gradients from `parameters` is non-finite, so it cannot be clipped; with "

@@ -2,9 +2,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "../math/cross_entropy.h"
+#include "registration.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -224,7 +224,7 @@ void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked,
   op.call(grad, baked, grad_output);
 }
 
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   // What people call; made of the others.
   m.def(
       "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "

@@ -23,6 +23,9 @@ OfDevice& part_for(std::vector<OfDevice>& all, at::Device device) {
   return all.emplace_back(OfDevice{device});
 }
 
+/// The norm of what several norms of this type measured, on the device of the first. At least one.
+at::Tensor joined_norm(std::vector<at::Tensor> norms, double norm_type = 2);
+
 /// The largest of flags, on this device.
 at::Tensor largest(const std::vector<at::Tensor>& flags, at::Device device);
 

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "registration.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -159,6 +160,7 @@ FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
   arguments.total_norm = optional();
   const auto max_norm = stack[next++].toOptional<double>();
   arguments.grad_norm = optional();
+  options.adopt_params = flag();
 
   TORCH_CHECK_VALUE(arguments.total_norm.has_value() == max_norm.has_value(), kOp,
                     ": total_norm and max_norm: expected both or neither");
@@ -193,7 +195,7 @@ void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options
                     at::TensorList, at::TensorList, const at::Tensor&, double, double, double,
                     double, bool, bool, bool, const std::optional<at::Tensor>&,
                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                    std::optional<double>, const std::optional<at::Tensor>&)>();
+                    std::optional<double>, const std::optional<at::Tensor>&, bool)>();
   };
   static const auto read_grads = find("");
   static const auto write_back_grads = find(kWriteBackGrads);
@@ -202,7 +204,7 @@ void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options
             tensors.max_exp_avg_sqs, tensors.state_steps, tensors.masters, options.lr,
             options.beta1, options.beta2, options.weight_decay, options.eps, options.amsgrad,
             options.maximize, options.decoupled_weight_decay, options.grad_scale, options.found_inf,
-            options.total_norm, options.max_norm, options.grad_norm);
+            options.total_norm, options.max_norm, options.grad_norm, options.adopt_params);
 }
 
 namespace {
@@ -218,7 +220,7 @@ void fused_adam_no_backend(const FusedAdamArguments& arguments) {
 
 // The same op twice: with an overload that writes no gradients, autograd and the compiler need not
 // believe that they change.
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   const auto define = [&m](const std::string& name, const std::string& grads) {
     m.def((name + "(Tensor(a!)[] params, " + grads +
            "[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
@@ -226,7 +228,7 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
            "Tensor lr, float beta1, float beta2, float weight_decay, float eps, bool amsgrad, "
            "bool maximize, bool decoupled_weight_decay, Tensor? grad_scale=None, "
            "Tensor? found_inf=None, Tensor? total_norm=None, float? max_norm=None, "
-           "Tensor(h!)? grad_norm=None) -> ()")
+           "Tensor(h!)? grad_norm=None, bool adopt_params=False) -> ()")
               .c_str(),
           {at::Tag::pt2_compliant_tag});
   };
@@ -234,7 +236,7 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
   define("fused_adam.write_back_grads", "Tensor(b!)");
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
   register_fused_adam<fused_adam_no_backend>(m);
 }
 

@@ -15,7 +15,7 @@ namespace ampfuse {
 /// tensors that Python owns too takes Python's lock.
 using TensorRefs = c10::ArrayRef<c10::IValue>;
 
-/// The op's arguments. Its schema has twenty, so kernels take them from the stack as one.
+/// The op's arguments. Its schema has twenty-one, so kernels take them from the stack as one.
 struct FusedAdamArguments {
   std::array<TensorRefs, math::kAdamColumns> columns;  // an optional one may be empty
   TensorRefs state_steps;

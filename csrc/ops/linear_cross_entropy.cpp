@@ -2,10 +2,10 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "registration.h"
 #include "wide_product.h"
 
 namespace ampfuse {
@@ -168,7 +168,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad
                  shard.numbers(), wanted);
 }
 
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   // What people call; made of the others.
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "

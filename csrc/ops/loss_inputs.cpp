@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include "device_scalars.h"
+#include "tensor_list.h"
 
 namespace ampfuse {
 
@@ -23,6 +24,8 @@ std::optional<at::Tensor> loss_number(const char* op, const char* name,
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), op, ": ", name,
                     ": expected one number, got ", scalar->scalar_type(), " of shape ",
                     scalar->sym_sizes());
+  TORCH_CHECK_VALUE(has_memory(*scalar), op, ": ", name,
+                    ": expected a tensor with memory, got one whose storage has none");
   check_no_derivative(op, name, *scalar);
   return on_device(*scalar, device).to(dtype).reshape({});
 }

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty_like.h>
 
-namespace ampfuse::amp {
+namespace ampfuse {
 
 void Mirror::send(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) {
@@ -27,4 +27,4 @@ const at::Tensor& Mirror::wait() const {
   return copy_;
 }
 
-}  // namespace ampfuse::amp
+}  // namespace ampfuse

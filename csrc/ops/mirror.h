@@ -6,7 +6,7 @@
 
 #include <optional>
 
-namespace ampfuse::amp {
+namespace ampfuse {
 
 /// A copy that arrives by itself.
 class Mirror {
@@ -28,4 +28,4 @@ class Mirror {
   std::optional<c10::Event> arrived_;  // none: it is here
 };
 
-}  // namespace ampfuse::amp
+}  // namespace ampfuse

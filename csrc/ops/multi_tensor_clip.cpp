@@ -2,8 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/multi_tensor_clip.h>
-#include <torch/library.h>
 
+#include "registration.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -17,6 +17,10 @@ void multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm, dou
 
 void check_multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm) {
   check_writable_tensors("multi_tensor_clip", tensors);
+  check_clip_norm(tensors, total_norm);
+}
+
+void check_clip_norm(at::TensorList tensors, const at::Tensor& total_norm) {
   check_scalar("multi_tensor_clip", "total_norm", total_norm, {at::kFloat, at::kDouble}, tensors);
 }
 
@@ -29,12 +33,12 @@ void multi_tensor_clip_no_backend(at::TensorList tensors, const at::Tensor& tota
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   m.def("multi_tensor_clip(Tensor(a!)[] tensors, Tensor total_norm, float max_norm) -> ()",
         {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("multi_tensor_clip", multi_tensor_clip_no_backend);
 }
 

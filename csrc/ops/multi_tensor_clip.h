@@ -4,7 +4,10 @@
 
 namespace ampfuse {
 
-/// What every backend's kernel checks first.
+/// What the op asks of its arguments.
 void check_multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm);
+
+/// The part of it that is not about the list, which DenseRuns checks where kernels run.
+void check_clip_norm(at::TensorList tensors, const at::Tensor& total_norm);
 
 }  // namespace ampfuse

@@ -1,11 +1,11 @@
 #include "multi_tensor_norm.h"
+#include "registration.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ampfuse/multi_tensor_norm.h>
-#include <torch/library.h>
 
 #include <cmath>
 
@@ -76,7 +76,7 @@ NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord,
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   m.def(
       "multi_tensor_norm(Tensor[] tensors, float ord=2.0, *, ScalarType? dtype=None) -> "
       "(Tensor total_norm, Tensor norms, Tensor found_inf, Tensor first_nonfinite, "
@@ -84,7 +84,7 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("multi_tensor_norm", multi_tensor_norm_no_backend);
 }
 

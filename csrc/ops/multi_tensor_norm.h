@@ -10,7 +10,7 @@
 
 namespace ampfuse {
 
-/// What every backend's kernel checks first.
+/// What the op asks of its arguments; of the list DenseRuns asks the same where kernels run.
 void check_multi_tensor_norm(at::TensorList tensors, double ord,
                              std::optional<at::ScalarType> dtype);
 

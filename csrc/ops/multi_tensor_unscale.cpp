@@ -2,8 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/multi_tensor_unscale.h>
-#include <torch/library.h>
 
+#include "registration.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -32,6 +32,11 @@ UnscaledNorm multi_tensor_unscale_norm(at::TensorList tensors, const at::Tensor&
 void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
                                 const at::Tensor& inv_scale) {
   check_writable_tensors(op, tensors);
+  check_unscale_scalars(op, tensors, found_inf, inv_scale);
+}
+
+void check_unscale_scalars(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
+                           const at::Tensor& inv_scale) {
   check_scalar(op, "found_inf", found_inf, {at::kFloat}, tensors);
   check_scalar(op, "inv_scale", inv_scale, {at::kFloat}, tensors);
 }
@@ -54,7 +59,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_no_backend(at::TensorList tensors,
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   m.def("multi_tensor_unscale(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale) -> ()",
         {at::Tag::pt2_compliant_tag});
   m.def(
@@ -64,7 +69,7 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("multi_tensor_unscale", multi_tensor_unscale_no_backend);
   m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_no_backend);
 }

@@ -8,9 +8,13 @@
 
 namespace ampfuse {
 
-/// What every backend's kernel checks first, for both ops of this stem.
+/// What both ops of this stem ask of their arguments.
 void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
                                 const at::Tensor& inv_scale);
+
+/// The part of it that is not about the list, which DenseRuns checks where kernels run.
+void check_unscale_scalars(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
+                           const at::Tensor& inv_scale);
 
 /// total_norm, norms, first_nonfinite, nonfinite_count.
 using UnscaledNormOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

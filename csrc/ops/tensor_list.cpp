@@ -35,20 +35,42 @@ void check_tensor(const char* op, size_t index, const at::Tensor& tensor, const 
   check_device(op, "tensors", index, tensor, "tensors", first);
 }
 
-// Where tensors will be written: a lazy clone shares its original's address until then. Null where
-// there are no elements.
-std::vector<const void*> written_addresses(at::TensorList tensors) {
-  std::vector<const void*> addresses(tensors.size());
-  std::vector<char> is_lazy(tensors.size());
-  for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
-    if (tensor.numel() == 0) return;
-    is_lazy[i] = is_lazy_clone(tensor);
-    addresses[i] = tensor.const_data_ptr();
-  });
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (is_lazy[i]) addresses[i] = tensors[i].mutable_data_ptr();
+void check_writable(const char* op, size_t index, const at::Tensor& tensor,
+                    const at::Tensor& first) {
+  check_tensor(op, index, tensor, first);
+  check_no_overlap(op, "tensors", index, tensor);
+}
+
+const c10::Storage& storage_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage();
+}
+
+// Where a tensor lies in memory.
+struct Extent {
+  const char* begin;
+  const char* end;
+  bool is_dense;
+  size_t index;  // in its list
+};
+
+Extent extent_of(const at::Tensor& tensor, size_t index) {
+  int64_t elements = 1;  // up to the last one, gaps included
+  for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+  const auto item = static_cast<int64_t>(tensor.itemsize());
+  return {begin, begin + elements * item, tensor.is_non_overlapping_and_dense(), index};
+}
+
+void refuse_pair(const char* op, const char* list, const Extent& a, const Extent& b) {
+  const auto [first, second] = std::minmax(a.index, b.index);
+  if (a.begin == b.begin && a.end == b.end) {
+    TORCH_CHECK_VALUE(false, op, ": ", list, "[", second, "]: expected distinct tensors, got ",
+                      list, "[", first, "] again");
   }
-  return addresses;
+  TORCH_CHECK_VALUE(false, op, ": ", list, "[", second,
+                    "]: expected a tensor that shares no memory with the others, got one that "
+                    "overlaps ",
+                    list, "[", first, "]");
 }
 
 TensorRun as_run(const at::Tensor& dense, void* data, Complex complex) {
@@ -74,9 +96,14 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
                     tensor.device());
 }
 
+bool has_memory(const at::Tensor& tensor) {
+  // Tensors of a trace have no memory, and nobody reads it.
+  return !is_for_threads(tensor) || tensor.numel() == 0 || storage_of(tensor).data() != nullptr;
+}
+
 void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, op, ": ", list, "[",
-                    index, "]: expected a tensor with memory, got one whose storage has none");
+  TORCH_CHECK_VALUE(has_memory(tensor), op, ": ", list, "[", index,
+                    "]: expected a tensor with memory, got one whose storage has none");
 }
 
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
@@ -103,20 +130,39 @@ void check_tensors(const char* op, at::TensorList tensors) {
 
 void check_writable_tensors(const char* op, at::TensorList tensors) {
   for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
-    check_tensor(op, i, tensor, tensors[0]);
-    check_no_overlap(op, "tensors", i, tensor);
+    check_writable(op, i, tensor, tensors[0]);
   });
 }
 
-void check_distinct(const char* op, at::TensorList tensors) {
-  const std::vector<const void*> addresses = written_addresses(tensors);
-  ska::flat_hash_map<const void*, size_t> seen;
-  seen.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (addresses[i] == nullptr) continue;
-    const auto [first, fresh] = seen.emplace(addresses[i], i);
-    TORCH_CHECK_VALUE(fresh, op, ": tensors[", i, "]: expected distinct tensors, got tensors[",
-                      first->second, "] again");
+const void* written_storage(const at::Tensor& tensor) {
+  return tensor.numel() == 0 || is_lazy_clone(tensor) ? nullptr : storage_of(tensor).data();
+}
+
+void check_disjoint(const char* op, const char* list, const std::vector<const void*>& storages,
+                    const std::function<const at::Tensor&(size_t)>& tensor) {
+  constexpr size_t kListed = SIZE_MAX;  // in place of the first tensor of a shared storage
+  ska::flat_hash_map<const void*, size_t> first_of;
+  first_of.reserve(storages.size());
+  std::vector<Extent> sharing;
+  for (size_t i = 0; i < storages.size(); ++i) {
+    if (storages[i] == nullptr) continue;
+    auto& first = first_of.emplace(storages[i], i).first->second;
+    if (first == i) continue;
+    if (first != kListed) sharing.push_back(extent_of(tensor(first), first));
+    first = kListed;
+    sharing.push_back(extent_of(tensor(i), i));
+  }
+  std::ranges::sort(
+      sharing, {}, [](const Extent& extent) { return std::make_pair(extent.begin, extent.index); });
+  const Extent* last = nullptr;
+  const Extent* furthest = nullptr;  // of the dense ones
+  for (const Extent& next : sharing) {
+    if (last != nullptr && last->begin == next.begin) refuse_pair(op, list, *last, next);
+    if (next.is_dense) {
+      if (furthest != nullptr && next.begin < furthest->end) refuse_pair(op, list, *furthest, next);
+      furthest = &next;
+    }
+    last = &next;
   }
 }
 
@@ -128,6 +174,8 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                     ": expected a strided tensor, got layout ", scalar.layout());
   TORCH_CHECK_VALUE(scalar.sym_numel() == 1, op, ": ", argument,
                     ": expected a tensor with one element, got shape ", scalar.sym_sizes());
+  TORCH_CHECK_VALUE(has_memory(scalar), op, ": ", argument,
+                    ": expected a tensor with memory, got one whose storage has none");
   bool listed = false;
   for (const at::ScalarType dtype : dtypes) listed = listed || scalar.scalar_type() == dtype;
   TORCH_CHECK_TYPE(listed, op, ": ", argument, ": expected dtype ",
@@ -153,11 +201,16 @@ at::ScalarType norm_dtype(at::TensorList tensors) {
 
 DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Use use)
     : runs_(tensors.size()) {
+  const bool is_written = use == Use::kWrite;
+  std::vector<const void*> storages(is_written ? tensors.size() : 0);
   std::atomic<bool> complete = true;
   for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
+    is_written ? check_writable(op, i, tensor, tensors[0])
+               : check_tensor(op, i, tensor, tensors[0]);
     check_allocated(op, "tensors", i, tensor);
+    if (is_written) storages[i] = written_storage(tensor);
     const bool takes_more = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
-                            (use == Use::kWrite && is_lazy_clone(tensor));
+                            (is_written && is_lazy_clone(tensor));
     if (takes_more) complete = false;
     // A run that is only read has the same type as one that is written.
     void* const data = takes_more ? nullptr : const_cast<void*>(tensor.const_data_ptr());
@@ -166,37 +219,24 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Us
   for (size_t i = 0; i < tensors.size() && !complete; ++i) {
     if (runs_[i].data != nullptr || runs_[i].size == 0) continue;
     at::Tensor dense = tensors[i];
+    if (is_written && is_lazy_clone(dense)) {
+      dense.mutable_data_ptr();
+      storages[i] = written_storage(dense);
+    }
     if (!dense.is_non_overlapping_and_dense() || !is_aligned(dense)) {
       dense = dense.clone(at::MemoryFormat::Contiguous);
       copied_.emplace_back(tensors[i], dense);
     }
     runs_[i].data = dense.mutable_data_ptr();
   }
+  if (is_written) {
+    check_disjoint(op, "tensors", storages,
+                   [&](size_t i) -> const at::Tensor& { return tensors[i]; });
+  }
 }
 
 void DenseRuns::write_back() const {
   for (const auto& [original, copy] : copied_) original.copy_(copy);
-}
-
-void for_each_distinct(at::TensorList tensors, const std::function<void(at::TensorList)>& visit) {
-  const std::vector<const void*> addresses = written_addresses(tensors);
-  std::vector<size_t> round_of(tensors.size());
-  size_t rounds = 1;
-  ska::flat_hash_map<const void*, size_t> mentions;
-  mentions.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (addresses[i] == nullptr) continue;
-    round_of[i] = mentions[addresses[i]]++;
-    rounds = std::max(rounds, round_of[i] + 1);
-  }
-  if (rounds == 1) return visit(tensors);
-  for (size_t round = 0; round < rounds; ++round) {
-    std::vector<at::Tensor> distinct;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (addresses[i] != nullptr && round_of[i] == round) distinct.push_back(tensors[i]);
-    }
-    visit(distinct);
-  }
 }
 
 }  // namespace ampfuse

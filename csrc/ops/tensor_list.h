@@ -18,6 +18,9 @@ void check_strided(const char* op, const char* list, size_t index, const at::Ten
 void check_device(const char* op, const char* list, size_t index, const at::Tensor& tensor,
                   const char* first_list, const at::Tensor& first);
 
+/// False for a tensor whose memory was given back.
+bool has_memory(const at::Tensor& tensor);
+
 /// Refuses a tensor whose memory was given back (FSDP1 resizes storages to nothing, say).
 void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor);
 
@@ -38,8 +41,17 @@ void check_tensors(const char* op, at::TensorList tensors);
 /// check_tensors, and refuses tensors that overlap themselves (expanded ones, say).
 void check_writable_tensors(const char* op, at::TensorList tensors);
 
-/// Refuses a list that names a tensor twice.
-void check_distinct(const char* op, at::TensorList tensors);
+/// The memory that a tensor will be written in: the start of its storage. Null for one without
+/// elements, and for a lazy clone, whose storage is not its own until it is written.
+const void* written_storage(const at::Tensor& tensor);
+
+/// Refuses a list of which two tensors share memory: parallel kernels would lose what one of them
+/// writes there. `storages` are those of the list's tensors, of which `tensor(index)` is one.
+///
+/// As in torch, tensors of one storage are compared by where they begin and end. Tensors that leave
+/// gaps may lie between each other, and are refused only where they begin at the same element.
+void check_disjoint(const char* op, const char* list, const std::vector<const void*>& storages,
+                    const std::function<const at::Tensor&(size_t)>& tensor);
 
 /// Refuses anything but one element of one of `dtypes` on the device of `tensors` (any device when
 /// the list is empty). `list`: what messages call them.
@@ -74,6 +86,10 @@ enum class Use { kRead, kWrite };
 /// A list as runs of memory, with contiguous copies in the place of strided and misaligned tensors.
 /// Dense ones, in whatever order of dimensions, are taken as they are: the ops do not care for the
 /// order of elements.
+///
+/// Checks the list as check_tensors does, or for writing as check_writable_tensors does, and that
+/// tensors which are written share no memory: all in the one pass that reads their headers, which
+/// is most of what an op on thousands of small tensors costs the host.
 class DenseRuns {
  public:
   DenseRuns(const char* op, at::TensorList tensors, Complex complex, Use use);
@@ -87,10 +103,5 @@ class DenseRuns {
   std::vector<TensorRun> runs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copied_;  // the original, its stand-in
 };
-
-/// Calls visit(list) for the list, if it names no tensor twice; else for lists which do not, so
-/// that parallel kernels multiply a tensor once per mention, as a loop over the list would. Tensors
-/// without elements may be left out.
-void for_each_distinct(at::TensorList tensors, const std::function<void(at::TensorList)>& visit);
 
 }  // namespace ampfuse

@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "registration.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -133,7 +134,7 @@ void update_scale_no_backend(const UpdateScaleArguments& arguments) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
+AMPFUSE_OPERATORS(m) {
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) counters, "
       "Tensor[] found_infs, *, float growth_factor, float backoff_factor, int growth_interval, "
@@ -143,7 +144,7 @@ TORCH_LIBRARY_FRAGMENT(ampfuse, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(ampfuse, CompositeExplicitAutograd, m) {
+AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
   register_update_scale<update_scale_no_backend>(m);
 }
 

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include "../ops/device_scalars.h"
+#include "../ops/mirror.h"
 #include "adam_clip.h"
 #include "adam_state.h"
 
@@ -59,6 +60,7 @@ FusedAdamOptions step_options(const AdamSettings& settings) {
   options.maximize = settings.maximize;
   options.decoupled_weight_decay = settings.decoupled_weight_decay;
   options.write_back_grads = settings.write_back_grads;
+  options.adopt_params = true;
   return options;
 }
 
@@ -104,13 +106,10 @@ void check_before_writing(const std::vector<AdamGroup>& groups) {
 }
 
 void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
-                 const at::Tensor& grad_norm) {
+                 const at::Tensor& grad_norm, const std::vector<at::Tensor>& known_norms) {
   const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
-  // A scaler's own look at scaled gradients was a moment ago. Since its unscale_() somebody may
-  // have written them without moving version counters.
-  const bool may_recall = optimizer.grad_scale.has_value();
   const auto clips =
-      optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf, may_recall);
+      optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf, known_norms);
   const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const AdamLists& lists : groups[i].lists) {
@@ -150,7 +149,7 @@ at::Tensor Adam::step(LossClosure closure) {
   }
   const c10::NoGradGuard no_grad;
   const auto settings = checked_settings(param_groups_, max_grad_norm);
-  warn_if_masters_are_stale();
+  adopt_written_params();
   std::vector<AdamGroup> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(optim::read_group(param_groups_[i], settings[i], state_));
@@ -163,8 +162,8 @@ at::Tensor Adam::step(LossClosure closure) {
   if (max_grad_norm && !grad_norm_.defined()) {
     grad_norm_ = at::zeros({}, first_param_options(param_groups_).dtype(at::kFloat));
   }
-  step_groups(groups, *this, grad_norm_);
-  versions_after_step_ = master_versions();
+  step_groups(groups, *this, grad_norm_, known_norms_);
+  writes_after_step_ = param_writes();
   return loss;
 }
 
@@ -199,33 +198,56 @@ void Adam::sync_masters_from_model() {
       master.copy_(optim::new_master(param, master.scalar_type()));
     }
   }
-  versions_after_step_.reset();
+  writes_after_step_.reset();
 }
 
-Adam::MasterVersions Adam::master_versions() const {
-  MasterVersions versions;
+Adam::ParamWrites Adam::param_writes() const {
+  ParamWrites writes;
+  for_each_master([&](const at::Tensor& param, const at::Tensor&) {
+    ++writes.masters;
+    writes.versions += param._version();
+    writes.addresses = writes.addresses * 31 + reinterpret_cast<uintptr_t>(param.const_data_ptr());
+  });
+  return writes;
+}
+
+void Adam::adopt_written_params() {
+  const auto then = std::exchange(writes_after_step_, std::nullopt);
+  // With other masters than then the numbers of writes do not compare.
+  if (then && then->masters == param_writes().masters && *then != param_writes()) {
+    std::vector<at::Tensor> written_over;
+    for_each_master([&](const at::Tensor& param, const at::Tensor& master) {
+      written_over.push_back(optim::adopt_param(param, master));
+    });
+    if (!written_over.empty() && !warned_) {
+      written_over_ = std::make_shared<Mirror>();
+      written_over_->send(largest(written_over, written_over[0].device()));
+    }
+  }
+  warn_of_written_params();
+}
+
+void Adam::warn_of_written_params() {
+  const auto arrived = written_over_ ? written_over_->latest() : std::nullopt;
+  if (!arrived) return;
+  written_over_.reset();
+  if (!arrived->item<bool>()) return;
+  warned_ = true;
+  TORCH_WARN(
+      "parameters were written by something else than the optimizer since its last step. Their "
+      "float masters have taken over what was written, which has no more bits than the parameters. "
+      "After loading a model call sync_masters_from_model(). This warning is given once");
+}
+
+void Adam::for_each_master(
+    const std::function<void(const at::Tensor&, const at::Tensor&)>& visit) const {
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
       const AdamParamState* state = optim::find_state(state_, param);
       if (!state || !state->master_param().defined()) continue;
-      ++versions.masters;
-      versions.writes += param._version();
+      if (state->master_param().scalar_type() == at::kFloat) visit(param, state->master_param());
     }
   }
-  return versions;
-}
-
-void Adam::warn_if_masters_are_stale() {
-  if (!versions_after_step_ || warned_) return;
-  const MasterVersions now = master_versions();
-  // With other masters than then the numbers of writes do not compare.
-  if (now.masters != versions_after_step_->masters || now.writes == versions_after_step_->writes) {
-    return;
-  }
-  warned_ = true;
-  TORCH_WARN(
-      "parameters were changed since the optimizer's last step, but not their masters, with which "
-      "this step overwrites them: call sync_masters_from_model() after loading a model");
 }
 
 }  // namespace ampfuse

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
 
+#include "../ops/tensor_list.h"
 #include "adam_columns.h"
 #include "adam_state.h"
 
@@ -16,9 +17,8 @@ using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
 struct SavedGroup {
-  InputArchive options;
-  optim::AdamSettings settings;
-  std::vector<std::optional<AdamParamState>> states;  // of its parameters
+  InputArchive options;                                // which have been read once, and are valid
+  std::vector<std::optional<optim::NewState>> states;  // of its parameters
 };
 
 void write_size(OutputArchive& archive, const char* key, size_t size) {
@@ -31,20 +31,44 @@ size_t read_size(InputArchive& archive, const char* key) {
   return static_cast<size_t>(size.item<int64_t>());
 }
 
-void check_shapes(const AdamParamState& state, const at::Tensor& param, size_t place,
-                  size_t group) {
-  const auto check = [&](const char* name, const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(),
-                      "loaded state dict: ", name, " of parameter ", place, " of group ", group,
-                      ": expected shape ", param.sizes(), ", got ", tensor.sizes());
+// Where messages say that something is wrong.
+struct Place {
+  size_t param;
+  size_t group;
+};
+
+std::ostream& operator<<(std::ostream& out, const Place& place) {
+  return out << "parameter " << place.param << " of group " << place.group;
+}
+
+void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& param,
+                const Place& place) {
+  const auto check = [&](bool fits, const auto&... expected) {
+    TORCH_CHECK_VALUE(fits, "loaded state dict: ", name, " of ", place, ": expected ", expected...);
   };
+  if (!tensor.defined()) return;
+  check(tensor.layout() == at::kStrided && !tensor.is_quantized(), "a dense tensor, got ",
+        tensor.toString());
+  check(tensor.sizes() == param.sizes(), "shape ", param.sizes(), ", got ", tensor.sizes());
+  check(tensor.is_floating_point() || tensor.is_complex(), "a floating-point tensor, got ",
+        tensor.scalar_type());
+  check(tensor.is_complex() == param.is_complex(), "a tensor for ", param.scalar_type(), ", got ",
+        tensor.scalar_type());
+  check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
+}
+
+void check_state(const AdamParamState& state, const at::Tensor& param, const Place& place) {
   TORCH_CHECK_VALUE(state.exp_avg().defined() && state.exp_avg_sq().defined(),
-                    "loaded state dict: parameter ", place, " of group ", group,
-                    " has no exp_avg or no exp_avg_sq");
-  check("exp_avg", state.exp_avg());
-  check("exp_avg_sq", state.exp_avg_sq());
-  check("max_exp_avg_sq", state.max_exp_avg_sq());
-  check("master_param", state.master_param());
+                    "loaded state dict: ", place, " has no exp_avg or no exp_avg_sq");
+  check_fits("exp_avg", state.exp_avg(), param, place);
+  check_fits("exp_avg_sq", state.exp_avg_sq(), param, place);
+  check_fits("max_exp_avg_sq", state.max_exp_avg_sq(), param, place);
+  check_fits("master_param", state.master_param(), param, place);
+  const at::Tensor& step = state.step();
+  TORCH_CHECK_VALUE(step.layout() == at::kStrided && step.numel() == 1 && !step.is_complex() &&
+                        has_memory(step) && !step.is_meta(),
+                    "loaded state dict: step of ", place, ": expected one real number, got ",
+                    step.toString(), " of shape ", step.sizes());
 }
 
 SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
@@ -57,15 +81,17 @@ SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
   archive.read("options", saved.options);
   const auto options = group.options().clone();
   options->serialize(saved.options);
-  saved.settings = optim::checked_settings(*options, index);
+  const optim::AdamSettings settings = optim::checked_settings(*options, index);
   for (size_t place = 0; place < params.size(); ++place) {
     torch::IValue key;
     archive.read("params/" + std::to_string(place), key);
-    InputArchive state;
+    InputArchive archived;
     saved.states.emplace_back();
-    if (!states.try_read(key.toStringRef(), state)) continue;
-    saved.states.back().emplace().serialize(state);
-    check_shapes(*saved.states.back(), params[place], place, index);
+    if (!states.try_read(key.toStringRef(), archived)) continue;
+    AdamParamState state;
+    state.serialize(archived);
+    check_state(state, params[place], {place, index});
+    saved.states.back() = optim::new_state(state, params[place], settings);
   }
   return saved;
 }
@@ -122,19 +148,19 @@ void Adam::load(InputArchive& archive) {
     groups.read("param_groups/" + std::to_string(i), group);
     saved.push_back(read_saved_group(group, states, param_groups_[i], i));
   }
+  // Everything is made, and nothing from here on fails.
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     param_groups_[i].options().serialize(saved[i].options);
     for (size_t place = 0; place < saved[i].states.size(); ++place) {
       const at::Tensor& param = param_groups_[i].params()[place];
       if (saved[i].states[place]) {
-        optim::load_state(optim::state_of(state_, param), *saved[i].states[place], param,
-                          saved[i].settings);
+        optim::put_state(optim::state_of(state_, param), *saved[i].states[place], param);
       } else {
         state_.erase(param.unsafeGetTensorImpl());
       }
     }
   }
-  versions_after_step_.reset();
+  writes_after_step_.reset();
 }
 
 }  // namespace ampfuse

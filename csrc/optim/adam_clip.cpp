@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "../ops/device_scalars.h"
-#include "../ops/known_norm.h"
 
 namespace ampfuse::optim {
 
@@ -14,7 +13,7 @@ namespace {
 
 struct Measured {
   at::Tensor total_norm;
-  at::Tensor found_inf;  // undefined where nobody asked
+  at::Tensor found_inf;
 };
 
 struct DeviceGrads {
@@ -35,32 +34,29 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
 }
 
 // All gradients as one vector, on the device of the first.
-Measured measure(const std::vector<const AdamGroup*>& groups, bool find_inf, bool may_recall) {
+Measured measure(const std::vector<const AdamGroup*>& groups) {
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> flags;
   for (const DeviceGrads& part : grads_by_device(groups)) {
-    if (may_recall && !find_inf) {
-      if (const auto known = recall_norm(part.grads, /*as_double=*/true)) {
-        norms.push_back(*known);
-        continue;
-      }
-    }
     const MultiTensorNorm norm = multi_tensor_norm(part.grads, /*ord=*/2, at::kDouble);
     norms.push_back(norm.total_norm);
     flags.push_back(norm.found_inf);
   }
   if (norms.empty()) return {at::zeros({}, at::kFloat), at::zeros({}, at::kFloat)};
-  const at::Device first = norms[0].device();
-  const at::Tensor found_inf = find_inf ? largest(flags, first) : at::Tensor();
-  if (norms.size() == 1) return {norms[0], found_inf};
-  for (at::Tensor& norm : norms) norm = on_device(norm, first);
-  return {multi_tensor_norm(norms).total_norm, found_inf};
+  const at::Tensor found_inf = largest(flags, norms[0].device());
+  return {joined_norm(std::move(norms)), found_inf};
 }
 
 }  // namespace
 
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                    const at::Tensor& grad_norm, bool find_inf, bool may_recall) {
+                    const at::Tensor& grad_norm, bool find_inf,
+                    const std::vector<at::Tensor>& known_norms) {
+  // Known norms are of all gradients: they serve where these are measured as one vector.
+  const auto measured_norm = [&](const std::vector<const AdamGroup*>& measured) {
+    const bool is_known = !known_norms.empty() && !find_inf && measured.size() == groups.size();
+    return is_known ? Measured{joined_norm(known_norms), {}} : measure(measured);
+  };
   Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
   std::vector<const AdamGroup*> sharing;
   std::vector<at::Tensor> flags;
@@ -71,14 +67,14 @@ Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> 
       sharing.push_back(&groups[i]);
       any_shared = any_shared || !groups[i].lists.empty();
     } else if (find_inf || !std::isinf(*limit)) {
-      const Measured measured = measure({&groups[i]}, find_inf, may_recall);
+      const Measured measured = measured_norm({&groups[i]});
       clips.of_groups[i] = {measured.total_norm, *limit, {}};
       flags.push_back(measured.found_inf);
     }
   }
   if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
   if (shared_limit || (find_inf && any_shared)) {
-    const Measured measured = measure(sharing, find_inf, may_recall);
+    const Measured measured = measured_norm(sharing);
     flags.push_back(measured.found_inf);
     for (size_t i = 0; i < groups.size() && shared_limit; ++i) {
       if (groups[i].settings.max_grad_norm) continue;

@@ -19,8 +19,10 @@ struct Clips {
 /// A group is clipped by its own norm where it has a limit, else by that of all others without, if
 /// there is a `shared_limit`; then `grad_norm`, which is set to 0 when there are no such gradients,
 /// goes with it. Norms are double: those of scaled gradients go beyond float where no element does.
-/// `may_recall`: one that is known already will do.
+/// `known_norms`: of all gradients of all groups, one for each device, if somebody has just
+/// measured them; else empty.
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                    const at::Tensor& grad_norm, bool find_inf, bool may_recall);
+                    const at::Tensor& grad_norm, bool find_inf,
+                    const std::vector<at::Tensor>& known_norms);
 
 }  // namespace ampfuse::optim

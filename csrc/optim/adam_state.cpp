@@ -57,17 +57,21 @@ void ensure_moment(at::Tensor& moment, const at::Tensor& param, const AdamSettin
                           at::MemoryFormat::Preserve);
 }
 
-// Undefined where nothing was saved.
-void put(at::Tensor& there, const at::Tensor& saved, const at::Tensor& param,
-         at::ScalarType dtype) {
-  if (!saved.defined()) {
-    there.reset();
-    return;
+// Laid out in memory as the parameter is; undefined where nothing was saved.
+at::Tensor converted(const at::Tensor& saved, const at::Tensor& param, at::ScalarType dtype) {
+  if (!saved.defined()) return {};
+  const auto options = param.options().dtype(dtype);
+  return at::empty_like(param, options, at::MemoryFormat::Preserve).copy_(saved);
+}
+
+// Into the tensor that is there, if it is one of that kind: a captured graph may write it.
+void put(at::Tensor& there, const at::Tensor& value) {
+  if (there.defined() && value.defined() && there.scalar_type() == value.scalar_type() &&
+      there.sizes() == value.sizes()) {
+    there.copy_(value);
+  } else {
+    there = value;
   }
-  if (!there.defined() || there.scalar_type() != dtype || there.sizes() != param.sizes()) {
-    there = at::empty_like(param, param.options().dtype(dtype), at::MemoryFormat::Preserve);
-  }
-  there.copy_(saved);
 }
 
 struct SplitTensor {
@@ -85,21 +89,6 @@ SplitTensor split_master(const at::Tensor& master) {
   return {upper.to(at::kShort).view(at::kBFloat16), bits.to(at::kShort)};
 }
 
-void put_master(AdamParamState& state, const at::Tensor& saved, const at::Tensor& param,
-                const AdamSettings& settings) {
-  const auto dtype = master_dtype(param, settings);
-  at::Tensor& there = state.master_param();
-  if (!dtype || !saved.defined()) {
-    there.reset();
-  } else if (*dtype == at::kShort) {
-    const SplitTensor split = split_master(saved.to(param.device(), at::kFloat));
-    param.copy_(split.bfloat16);
-    put(there, split.remainder, param, *dtype);
-  } else {
-    put(there, saved, param, *dtype);
-  }
-}
-
 }  // namespace
 
 at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype) {
@@ -110,13 +99,24 @@ at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype) {
                            at::MemoryFormat::Preserve);
 }
 
+at::Tensor adopt_param(const at::Tensor& param, const at::Tensor& master) {
+  const at::Tensor then = master.to(param.scalar_type());
+  const at::Tensor both_nan = then.isnan() & param.isnan();
+  const at::Tensor is_written_over = then.ne(param) & both_nan.logical_not();
+  master.copy_(at::where(is_written_over, param.detach().to(at::kFloat), master));
+  return is_written_over.any();
+}
+
 at::Tensor whole_master(const at::Tensor& param, const at::Tensor& master_param) {
   if (master_param.scalar_type() != at::kShort) return master_param;
-  const at::Tensor upper =
-      at::bitwise_left_shift(param.detach().contiguous().view(at::kShort).to(at::kInt), 16);
+  const at::Tensor bits = param.detach().contiguous().view(at::kShort).to(at::kInt);
+  const at::Tensor upper = at::bitwise_left_shift(bits, 16);
   const at::Tensor lower = master_param.contiguous().to(at::kInt);
   // A negative remainder brings its own sign bits, which is to borrow from the upper half.
-  return at::where(param.isnan(), upper | (lower & 0xffff), upper + lower).view(at::kFloat);
+  const at::Tensor joined =
+      at::where(param.isnan(), upper | (lower & 0xffff), upper + lower).view(at::kFloat);
+  // As in math/remainder.h, no remainder makes a NaN of another number.
+  return at::where(joined.isnan() & ~param.isnan(), upper.view(at::kFloat), joined);
 }
 
 void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSettings& settings) {
@@ -130,15 +130,36 @@ void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSett
   }
 }
 
-void load_state(AdamParamState& state, const AdamParamState& saved, const at::Tensor& param,
-                const AdamSettings& settings) {
-  if (!state.step().defined()) state.step(at::zeros({}, param.options().dtype(at::kFloat)));
-  state.step().copy_(saved.step().reshape({}));
+NewState new_state(const AdamParamState& saved, const at::Tensor& param,
+                   const AdamSettings& settings) {
+  NewState made;
+  const auto counter = param.options().dtype(at::kFloat);
+  made.state.step(at::empty({}, counter).copy_(saved.step().reshape({})));
   const at::ScalarType dtype = moment_dtype(param, settings);
-  put(state.exp_avg(), saved.exp_avg(), param, dtype);
-  put(state.exp_avg_sq(), saved.exp_avg_sq(), param, dtype);
-  put(state.max_exp_avg_sq(), saved.max_exp_avg_sq(), param, dtype);
-  put_master(state, saved.master_param(), param, settings);
+  made.state.exp_avg(converted(saved.exp_avg(), param, dtype));
+  made.state.exp_avg_sq(converted(saved.exp_avg_sq(), param, dtype));
+  made.state.max_exp_avg_sq(converted(saved.max_exp_avg_sq(), param, dtype));
+  at::Tensor master = saved.master_param();
+  if (!master.defined()) return made;
+  const auto of_master = master_dtype(param, settings);
+  if (of_master || !is_half(param)) made.param = master;
+  if (!of_master) return made;
+  if (*of_master == at::kShort) {
+    const SplitTensor split = split_master(master.to(param.device(), at::kFloat));
+    made.param = split.bfloat16;
+    master = split.remainder;
+  }
+  made.state.master_param(converted(master, param, *of_master));
+  return made;
+}
+
+void put_state(AdamParamState& there, const NewState& made, const at::Tensor& param) {
+  put(there.step(), made.state.step());
+  put(there.exp_avg(), made.state.exp_avg());
+  put(there.exp_avg_sq(), made.state.exp_avg_sq());
+  put(there.max_exp_avg_sq(), made.state.max_exp_avg_sq());
+  put(there.master_param(), made.state.master_param());
+  if (made.param.defined()) param.copy_(made.param);
 }
 
 }  // namespace optim

@@ -2,9 +2,10 @@
 // is an op; EagerOp is a way to call one, survey.h asks many tensors what Python could ask each,
 // and the C++ classes are there to be compared with Python's.
 #include <ampfuse/build_info.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../ops/known_norm.h"
+#include "../ops/target_check.h"
 #include "cpp_classes.h"
 #include "eager_op.h"
 #include "survey.h"
@@ -21,12 +22,11 @@ PYBIND11_MODULE(_C, m) {
         py::arg("cpu_capability") = info.cpu_capability);
   });
   m.def("has_cuda", &ampfuse::has_cuda);
+  m.def("check_targets", torch::wrap_pybind_function(&ampfuse::check_targets));
   m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
   m.def("ordinary_grads", &ampfuse::ordinary_grads);
   m.def("version_sum", &ampfuse::version_sum);
-  m.def("remember_norm", &ampfuse::remember_norm_of_list);
-  m.def("recall_norm", &ampfuse::recall_norm_of_list);
-  m.def("forget_norms", &ampfuse::forget_norms);
+  m.def("address_hash", &ampfuse::address_hash);
   py::class_<ampfuse::WeakTensors>(m, "WeakTensors")
       .def(py::init<const py::list&>())
       .def("alive", &ampfuse::WeakTensors::alive);

@@ -163,6 +163,7 @@ void bind_grad_scaler(py::module_& m) {
       .def("scale",
            wrap([](GradScaler& self, const Tensors& outputs) { return self.scale(outputs); }))
       .def("unscale_", wrap_without_lock(&GradScaler::unscale_))
+      .def("clip_grad_norm_", wrap_without_lock(&GradScaler::clip_grad_norm_))
       .def("step",
            wrap_without_lock([](GradScaler& self, Optimizer& optimizer) { self.step(optimizer); }))
       .def("update", wrap(update), arg("new_scale") = py::none())

@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "../ops/known_norm.h"
-
 namespace py = pybind11;
 
 namespace ampfuse {
@@ -26,14 +24,6 @@ void for_each_tensor(const py::list& list, const Visit& visit) {
     if (!THPVariable_Check(object)) throw py::type_error("expected a list of tensors");
     visit(THPVariable_Unpack(object), i);
   }
-}
-
-std::vector<c10::TensorImpl*> impls(const py::list& tensors) {
-  std::vector<c10::TensorImpl*> impls(tensors.size());
-  for_each_tensor(tensors, [&](const at::Tensor& tensor, size_t i) {
-    impls[i] = tensor.unsafeGetTensorImpl();
-  });
-  return impls;
 }
 
 }  // namespace
@@ -86,14 +76,6 @@ py::tuple ordinary_grads(const py::list& params, bool allow_half) {
   END_HANDLE_TH_ERRORS_PYBIND
 }
 
-void remember_norm_of_list(const py::list& tensors, const at::Tensor& norm) {
-  remember_norm(impls(tensors), norm);
-}
-
-std::optional<at::Tensor> recall_norm_of_list(const py::list& tensors, bool as_double) {
-  return recall_norm(impls(tensors), as_double);
-}
-
 WeakTensors::WeakTensors(const py::list& tensors) {
   tensors_.reserve(tensors.size());
   for_each_tensor(tensors, [this](const at::Tensor& tensor, size_t) {
@@ -114,6 +96,14 @@ int64_t version_sum(const py::list& tensors) {
   int64_t sum = 0;
   for_each_tensor(tensors, [&sum](const at::Tensor& tensor, size_t) { sum += tensor._version(); });
   return sum;
+}
+
+uint64_t address_hash(const py::list& tensors) {
+  uint64_t hash = 0;
+  for_each_tensor(tensors, [&hash](const at::Tensor& tensor, size_t) {
+    hash = hash * 31 + reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  });
+  return hash;
 }
 
 }  // namespace ampfuse

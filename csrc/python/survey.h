@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
-#include <optional>
 #include <vector>
 
 namespace ampfuse {
@@ -17,10 +16,6 @@ pybind11::tuple grads_and_kinds(const pybind11::list& params);
 /// The ordinary gradients of parameters, of each device (device, parameters, gradients), and the
 /// places of those that are not: sparse ones, subclasses, and, unless they are allowed, half ones.
 pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
-
-/// What csrc/ops/known_norm.h says.
-void remember_norm_of_list(const pybind11::list& tensors, const at::Tensor& norm);
-std::optional<at::Tensor> recall_norm_of_list(const pybind11::list& tensors, bool as_double);
 
 /// Tensors that are not kept alive.
 class WeakTensors {
@@ -36,5 +31,8 @@ class WeakTensors {
 
 /// How often tensors have been written, summed; of those made in inference mode nobody knows.
 int64_t version_sum(const pybind11::list& tensors);
+
+/// A number that changes when a tensor of the list gets other memory.
+uint64_t address_hash(const pybind11::list& tensors);
 
 }  // namespace ampfuse

@@ -39,6 +39,7 @@ __all__ = [
     "ScaleCollapseError",
     "ScaleRecord",
     "build_info",
+    "check_targets",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "cmake_prefix_path",
@@ -57,6 +58,9 @@ __all__ = [
     "unpatch",
 ]
 
+if _C.has_cuda():
+    _library.warn_of_old_driver()
+
 __version__: str = _C.build_info()["version"]
 
 cmake_prefix_path: str = str(_library.PACKAGE)
@@ -72,6 +76,19 @@ def build_info() -> dict[str, Any]:
      'version']
     """
     return _C.build_info()
+
+
+def check_targets() -> None:
+    """Raise IndexError for a loss target out of range that a GPU has met since the last call.
+
+    Losses on a GPU do so by themselves when the next one is computed, and `GraphedStep` before the
+    next step. Replays of other CUDA graphs do not: call this now and then. It does not wait, so
+    that what is still running is reported later.
+
+    >>> import ampfuse
+    >>> ampfuse.check_targets()
+    """
+    _C.check_targets()
 
 
 def has_cuda() -> bool:

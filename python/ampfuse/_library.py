@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ampfuse._warning import warn_caller
+
 PACKAGE = Path(__file__).parent
 
 
@@ -32,4 +34,39 @@ def load() -> None:
             "installed: rebuild it, in its checkout, with `pip install --no-build-isolation "
             "--force-reinstall --no-deps .`, or install the torch it was built for"
         )
-    torch.ops.load_library(PACKAGE / "lib" / "libampfuse.so")  # type: ignore[no-untyped-call]
+    library = PACKAGE / "lib" / "libampfuse.so"
+    other = _other_build(library)
+    if other is not None:
+        raise ImportError(
+            f"another build of ampfuse is loaded in this process, {other}, and this one is "
+            f"{library}: build what loads the other one against this one, or use the two in "
+            "different processes"
+        )
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+
+
+def _other_build(library: Path) -> str | None:
+    """Where a library that has registered the operators already was loaded from.
+
+    A C++ extension may have brought it. Loading this one beside it would register nothing.
+    """
+    if not torch._C._jit_get_schemas_for_operator("ampfuse::update_scale"):
+        return None
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    others = [
+        path
+        for path in loaded
+        if "libampfuse" in path and Path(path).resolve() != library.resolve()
+    ]
+    return others[0] if others else None
+
+
+def warn_of_old_driver() -> None:
+    """Kernels take 32,764 bytes of arguments, which drivers before 530 (CUDA 12.1) refuse."""
+    version = getattr(torch._C, "_cuda_getDriverVersion", int)()  # 0: there is no driver
+    if 0 < version < 12010:
+        warn_caller(
+            f"this NVIDIA driver serves CUDA {version // 1000}.{version % 1000 // 10}, and "
+            "ampfuse's kernels need 12.1: with CUDA tensors they will fail at their first launch. "
+            "Update the driver to 530 or newer"
+        )

@@ -1,5 +1,7 @@
 """What the device knows, on the host, without the host waiting for it."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,17 @@ class Mirror:
         if self._arrived and not self._arrived.query():  # type: ignore[no-untyped-call]
             return None
         return self._copy
+
+    def number(self) -> float | None:
+        """The number that was sent last, or None while it is on its way.
+
+        It is read from the host's memory, where it has arrived, and torch is not asked.
+        """
+        copy = self.latest()
+        if copy is None:
+            return None
+        kind = ctypes.c_double if copy.dtype == torch.float64 else ctypes.c_float
+        return kind.from_address(copy.data_ptr()).value
 
     def is_idle(self) -> bool:
         """Whether nothing was sent yet."""

@@ -14,9 +14,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import utils as torch_utils
+from torch.nn.utils import clip_grads_with_norm_ as torch_clip_grads_with_norm_
+from torch.nn.utils import get_total_norm as torch_get_total_norm
 
-from ampfuse import _C, ops
+from ampfuse import ops
+from ampfuse._mistakes import note_clip
+from ampfuse.optim._grad_norm import norm_of_shards
+from ampfuse.optim._shards import local
 
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
@@ -57,52 +61,7 @@ def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> li
     return results
 
 
-def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
-    """Whether our kernels serve this call; the rest is left to torch, which has the same results.
-
-    That is tensor subclasses that bring their own arithmetic (DTensor reduces over its mesh) and
-    orders other than 1, 2 and inf.
-    """
-    return norm_type in (1.0, 2.0, math.inf) and set(map(type, tensors)) <= {
-        torch.Tensor,
-        torch.nn.Parameter,
-    }
-
-
-def _is_alone() -> bool:
-    """Whether nobody writes gradients but this process, which its version counters tell.
-
-    Collectives do not move them: replicas that are unscaled first and averaged then would be
-    clipped by norms of their own.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return True
-    return distributed.get_world_size() == 1
-
-
-@torch.no_grad()
-def get_total_norm(
-    tensors: TensorOrTensors,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Norm of the tensors as if they were one vector: `torch.nn.utils.get_total_norm`.
-
-    Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits (and so do we for
-    orders other than 1, 2 and inf, which are left to torch). `foreach` is
-    there for torch's signature; these kernels always take the whole list at once.
-    `error_if_nonfinite` makes the host wait for the result.
-
-    >>> import torch, ampfuse
-    >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
-    tensor(5.)
-    """
-    tensors = _as_list(tensors)
-    norm_type = float(norm_type)
-    if not _is_ours(tensors, norm_type):
-        return torch_utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+def _measured_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     if not tensors:
         return torch.tensor(0.0)
 
@@ -116,13 +75,66 @@ def get_total_norm(
         )
 
     if torch.compiler.is_compiling():
-        total_norm = norm_over_devices()
+        return norm_over_devices()
+    try:
+        return norm_of(tensors)
+    except ValueError:  # several devices, most likely: asking each tensor first would take long
+        return norm_over_devices()
+
+
+def _has_repeats(grads: list[Tensor]) -> bool:
+    """Whether one is there twice, of a parameter that is listed twice. torch scales it twice."""
+    return len({grad.data_ptr() for grad in grads}) < len(grads)
+
+
+def _have_several_meshes(tensors: list[Tensor]) -> bool:
+    """Whether these are DTensors beside plain tensors, or DTensors of several meshes.
+
+    Tensor parallelism, and its combination with FSDP, make such models. torch raises there.
+    """
+    meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
+    return any(mesh != meshes[0] for mesh in meshes)
+
+
+def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
+    """Whether our kernels serve this call; the rest is left to torch, which has the same results.
+
+    That is tensor subclasses that bring their own arithmetic (DTensor reduces over its mesh) and
+    orders other than 1, 2 and inf.
+    """
+    return norm_type in (1.0, 2.0, math.inf) and set(map(type, tensors)) <= {
+        torch.Tensor,
+        torch.nn.Parameter,
+    }
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: TensorOrTensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Norm of the tensors as if they were one vector: `torch.nn.utils.get_total_norm`.
+
+    Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits (and so do we for
+    orders other than 1, 2 and inf, which are left to torch). DTensors may be mixed with plain
+    tensors, and belong to several meshes, where torch raises. `foreach` is
+    there for torch's signature; these kernels always take the whole list at once.
+    `error_if_nonfinite` makes the host wait for the result.
+
+    >>> import torch, ampfuse
+    >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
+    """
+    tensors = _as_list(tensors)
+    norm_type = float(norm_type)
+    if _is_ours(tensors, norm_type):
+        total_norm = _measured_norm(tensors, norm_type)
+    elif norm_type == 2 and _have_several_meshes(tensors):
+        total_norm = norm_of_shards(tensors)
     else:
-        known = _C.recall_norm(tensors, False) if norm_type == 2 and _is_alone() else None
-        try:
-            total_norm = norm_of(tensors) if known is None else known
-        except ValueError:  # several devices, most likely: asking each tensor first would take long
-            total_norm = norm_over_devices()
+        return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -164,9 +176,7 @@ def clip_grad_norm_(
     `torch.nn.utils.clip_grad_norm_` without a host wait and without writing gradients that need
     no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
 
-    Right after `ampfuse.GradScaler.unscale_` the norm is the one that unscaling told, unless a
-    gradient's version counter says that it was written since (writing through `.data` or `.numpy()`
-    does not move it) or `torch.distributed` has several processes, whose collectives do not either.
+    With an `ampfuse.GradScaler`, its own `clip_grad_norm_` unscales and measures in one pass.
 
     >>> import torch, ampfuse
     >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -186,6 +196,8 @@ def clip_grad_norm_(
     try:
         total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
+        if not torch.compiler.is_compiling():
+            note_clip(grads, float(max_norm))
     except (ValueError, TypeError) as error:
         raise _about_parameters(error, parameters) from None
     return total_norm
@@ -199,8 +211,10 @@ def _clip(
     foreach: bool | None,
 ) -> None:
     if not _is_ours([*grads, total_norm], norm_type=2.0):
-        torch_utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-        return
+        if not _have_several_meshes(grads):
+            torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+            return
+        grads = [local(grad) for grad in grads]
     if not grads:
         return
     if total_norm.dtype not in (torch.float32, torch.float64) and not total_norm.is_complex():
@@ -223,8 +237,8 @@ def _clip(
     try:
         clip(grads)
     except ValueError:  # raised before anything is written
-        if any(grad.layout != torch.strided for grad in grads):
-            torch_utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        if any(grad.layout != torch.strided for grad in grads) or _has_repeats(grads):
+            torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
             return
         _each_device(grads, check)
         _each_device(grads, clip)

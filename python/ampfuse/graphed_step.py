@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampfuse import _C
 from ampfuse._graphed_arguments import checked_split, device_of, expect, name_of
 from ampfuse._rehearsal import rehearsal
 from ampfuse.amp import GradScaler
-from ampfuse.clip_grad import clip_grad_norm_
 from ampfuse.optim import Adam
+from ampfuse.optim._columns import Columns
 from ampfuse.optim._options import check_limit
+from ampfuse.optim._shards import local
 from ampfuse.optim._state import new_master
+from ampfuse.optim._written import WrittenParams
 
 # What may have changed unawares, and what to do about it.
 HINTS = {"model.training": "call model.train()", "betas": "have no scheduler cycle momentum"}
@@ -44,8 +47,7 @@ class GraphedStep:
     and CyclicLR are told `cycle_momentum=False`, a model is back in training mode after an
     evaluation, and the last batch of a loader, if it is a smaller one, is left out
     (`drop_last=True`) or trained on eagerly. Checkpoints are loaded before or later: state goes
-    into the tensors of the graph; after loading a model that has masters, call
-    `optimizer.sync_masters_from_model()`.
+    into the tensors of the graph.
 
     - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
     - `autocast`: the dtype that forward and loss run in, or None.
@@ -101,6 +103,7 @@ class GraphedStep:
         self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
         self._has_learnt = False
+        self._written = WrittenParams()
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
             with torch.cuda.device(self._device), self._with_own_rates():
@@ -114,11 +117,14 @@ class GraphedStep:
         if self._graph is None:
             with self._forgotten_if_it_fails():
                 return self._step(batch)
+        _C.check_targets()
         if self.optimizer._columns is not self._known_columns:
             self._take_over_state()
+        self._written.adopt(self._stepped)
         for place, tensor in zip(self._sample, batch, strict=True):
             place.copy_(tensor, non_blocking=True)
         self._graph.replay()
+        self._written.note_step(self._stepped)
         self._note_replay()
         return self._loss.clone()
 
@@ -207,8 +213,7 @@ class GraphedStep:
             losses.append(loss.detach())
         self._check_gradients()
         if self.max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self._params(), self.max_grad_norm)
+            self.scaler.clip_grad_norm_(self.optimizer, self.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -278,7 +283,18 @@ class GraphedStep:
             if grad is not None
         ]
         self._known_columns = self.optimizer._columns
+        self._stepped = [[self._masters()]]
+        self._written.note_step(self._stepped)
         self._graph = graph
+
+    def _masters(self) -> Columns:
+        """The parameters that have masters, which replays step."""
+        columns = Columns(self._device)
+        for param, state in self._states:
+            if "master_param" in state:
+                columns.params.append(local(param))
+                columns.masters.append(local(state["master_param"]))
+        return columns
 
     def _note_replay(self) -> None:
         """Have what a step leaves be this graph's, also where others were taken in between."""

@@ -154,6 +154,7 @@ def fused_adam(
     total_norm: Tensor | None = None,
     max_norm: float | None = None,
     grad_norm: Tensor | None = None,
+    adopt_params: bool = False,
 ) -> None:
     """One step of Adam or AdamW in place, as `torch.optim` has it: what `ampfuse.Adam` calls.
 
@@ -166,8 +167,12 @@ def fused_adam(
 
     Gradients are divided by `grad_scale`, and scaled so that their norm is at most `max_norm`,
     where `total_norm` is that of the gradients as they come. A `found_inf` other than 0 skips the
-    step, counters included. `grad_norm` receives `total_norm / grad_scale`, skipped or not. With
-    `write_back_grads` the unscaled, clipped gradients replace `grads`.
+    step, counters included, and so does a `grad_scale` whose inverse is not a finite float32.
+    `grad_norm` receives `total_norm / grad_scale`, skipped or not. With
+    `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params` float32
+    masters take over each element of a parameter that is not its master rounded, because something
+    else wrote it; on a GPU one element in 128 is compared, and where it differs its 2048 neighbours
+    are compared too.
 
     >>> import torch, ampfuse
     >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]
@@ -205,6 +210,7 @@ def fused_adam(
             total_norm=total_norm,
             max_norm=max_norm,
             grad_norm=grad_norm,
+            adopt_params=adopt_params,
         )
     except RuntimeError as error:
         optional = {

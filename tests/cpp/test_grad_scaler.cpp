@@ -106,43 +106,63 @@ TEST_CASE("any optimizer of torch's can be stepped, and is unscaled before") {
   }
 }
 
-TEST_CASE("clipping right after unscale_ takes its norm, unless a gradient was written") {
+TEST_CASE("a scaler unscales, measures and clips gradients in two passes") {
+  for (const auto device : devices()) {
+    const auto params = parameters(device);
+    const auto others = copies(params);
+    torch::optim::SGD optimizer(params, torch::optim::SGDOptions(0.5));
+    torch::optim::SGD other_optimizer(others, torch::optim::SGDOptions(0.5));
+    GradScaler scaler(GradScalerOptions().init_scale(8));
+    scaler.scale(torch::ones({}, device));
+    feed(params, 1, /*scale=*/8);
+    feed(others, 1, /*scale=*/8);
+
+    torch::Tensor norm;
+    const auto norms_taken = times_called("ampfuse::multi_tensor_norm",
+                                          [&] { norm = scaler.clip_grad_norm_(optimizer, 0.5); });
+    scaler.unscale_(other_optimizer);
+    const torch::Tensor expected = ampfuse::clip_grad_norm_(others, 0.5);
+
+    CHECK(norms_taken == 0);
+    CHECK(same_bits(norm, expected));
+    for (size_t i = 0; i < params.size(); ++i) {
+      CHECK(same_bits(params[i].grad(), others[i].grad()));
+    }
+  }
+}
+
+TEST_CASE("gradients that are unscaled already are measured as they are") {
   for (const auto device : devices()) {
     const auto params = parameters(device);
     torch::optim::SGD optimizer(params, torch::optim::SGDOptions(0.5));
     GradScaler scaler(GradScalerOptions().init_scale(8));
     scaler.scale(torch::ones({}, device));
-    torch::Tensor norm;
-    const auto norms_taken = [&] {
-      return times_called("ampfuse::multi_tensor_norm",
-                          [&] { norm = ampfuse::clip_grad_norm_(params, 1e9); });
-    };
-    const auto unscale = [&] {
-      scaler.update(8.0);
-      feed(params, 1, /*scale=*/8);
-      scaler.unscale_(optimizer);
-    };
+    feed(params, 1, /*scale=*/8);
+    scaler.unscale_(optimizer);
+    for (const auto& param : params) param.grad().data().mul_(2);
+    const auto expected = ampfuse::get_total_norm(
+        {params[0].grad(), params[1].grad(), params[2].grad(), params[3].grad()});
 
-    unscale();
-    CHECK(norms_taken() == 0);
-    const auto known = norm.item<float>();
-    CHECK(known > 0);
+    CHECK(same_bits(scaler.clip_grad_norm_(optimizer, 1e9), expected));
+    CHECK(same_bits(ampfuse::clip_grad_norm_(params, 1e9), expected));
+  }
+}
 
-    params[0].mutable_grad().mul_(2);
-    CHECK(norms_taken() == 1);
-    CHECK(norm.item<float>() > known);
+TEST_CASE("a scale without a finite inverse is an overflow for ampfuse's optimizers too") {
+  const double scale = GENERATE(0x1p-149, 0x1p-128);
+  for (const auto device : devices()) {
+    const auto params = parameters(device);
+    const auto before = copies(params);
+    ampfuse::AdamW optimizer(params);
+    GradScaler scaler(GradScalerOptions().init_scale(scale));
+    scaler.scale(torch::ones({}, device));
+    feed(params, 1, scale);
+    scaler.step(optimizer);
+    scaler.update();
 
-    unscale();
-    params[1].mutable_grad().add_(1);
-    CHECK(norms_taken() == 1);
-
-    unscale();
-    params[2].mutable_grad() = params[2].grad().clone();
-    CHECK(norms_taken() == 1);
-
-    unscale();
-    params[3].mutable_grad().reset();
-    CHECK(norms_taken() == 1);
+    CHECK(scaler.was_skipped());
+    CHECK(scaler.get_scale() == static_cast<float>(scale) / 2);
+    check_same_bits(params, before);
   }
 }
 

@@ -139,7 +139,8 @@ inline ampfuse::math::AdamOptions adamw_options() {
           .amsgrad = false,
           .maximize = false,
           .decoupled = true,
-          .write_back_grads = false};
+          .write_back_grads = false,
+          .adopt_params = false};
 }
 
 // A step that nothing but the learning rate has a say in.

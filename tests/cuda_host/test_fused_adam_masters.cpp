@@ -130,6 +130,79 @@ TEST_CASE("what the model held before the step is not looked at beside a master"
   CHECK((bits_of(stale) == bits_of(tensors)));
 }
 
+TEMPLATE_TEST_CASE("masters adopt what was written into their parameters, and only that", "", Half,
+                   BFloat16) {
+  using Types = AdamTypes<TestType, BFloat16, float, Master::kFloat, false>;
+  AdamOptions options = adamw_options();
+  options.weight_decay = 0;
+  options.adopt_params = true;
+  simt::for_each_schedule([&] {
+    FakeAdamTensors<Types> tensors;
+    for (const int64_t size : {1, 5, 128, 2048, 2049, 8191}) {
+      tensors.push_back(random_adam_tensor<Types>(size, 0, {}, static_cast<uint32_t>(size)));
+    }
+    std::vector<std::vector<float>> expected;
+    for (auto& tensor : tensors) {
+      expected.emplace_back(tensor.master.data(), tensor.master.data() + tensor.size);
+      // All of some chunks, and of others a part that a sample of one in 128 meets.
+      for (int64_t i = 0; i < tensor.size; ++i) {
+        if (i % 2048 >= 200 && i / 2048 != 1) continue;
+        tensor.param.data()[i] = static_cast<TestType>(3.0f + static_cast<float>(i % 7));
+        expected.back()[i] = static_cast<float>(tensor.param.data()[i]);
+      }
+    }
+    step_on_host(tensors, options, signals_with_lr(0));
+    for (size_t t = 0; t < tensors.size(); ++t) {
+      for (int64_t i = 0; i < tensors[t].size; ++i) {
+        REQUIRE(bits(tensors[t].master.data()[i]) == bits(expected[t][i]));
+        REQUIRE(tensors[t].param.data()[i].x == static_cast<TestType>(expected[t][i]).x);
+      }
+    }
+  });
+}
+
+TEST_CASE("masters whose parameters nobody wrote step to the same bits whether they adopt or not") {
+  using Types = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
+  AdamOptions options = adamw_options();
+  std::vector<std::string> results;
+  for (const bool adopt : {false, true}) {
+    options.adopt_params = adopt;
+    auto tensors = trained<Types>(/*aggressive=*/true);  // with NaN and infinities among them
+    step_on_host(tensors, options, signals_with_lr(0.01));
+    results.push_back(bits_of(tensors));
+  }
+  CHECK((results[0] == results[1]));
+}
+
+TEST_CASE("a skipped step adopts nothing") {
+  using Types = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
+  AdamOptions options = adamw_options();
+  options.adopt_params = true;
+  FakeAdamTensors<Types> tensors;
+  tensors.push_back(random_adam_tensor<Types>(131, 0, {}, 1));
+  std::fill_n(tensors[0].param.data(), 131, static_cast<BFloat16>(9.0f));
+  const std::string before = bits_of(tensors);
+  const float found_inf = 1;
+  auto signals = signals_with_lr(0.01);
+  signals.found_inf = &found_inf;
+  step_on_host(tensors, options, signals);
+  CHECK((bits_of(tensors) == before));
+}
+
+TEST_CASE("no remainder makes a NaN of a zero, an infinity or another number") {
+  for (const uint16_t upper : {0x0000, 0x0001, 0x3f80, 0x7f7f, 0x7f80}) {
+    INFO("upper half " << upper);
+    int made = 0;
+    for (const uint16_t sign : {0x0000, 0x8000}) {
+      for (int remainder = -32768; remainder < 32768; ++remainder) {
+        const auto bfloat16 = static_cast<uint16_t>(upper | sign);
+        made += std::isnan(ampfuse::math::join_float({bfloat16, static_cast<int16_t>(remainder)}));
+      }
+    }
+    CHECK(made == 0);
+  }
+}
+
 TEST_CASE("updates below a bfloat16's ulp add up in masters, and are lost without") {
   const auto moved = []<typename Types>() {
     FakeAdamTensors<Types> tensors;

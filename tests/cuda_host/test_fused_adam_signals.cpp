@@ -90,6 +90,27 @@ TEST_CASE("a step is skipped whatever the flag's value, and the norm is told non
   });
 }
 
+TEST_CASE("a step is skipped when the inverse of the loss scale is not a finite float") {
+  const float scale = GENERATE(0.0f, 0x1p-149f, 0x1p-128f, kNan);
+  simt::for_each_schedule([&] {
+    auto tensors = small_tensors<MixedTypes>();
+    AdamSignals signals = signals_with_lr(0.01);
+    signals.grad_scale = &scale;
+    step_on_host(tensors, adamw_options(), signals);
+    CHECK((bits_of(tensors) == bits_of(small_tensors<MixedTypes>())));
+  });
+}
+
+TEST_CASE("the least loss scale whose inverse is finite does not skip the step") {
+  const float scale = std::nextafter(0x1p-128f, 1.0f);
+  auto tensors = small_tensors();
+  AdamSignals signals = signals_with_lr(0.01);
+  signals.grad_scale = &scale;
+  step_on_host(tensors, adamw_options(), signals);
+  CHECK(tensors[2].steps_taken == 4);
+  CHECK(std::isfinite(tensors[2].param.data()[0]));
+}
+
 TEST_CASE("the step after a skipped first one is the first") {
   simt::for_each_schedule([] {
     auto tensors = small_tensors(/*steps_taken=*/0);

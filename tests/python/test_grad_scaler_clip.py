@@ -1,8 +1,8 @@
-"""clip_grad_norm_ right after unscale_ takes the norm that unscaling told, if it still holds."""
+"""GradScaler.clip_grad_norm_: unscaling, the look for overflow, the norm and clipping at once.
 
-import gc
-import threading
-import weakref
+Nothing is remembered for later calls: whoever measures gradients measures those that are there.
+"""
+
 from functools import partial
 
 import ampfuse
@@ -13,145 +13,170 @@ from scaler_languages import EVERY_LANGUAGE, ready
 from torch.nn import Parameter
 
 
-def unscaled(device, count=3, scale=8.0):
-    """Parameters whose gradients a scaler has just unscaled."""
+def scaled(device, count=3, scale=8.0, optimizer=torch.optim.SGD):
+    """Parameters with scaled gradients, their optimizer and its scaler."""
     params = [Parameter(torch.ones(5, device=device)) for _ in range(count)]
-    optimizer = torch.optim.SGD(params, lr=0.1)
     scaler = ampfuse.GradScaler(device.type, scale)
     scaler.scale(sum((i + 1) * param.sum() for i, param in enumerate(params))).backward()
-    scaler.unscale_(optimizer)
-    return params, optimizer, scaler
+    return params, optimizer(params, lr=0.1), scaler
 
 
-def reads(call):
-    """What it returns, and how often gradients are read for a norm meanwhile."""
+def operators(call):
+    """What it returns, and the names of ampfuse's operators that it calls, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = call()
     names = [event.name for event in profile.events()]
-    return result, names.count("ampfuse::multi_tensor_norm")
+    return result, [name for name in names if name.startswith("ampfuse::")]
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_the_norm_is_not_measured_again(device, max_norm):
-    params, _, _ = unscaled(device)
-    grads = clones(param.grad for param in params)
+def test_result_has_the_bits_of_unscaling_and_clipping_one_after_the_other(device, max_norm):
+    params, optimizer, scaler = scaled(device)
+    others, other_optimizer, other_scaler = scaled(device)
 
-    norm, count = reads(lambda: ampfuse.clip_grad_norm_(params, max_norm))
+    norm = scaler.clip_grad_norm_(optimizer, max_norm)
+    other_scaler.unscale_(other_optimizer)
+    expected = ampfuse.clip_grad_norm_(others, max_norm)
 
-    assert count == 0
-    measured = [Parameter(torch.ones(5, device=device)) for _ in params]
-    for param, grad in zip(measured, grads, strict=True):
-        param.grad = grad
-    assert_same_bits([norm], [ampfuse.clip_grad_norm_(measured, max_norm)])
-    assert_same_bits([p.grad for p in params], [p.grad for p in measured])
-
-
-CHANGES = {
-    "a gradient was written": lambda params: params[1].grad.mul_(2),
-    "a gradient was written through a view": lambda params: params[1].grad[:2].zero_(),
-    "a gradient was replaced": lambda params: setattr(params[1], "grad", params[1].grad.clone()),
-    "a gradient is gone": lambda params: setattr(params[1], "grad", None),
-    "a backward pass has added to them": lambda params: sum(p.sum() for p in params).backward(),
-    "they were clipped": lambda params: ampfuse.clip_grad_norm_(params, 0.1),
-    "a gradient got other memory": lambda params: params[1].grad.set_(
-        torch.ones_like(params[1].grad)
-    ),
-    "a gradient's data was replaced": lambda params: setattr(
-        params[1].grad, "data", torch.ones_like(params[1])
-    ),
-    "one fewer": lambda params: params.pop(),
-}
+    assert_same_bits([norm], [expected])
+    assert norm.dtype == torch.float32
+    assert_same_bits([p.grad for p in params], [p.grad for p in others])
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_it_is_when_something_has_changed(device, change):
-    params, _, _ = unscaled(device)
-    change(params)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+def test_gradients_are_measured_by_the_pass_that_unscales_them(device):
+    _, optimizer, scaler = scaled(device)
 
-    norm, count = reads(lambda: ampfuse.clip_grad_norm_(params, 1e9))
+    _, names = operators(lambda: scaler.clip_grad_norm_(optimizer, 0.5))
 
-    assert count == 1
-    torch.testing.assert_close(norm, expected)
-
-
-def test_another_order_is_the_same_norm(device):
-    """Groups of an optimizer, those without weight decay first say, and the model's parameters."""
-    params, _, _ = unscaled(device)
-    params.reverse()
-
-    norm, count = reads(lambda: ampfuse.clip_grad_norm_(params, 1e9))
-
-    assert count == 0
-    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([p.grad for p in params]))
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_step_that_writes_gradients_unseen_leaves_no_norm(device, unscale):
-    """torch's fused optimizers unscale without moving a version counter."""
-    param = Parameter(torch.ones(2, device=device))
-    optimizer = torch.optim.AdamW([param], fused=True)
-    scaler = ampfuse.GradScaler(device.type, 1024.0)
-    scaler.scale((param * torch.tensor([3.0, 4.0], device=device)).sum()).backward()
-    if unscale:
-        scaler.unscale_(optimizer)
-
-    scaler.step(optimizer)
-
-    assert ampfuse.get_total_norm([param.grad]).item() == pytest.approx(5.0)
-
-
-def test_other_norms_are_measured(device):
-    params, _, _ = unscaled(device)
-
-    _, count = reads(lambda: ampfuse.clip_grad_norm_(params, 1e9, norm_type=1.0))
-
-    assert count == 1
-
-
-def test_each_optimizers_norm_is_known(device):
-    params, _, scaler = unscaled(device)
-    others = [Parameter(torch.ones(5, device=device))]
-    scaler.scale(others[0].sum()).backward()
-    scaler.unscale_(torch.optim.SGD(others, lr=0.1))
-
-    for these in (params, others):
-        _, count = reads(lambda these=these: ampfuse.clip_grad_norm_(these, 1e9))
-        assert count == 0
-
-
-def test_what_is_returned_may_be_written(device):
-    params, _, _ = unscaled(device)
-
-    first = ampfuse.clip_grad_norm_(params, 1e9)
-    kept = first.clone()
-    first.zero_()
-
-    assert torch.equal(ampfuse.clip_grad_norm_(params, 1e9), kept)
-
-
-def test_gradients_are_not_kept_alive(device):
-    params, optimizer, _ = unscaled(device)
-    ghosts = [weakref.ref(param.grad) for param in params]
-    storages = [weakref.ref(param.grad.untyped_storage()) for param in params]
-
-    optimizer.zero_grad()
-    gc.collect()
-
-    assert [ghost() for ghost in ghosts] == [None] * 3
-    assert [storage() for storage in storages] == [None] * 3
+    assert names == ["ampfuse::multi_tensor_unscale_norm", "ampfuse::multi_tensor_clip"]
 
 
 @EVERY_LANGUAGE
-def test_clipping_after_unscaling_reads_no_gradient_for_its_norm(language, device):
+def test_scalers_of_both_languages_clip_in_the_same_two_passes(language, device):
     param, optimizer, scaler = ready(language, device)
-    scaler.unscale_(optimizer)
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        norm = ampfuse.clip_grad_norm_([param], 1.0)
+    norm, names = operators(lambda: scaler.clip_grad_norm_(optimizer, 1.0))
 
     assert norm.item() == pytest.approx(2**0.5)
-    assert "ampfuse::multi_tensor_norm" not in {event.name for event in profile.events()}
+    assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert names == ["ampfuse::multi_tensor_unscale_norm", "ampfuse::multi_tensor_clip"]
+
+
+@EVERY_LANGUAGE
+def test_gradients_that_are_unscaled_already_are_measured_as_they_are(language, device):
+    param, optimizer, scaler = ready(language, device)
+    scaler.unscale_(optimizer)
+    param.grad.data.mul_(10)  # which no version counter shows
+
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(10 * 2**0.5)
+    assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@EVERY_LANGUAGE
+def test_clip_grad_norm_after_unscale_measures_what_is_there(language, device):
+    param, optimizer, scaler = ready(language, device)
+    scaler.unscale_(optimizer)
+    param.grad.data.mul_(10)
+
+    assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(10 * 2**0.5)
+
+
+@EVERY_LANGUAGE
+def test_the_step_after_clipping_is_not_unscaled_again(language, device):
+    param, optimizer, scaler = ready(language, device)
+    before = param.detach().clone()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    clipped = param.grad.clone()
+
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert_same_bits([param.grad], [clipped])
+    assert not torch.equal(param.detach(), before)
+
+
+@EVERY_LANGUAGE
+def test_clipping_an_overflow_skips_the_step(language, device):
+    param, optimizer, scaler = ready(language, device)
+    param.grad[0] = torch.inf
+    before = param.detach().clone()
+
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert not norm.isfinite()
+    assert_same_bits([param.detach()], [before])
+    assert scaler.was_skipped()
+
+
+@EVERY_LANGUAGE
+def test_clipping_after_the_step_is_refused(language, device):
+    _, optimizer, scaler = ready(language, device)
+    scaler.step(optimizer)
+
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_a_disabled_scaler_clips_gradients_as_they_are(device):
+    param = Parameter(torch.zeros(2, device=device))
+    param.grad = torch.tensor([3.0, 4.0], device=device)
+    scaler = ampfuse.GradScaler(device.type, enabled=False)
+
+    norm = scaler.clip_grad_norm_(torch.optim.SGD([param], lr=1.0), 1.0)
+
+    assert norm.item() == 5.0
+    assert param.grad.norm().item() == pytest.approx(1.0)
+
+
+def test_an_optimizer_without_gradients_has_norm_zero(device):
+    _, _, scaler = scaled(device)
+    optimizer = torch.optim.SGD([Parameter(torch.zeros(2, device=device))], lr=1.0)
+
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_norm_has_the_dtype_that_clip_grad_norm_gives_it(device, dtype):
+    param = Parameter(torch.ones(4, device=device, dtype=dtype))
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(param.sum()).backward()
+    optimizer = torch.optim.SGD([param], lr=1.0)
+
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert norm.item() == 2.0
+
+
+def test_a_parameter_in_two_groups_is_clipped_as_after_unscale(device):
+    """Its gradient is unscaled twice, as by torch."""
+    results = []
+    for together in (True, False):
+        param = Parameter(torch.ones(4, device=device))
+        scaler = ampfuse.GradScaler(device.type, 4.0)
+        scaler.scale(param.sum()).backward()
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        optimizer.param_groups.append({**optimizer.param_groups[0]})
+        if together:
+            norm = scaler.clip_grad_norm_(optimizer, 0.25)
+        else:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_([param, param], 0.25)
+        results.append([norm, param.grad])
+    torch.testing.assert_close(*results)
+
+
+def test_sparse_gradients_have_no_norm_to_clip_by():
+    """As with torch's clip_grad_norm_."""
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    scaler = ampfuse.GradScaler("cpu", 4.0)
+    scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
+    optimizer = torch.optim.SparseAdam(table.parameters())
+
+    with pytest.raises(ValueError, match=r"parameters\[0\].grad: expected a strided tensor"):
+        scaler.clip_grad_norm_(optimizer, 0.5)
 
 
 @EVERY_LANGUAGE
@@ -160,11 +185,9 @@ def test_an_optimizer_that_clips_reads_its_gradients_twice(language, device):
     param, _, scaler = ready(language, device)
     optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        scaler.step(optimizer)
+    _, names = operators(lambda: scaler.step(optimizer))
 
-    names = {event.name for event in profile.events() if event.name.startswith("ampfuse::")}
-    assert names == {"ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"}
+    assert set(names) == {"ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"}
     assert optimizer.grad_norm.item() == pytest.approx(2**0.5)
 
 
@@ -192,9 +215,43 @@ def test_a_hook_that_changes_gradients_is_clipped_for(device, write):
     assert norms == [pytest.approx(2.0), pytest.approx(200.0)]
 
 
+def test_a_derived_step_that_changes_gradients_is_clipped_for(device):
+    class Doubling(ampfuse.AdamW):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    multiply_unseen(param, 2.0)
+            return super().step(closure)
+
+    param = Parameter(torch.zeros(4, device=device))
+    optimizer = Doubling([param], max_grad_norm=1.0)
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(param.sum()).backward()
+
+    scaler.step(optimizer)
+
+    assert optimizer.grad_norm.item() == pytest.approx(4.0)
+
+
+def test_groups_with_limits_of_their_own_are_measured_each(device):
+    params = [Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    groups = [{"params": params[:1], "max_grad_norm": 1.0}, {"params": params[1:]}]
+    optimizer = ampfuse.AdamW(groups, max_grad_norm=1.0, write_back_grads=True)
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(params[0].sum() + 2 * params[1].sum()).backward()
+
+    scaler.step(optimizer)
+
+    assert optimizer.grad_norm.item() == pytest.approx(4.0)
+    norms = [param.grad.norm().item() for param in params]
+    assert norms == [pytest.approx(1.0, rel=1e-5)] * 2
+
+
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("write", [multiply, multiply_unseen])
-def test_an_optimizer_that_clips_does_not_rely_on_what_unscale_told(language, device, write):
+def test_an_optimizer_that_clips_measures_gradients_that_were_unscaled_before(
+    language, device, write
+):
     param, _, scaler = ready(language, device)
     optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
     scaler.unscale_(optimizer)
@@ -205,42 +262,27 @@ def test_an_optimizer_that_clips_does_not_rely_on_what_unscale_told(language, de
     assert optimizer.grad_norm.item() == pytest.approx(10 * 2**0.5)
 
 
-@EVERY_LANGUAGE
-def test_a_gradient_in_other_memory_is_another(language, device):
-    """Of a flat buffer, say, of which the same tensor takes one part and then the next."""
-    param, optimizer, scaler = ready(language, device)
-    flat = torch.tensor([[4.0, 4.0], [40.0, 40.0]], device=device)
-    param.grad.data = flat[0]
-    scaler.unscale_(optimizer)
-    param.grad.data = flat[1]
+def test_compiled_steps_clip_to_the_same_bits(device, traced_backward):
+    def train(compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4).to(device)
+        optimizer = ampfuse.AdamW(model.parameters(), lr=0.1)
+        scaler = ampfuse.GradScaler(device.type, 64.0)
 
-    assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(40 * 2**0.5)
+        def step(inputs):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().sum()).backward()
+            norm = scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            return norm
 
+        step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+        inputs = torch.ones(3, 8, device=device)
+        norms = [step(inputs).clone() for _ in range(3)]
+        return [*norms, *clones(param.detach() for param in model.parameters())]
 
-@EVERY_LANGUAGE
-def test_memory_at_the_address_of_memory_that_is_gone_is_another(language, device):
-    for _ in range(20):
-        param, optimizer, scaler = ready(language, device)
-        scaler.unscale_(optimizer)
-        for factor in (10.0, 10.0):
-            param.grad.data = param.grad.data * factor
-        assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(100 * 2**0.5)
-
-
-@EVERY_LANGUAGE
-def test_a_step_in_another_thread_ends_what_is_known_in_this_one(language, device):
-    param, optimizer, scaler = ready(language, device)
-    scaler.unscale_(optimizer)
-
-    def step():
-        scaler.step(optimizer)
-        multiply_unseen(param, 10.0)
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    thread.join()
-
-    assert ampfuse.clip_grad_norm_([param], 1.0).item() == pytest.approx(10 * 2**0.5)
+    assert_same_bits(train(True), train(False))
 
 
 def test_the_norm_of_an_optimizer_that_unscales_itself_is_not_unscaled_again(device):
@@ -262,11 +304,12 @@ def test_the_norm_of_an_optimizer_that_unscales_itself_is_not_unscaled_again(dev
 
 
 @pytest.mark.needs_cuda
-def test_a_norm_from_before_is_not_taken_into_a_graph():
-    params, _, _ = unscaled(torch.device("cuda"))
+def test_a_captured_clip_measures_the_gradients_of_each_replay():
+    params, optimizer, scaler = scaled(torch.device("cuda"))
+    scaler.unscale_(optimizer)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        norm = ampfuse.clip_grad_norm_(params, 1e9)
+        norm = scaler.clip_grad_norm_(optimizer, 1e9)
     for param in params:
         param.grad.mul_(3)
 

@@ -118,14 +118,6 @@ def test_lists_that_mix_dtypes_and_layouts(device, recipe):
         assert_scaled(tensor, wanted)
 
 
-def test_tensor_listed_twice_is_scaled_twice(device):
-    tensor = torch.full((3,), 8.0, device=device)
-
-    multi_tensor_clip([tensor, tensor], torch.tensor(2e6, device=device), 1e6)
-
-    assert tensor.tolist() == pytest.approx([2.0] * 3, rel=1e-6)
-
-
 def test_empty_list_and_empty_tensors_do_nothing(device):
     total_norm = torch.tensor(5.0, device=device)
 

@@ -169,27 +169,6 @@ def test_zeros_keep_the_sign_that_multiplication_gives_them(device, dtype):
     assert tensor.signbit().tolist() == [False, True, False, True]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensor_listed_twice_is_multiplied_twice(device, dtype):
-    tensor, other = (heavy_tailed(8193, dtype, device, seed=seed) for seed in (0, 1))
-    third = scalar(1 / 3, device)
-    expected = exact_product(exact_product(tensor, third), third)
-    expected_other = exact_product(other, third)
-
-    unscale([tensor, other, tensor], 1 / 3, device)
-
-    assert same_bits(tensor, expected)
-    assert same_bits(other, expected_other)
-
-
-def test_strided_tensor_listed_twice_is_multiplied_twice(device):
-    storage = torch.full((9,), 8.0, device=device)
-
-    unscale([storage[::2], storage[::2]], 0.5, device)
-
-    assert storage.tolist() == [2.0, 8.0] * 4 + [2.0]
-
-
 def test_interleaved_views_are_multiplied_once_each(device):
     storage = torch.full((9,), 8.0, device=device)
 

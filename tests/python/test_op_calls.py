@@ -142,12 +142,10 @@ def test_the_list_may_be_cleared_meanwhile():
     assert total.item() in (2**25, 0)  # 0: it was cleared before
 
 
-def test_duplicates_and_empty_lists():
+def test_tensors_that_are_only_read_may_be_listed_twice_and_lists_may_be_empty():
     x = torch.ones(4)
 
-    ops.multi_tensor_clip([x, x], torch.tensor(2.0), 1.0)
-
-    torch.testing.assert_close(x, torch.full((4,), 0.25), rtol=1e-5, atol=0)
+    assert ops.multi_tensor_norm([x, x]).total_norm == 8**0.5
     assert ops.multi_tensor_norm([]).total_norm == 0
 
 

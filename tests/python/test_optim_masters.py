@@ -56,21 +56,6 @@ def test_synced_masters_start_from_the_loaded_model(device, dtype, master_weight
     train(optimizer, params, range(2, 4))
 
 
-@WITH_MASTERS
-def test_masters_that_overwrite_a_change_are_warned_about_once(device, dtype, master_weights):
-    params = parameters(device, dtype)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(2))
-
-    overwrite(params[:1], [params[0] + 1])
-    with pytest.warns(UserWarning, match=r"sync_masters_from_model\(\)") as caught:
-        train(optimizer, params, [2])
-
-    assert len(caught) == 1
-    assert caught[0].filename == train.__code__.co_filename  # where step() was called
-    overwrite(params[:1], [params[0] + 1])
-    train(optimizer, params, range(3, 5))
-
-
 def test_nothing_is_warned_about_without_masters(device):
     params = parameters(device)
     optimizer = trained(ampfuse.AdamW, params, range(2))

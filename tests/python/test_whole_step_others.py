@@ -61,7 +61,7 @@ def test_hooks_that_cannot_be_traced_end_the_graph_and_nothing_else(device, kind
     assert_same_bits(*(side.model.parameters() for side in sides))
     assert len(calls) == 6
     traced = sides[0].optimizer._traced
-    assert (traced.grad_scale, traced.found_inf, traced.known_norms) == (None, None, [])
+    assert (traced.grad_scale, traced.found_inf, traced.known_norms) == (None, None, {})
 
 
 def test_parameter_that_takes_the_place_of_another_has_state_of_its_own(device):

@@ -3,6 +3,7 @@
 #include "fused_adam.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "../../math/remainder.h"
 #include "convert.h"
@@ -84,6 +85,23 @@ void store(const float* values, const AdamSpan& span, int64_t count) {
   }
 }
 
+// Parameters are written by every step, so that the cache has to fetch them anyway: to compare all
+// of them moves no more bytes.
+template <typename param_t>
+void adopt(const param_t* params, float* masters, int64_t count) {
+  param_t rounded[kBlock];
+  narrow(masters, rounded, count);
+  if (std::memcmp(rounded, params, count * sizeof(param_t)) == 0) return;
+  for (int64_t i = 0; i < count; ++i) masters[i] = math::adopted(params[i], masters[i]);
+}
+
+void adopt(const AdamSpan& param, const AdamSpan& master, int64_t count) {
+  auto* const masters = static_cast<float*>(master.data);
+  param.dtype == c10::ScalarType::Half
+      ? adopt(static_cast<const c10::Half*>(param.data), masters, count)
+      : adopt(static_cast<const c10::BFloat16*>(param.data), masters, count);
+}
+
 // One block: loads what is stepped, calls `step(array)`, stores.
 template <typename Step>
 void with_stepped(const AdamSpan& param, const AdamSpan& master, int64_t count, float* buffer,
@@ -111,6 +129,9 @@ void step_block(const AdamSpans& spans, int64_t count, float grad_factor,
                 const math::AdamOptions& options, const math::AdamConstants<float>& constants,
                 const math::AdamStep<float>& step) {
   alignas(64) float buffers[5][kBlock];
+  if (options.adopt_params && spans[math::kMaster].dtype == c10::ScalarType::Float) {
+    adopt(spans[math::kParam], spans[math::kMaster], count);
+  }
   with_stepped(spans[math::kParam], spans[math::kMaster], count, buffers[0], [&](float* params) {
     const AdamArrays<float> arrays = {params, load(spans[math::kGrad], count, buffers[1]),
                                       load(spans[math::kExpAvg], count, buffers[2]),

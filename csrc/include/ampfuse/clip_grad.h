@@ -21,11 +21,8 @@ AMPFUSE_API void clip_grads_with_norm_(at::TensorList parameters, double max_nor
 /// returns the norm they had.
 ///
 /// torch::nn::utils::clip_grad_norm_ returns a double, so each call waits for the device; this
-/// returns a 0-dim tensor and does not, unless `error_if_nonfinite` asks for it.
-///
-/// Right after GradScaler::unscale_ the norm is the one that unscaling told, unless a gradient's
-/// version counter says that it was written since. (What does not move it: writing through data(),
-/// collectives of torch.distributed.)
+/// returns a 0-dim tensor and does not, unless `error_if_nonfinite` asks for it. With a GradScaler
+/// use its clip_grad_norm_, which unscales and measures in one pass.
 AMPFUSE_API at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm,
                                        double norm_type = 2.0, bool error_if_nonfinite = false);
 

@@ -8,9 +8,9 @@
 namespace ampfuse {
 
 /// The tensors of a step, on one device; all lists are as long as `params`, or empty where it says
-/// so, and entries with the same index have the same shape. All that is written must be distinct,
-/// which is checked of `params`. Strides are free: tensors that lie in memory in another order than
-/// their parameter are copied to and fro.
+/// so, and entries with the same index have the same shape. What is written may share no memory,
+/// which is checked of `params` and, where they are written, of `grads`. Strides are free: tensors
+/// that lie in memory in another order than their parameter are copied to and fro.
 struct FusedAdamTensors {
   at::TensorList params;           ///< half, bfloat16, float or double; written
   at::TensorList grads;            ///< any of these whatever the parameter's, but double to double
@@ -38,6 +38,10 @@ struct FusedAdamOptions {
   std::optional<at::Tensor> total_norm;  ///< norm of the gradients as they come, still scaled;
   std::optional<double> max_norm;        ///< clips the unscaled gradients to this. Both or neither
   std::optional<at::Tensor> grad_norm;   ///< receives the unscaled norm: float, one element
+  /// Before they are stepped, float masters become what their parameters are, in those elements in
+  /// which a parameter is not its master rounded, because somebody else wrote it. On a GPU one
+  /// element in 128 is compared, and where it was written all of its 2048 are.
+  bool adopt_params = false;
 };
 
 /// One step of Adam or AdamW, as torch.optim has it, in one pass over memory: unscaling, clipping

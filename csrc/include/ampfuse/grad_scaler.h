@@ -20,9 +20,12 @@ class Module;
 
 namespace ampfuse {
 
+class Adam;
+
 namespace amp {
 class ScalerState;
-}
+struct Inspection;
+}  // namespace amp
 
 /// Checked when a scaler is made and whenever its scale moves, not when they are set.
 struct AMPFUSE_API GradScalerOptions {
@@ -99,9 +102,13 @@ class AMPFUSE_API GradScaler {
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients by the scale, for whoever wants to see or change them before the step.
-  /// clip_grad_norm_ right after it takes the norm from it, unless a version counter says that a
-  /// gradient was written since.
   void unscale_(torch::optim::Optimizer& optimizer);
+
+  /// Scales the optimizer's gradients so that their norm is at most `max_norm`, and returns the
+  /// norm that they had: 0-dim, on their device, without a wait. Unscales them first, and measures
+  /// in the same pass; where unscale_() was called before, it reads them once more. A second pass
+  /// writes them only if the norm is above `max_norm`.
+  at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm);
 
   /// optimizer.step() on unscaled gradients, or nothing if one of them is not finite; unscales
   /// before, if that was not done. Returns what that returns, or an undefined tensor. A closure is
@@ -145,6 +152,9 @@ class AMPFUSE_API GradScaler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
+  at::Tensor step_with_tensors(Adam& optimizer, const amp::Inspection& inspection,
+                               const at::Tensor& found_inf);
+
   std::unique_ptr<amp::ScalerState> state_;
 };
 

@@ -4,6 +4,7 @@
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -11,6 +12,9 @@
 #include <vector>
 
 namespace ampfuse {
+
+class GradScaler;
+class Mirror;
 
 /// What is stepped where a parameter is half or bfloat16. Other parameters need no masters.
 enum class MasterWeights {
@@ -80,8 +84,10 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
 /// devices; those without a gradient are left alone. Groups may have options of either class, and
 /// may be changed between steps: a group's own options are whole, not merged with the optimizer's.
 ///
-/// Masters are made at a parameter's first step. After changing parameters later (loading a model,
-/// say) call sync_masters_from_model(), or the masters overwrite the change.
+/// Masters are made at a parameter's first step. When something else writes a parameter later
+/// (loading a model, averaging), its master takes over the elements that were written, with a
+/// warning the first time. On a GPU this can miss a write that moves neither the parameter's
+/// version counter nor its memory (through data()) if it reaches fewer than 128 adjacent elements.
 ///
 /// Throws c10::Error before anything is written, naming parameter and group, for options out of
 /// range or of another class, sparse gradients, gradients of another shape, and remainders of half
@@ -104,7 +110,7 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   /// remainder the float numbers that it stands for, fresh; else the parameter itself.
   std::vector<at::Tensor> master_params() const;
 
-  /// Makes the masters anew from the parameters, after something else changed these.
+  /// Makes all masters anew from the parameters, which then have no more bits than these.
   void sync_masters_from_model();
 
   /// Writes what torch::optim::AdamW writes and more: each class loads the other's archives, and
@@ -114,8 +120,8 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
 
   /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`,
   /// without moving tensors that are there already. An archive without masters leaves them to be
-  /// made from the parameters at the next step; one with masters, loaded into remainders, sets the
-  /// parameters too. Throws, and loads nothing, for other groups or shapes.
+  /// made from the parameters at the next step; one with masters sets the parameters too. Throws,
+  /// and loads nothing, for other groups or shapes.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// The limit for all groups without their own. The constructor takes it out of its options, so
@@ -134,19 +140,33 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
        std::optional<double> max_grad_norm);
 
  private:
-  /// How often parameters with masters were written, and how many there are.
-  struct MasterVersions {
+  friend class GradScaler;
+
+  /// What tells whether parameters with float masters were written: how many there are, how often
+  /// they were written where version counters show it, and where they lie.
+  struct ParamWrites {
     size_t masters = 0;
-    int64_t writes = 0;
+    int64_t versions = 0;
+    uint64_t addresses = 0;
+
+    bool operator==(const ParamWrites&) const = default;
   };
 
-  MasterVersions master_versions() const;
-  void warn_if_masters_are_stale();
+  ParamWrites param_writes() const;
+  void adopt_written_params();
+  void warn_of_written_params();
+  void for_each_master(
+      const std::function<void(const at::Tensor& param, const at::Tensor& master)>& visit) const;
 
   at::Tensor grad_norm_;
   std::vector<const void*> stepped_;  // where the parameters of the last step are
-  std::optional<MasterVersions> versions_after_step_;
+  std::optional<ParamWrites> writes_after_step_;
+  std::shared_ptr<Mirror> written_over_;  // whether anything was, on its way to the host
   bool warned_ = false;
+
+  /// For the duration of a step that a scaler takes: the norms of all gradients, which it has just
+  /// measured, one for each device; else empty.
+  std::vector<at::Tensor> known_norms_;
 };
 
 /// Adam with decoupled weight decay: torch's AdamW.

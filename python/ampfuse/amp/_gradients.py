@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse.optim._columns import on_device
-from ampfuse.optim._grad_norm import largest, spread_dimensions
+from ampfuse.optim._grad_norm import are_processes, largest, spread_dimensions
 from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._traced import groups_of
 
@@ -44,7 +44,7 @@ class Gradients:
 
     on: dict[torch.device, DeviceGradients] = field(default_factory=dict)
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
-    """Mesh dimensions over which some are spread."""
+    """Mesh dimensions over which some parameters are spread."""
     are_whole: bool = True
     """Whether the kernels get all elements of all, and nothing else."""
 
@@ -61,7 +61,7 @@ class Inspection:
 
     params: "_C.WeakTensors | TracedWeakTensors"  # which a model may take with it
     norms: list[Tensor]  # of the parameters' gradients, in the same order
-    total_norms: list[Tensor]  # one per device, of what this process has
+    total_norms: dict[torch.device, Tensor]  # of what this process has on each device
     are_whole: bool  # whether that is all of all gradients
     is_scaled: bool = False  # whether the norms are of gradients that are scaled still
 
@@ -74,6 +74,10 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
         ordinary, others = ordinary_grads(params, allow_fp16)
         for of_device in ordinary:
             found.add(*of_device)
+        if are_processes():  # which meet whether or not each has a gradient of these
+            for param in filter(is_sharded, params):
+                spread = spread_dimensions(param.placements)
+                found.meshes |= {(param.device_mesh, dimension): None for dimension in spread}
         for index in others:
             param = params[index]
             if param.grad.dtype == torch.float16 and not allow_fp16:
@@ -86,10 +90,6 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
             grad = dense_part(param)
             found.add(grad.device, [param], [grad])
             found.are_whole &= grad is param.grad
-            if is_sharded(param.grad):
-                mesh = param.grad.device_mesh
-                spread = spread_dimensions(param.grad.placements)
-                found.meshes |= {(mesh, dimension): None for dimension in spread}
     return found
 
 
@@ -117,14 +117,14 @@ def inspect(
 ) -> tuple[dict[torch.device, Tensor], Inspection]:
     """Multiply by `inv_scale`, and tell per device whether a result is not finite.
 
-    At an `inv_scale` of 1 nothing is written.
+    At an `inv_scale` of 1 nothing is written. `found_inf` becomes the flag of its own device.
     """
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []
-    norms, total_norms = [], []
+    norms, total_norms = [], {}
     are_whole = gradients.are_whole and process_group is None
     for device, part in gradients.on.items():
-        flags[device] = on_device(found_inf, device).clone()
+        flags[device] = on_device(found_inf, device)
         scale_there = on_device(inv_scale, device)
         rounds = [part]
         try:
@@ -136,11 +136,10 @@ def inspect(
                 raise
             results = [unscale(once, flags[device], scale_there) for once in rounds]
             are_whole = False
-        if len(rounds) == 1 and not torch.compiler.is_compiling():
-            _C.remember_norm(part.grads, results[0].total_norm)
         params += [param for once in rounds for param in once.params]
         norms += [result.norms for result in results]
-        total_norms.append(results[0].total_norm)
+        if len(rounds) == 1:
+            total_norms[device] = results[0].total_norm
     if gradients.meshes or process_group is not None:
         flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
     return flags, Inspection(weak(params), norms, total_norms, are_whole)
@@ -175,10 +174,21 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
     for inspection in inspections:
         if not inspection.are_whole:
             return None
-        for norm in inspection.total_norms:
+        for norm in inspection.total_norms.values():
             norm = on_device(norm, scale.device)
             norms.append(norm / scale if inspection.is_scaled else norm)
     return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
+
+
+def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
+    """What `clip_grad_norm_` would measure of these parameters' gradients, if it is known."""
+    norms = list(inspection.total_norms.values())
+    if not inspection.are_whole or not norms:
+        return None
+    is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+    norms = [on_device(norm, norms[0].device) for norm in norms]
+    total_norm = norms[0] if len(norms) == 1 else ops.multi_tensor_norm(norms).total_norm
+    return total_norm if is_double else total_norm.float()
 
 
 def shared(

@@ -12,11 +12,18 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from ampfuse._capture import is_capturing
 from ampfuse._compiling import at_compile_time, make_static
+from ampfuse._mistakes import Watch
 from ampfuse.amp._gradients import Inspection, gather, inspect
 from ampfuse.amp._memory import Memory
 from ampfuse.amp._tensor_step import skips_unseen, step_with_tensors
+from ampfuse.optim import Adam
+from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest
+
+# As in csrc/math/fused_adam.h: from this scale down the inverse is not a finite float32.
+LARGEST_WITHOUT_INVERSE = 2.0**-128
 
 
 class Hooks(TorchGradScaler):
@@ -24,8 +31,17 @@ class Hooks(TorchGradScaler):
 
     _memory: Memory
     _inspections: dict[int, Inspection]  # by optimizer, until the next update
+    _watch: Watch
     _allow_fp16_grads: bool
     process_group: Any
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        if torch.compiler.is_compiling():
+            self._make_scale(device)
+        elif self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return on_device(self._scale, device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """As torch's hook of this name, but that it may be called again."""
@@ -54,7 +70,13 @@ class Hooks(TorchGradScaler):
         make_static([self._scale, self._growth_tracker, *self._memory.tensors(self._scale.device)])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """As torch's hook of this name."""
+        """As torch's hook of this name.
+
+        Among processes that skip together some may have no loss to scale, the first stages of a
+        pipeline for instance: theirs is made here, as all others are, and moves as they do.
+        """
+        if self._scale is None and self.process_group is not None:
+            self._scale_on(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
             return super()._check_scale_growth_tracker(funcname)  # which raises
         return self._scale, self._growth_tracker
@@ -79,10 +101,40 @@ class Hooks(TorchGradScaler):
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
+        self._look_for_mistakes(optimizer)
         inv_scale = scale.double().reciprocal().float()
         found_inf = torch.zeros_like(scale)
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
         state["stage"] = OptState.UNSCALED
+
+    def _look_for_mistakes(self, optimizer: Optimizer) -> None:
+        """To be called where an optimizer's gradients are still scaled."""
+        if not torch.compiler.is_compiling() and not is_capturing():
+            assert self._scale is not None
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            grads = (param.grad for param in params if param.grad is not None)
+            self._watch.note_scaled_gradients(grads, self._scale)
+
+    def _look_for_second_clipping(
+        self, optimizer: Optimizer, inspection: Inspection | None
+    ) -> None:
+        if torch.compiler.is_compiling() or is_capturing() or not isinstance(optimizer, Adam):
+            return
+        limit = optimizer._shared_limit()
+        if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
+            (scaled_norm,) = inspection.total_norms.values()
+            self._watch.note_limit(scaled_norm, limit)
+
+    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
+        """Remember what the step's fate is: the flag, where the scale is."""
+        assert self._scale is not None
+        flags = state["found_inf_per_device"].values()
+        if flags:
+            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
+        else:  # nothing to overflow
+            found_inf = torch.zeros_like(self._scale)
+        self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
+        return found_inf
 
     def _unscale_grads_(
         self,
@@ -101,8 +153,10 @@ class Hooks(TorchGradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """As torch's hook of this name: a look at gradients that are scaled still."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        one, found_inf = torch.ones_like(scale), torch.zeros_like(scale)
-        flags = self._unscale_grads_(optimizer, one, found_inf, True)
+        # A scale without a finite inverse overflows whatever gradients it brings.
+        found_inf = torch.empty_like(scale)
+        torch.le(scale, LARGEST_WITHOUT_INVERSE, out=found_inf)
+        flags = self._unscale_grads_(optimizer, torch.ones_like(scale), found_inf, True)
         self._state_of(optimizer)["found_inf_per_device"] = flags
         self._inspections[id(optimizer)].is_scaled = True
         return flags

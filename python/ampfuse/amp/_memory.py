@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ampfuse._capture import is_capturing
+from ampfuse._mirror import Mirror
 from ampfuse.amp._gradients import Inspection
-from ampfuse.amp._mirror import Mirror
 
 REMEMBERED = 16  # steps that a report can look back
 

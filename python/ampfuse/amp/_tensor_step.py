@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import optimizer as torch_optimizer
 
-from ampfuse import _C
-from ampfuse.amp._gradients import Inspection, gather
+from ampfuse.amp._gradients import Inspection
 from ampfuse.optim import Adam, _traced
 
 
@@ -53,18 +51,31 @@ def step_with_tensors(
         scale = users_own
     elif users_own is not None:
         scale = scale * users_own
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        if isinstance(optimizer, Adam):
+            return _traced_step(optimizer, scale, found_inf, inspection, args, kwargs)
+        return _untraced_step(optimizer, scale, found_inf, args, kwargs)
+    if not isinstance(optimizer, Adam):
         return _step(optimizer, scale, found_inf, args, kwargs)
-    if isinstance(optimizer, Adam):
-        return _traced_step(optimizer, scale, found_inf, inspection, args, kwargs)
-    return _untraced_step(optimizer, scale, found_inf, args, kwargs)
+    optimizer._traced.known_norms = norms_for(
+        _traced.steps_alone(optimizer) and not args, inspection
+    )
+    try:
+        return _step(optimizer, scale, found_inf, args, kwargs)
+    finally:
+        optimizer._traced.known_norms = {}
+
+
+def norms_for(steps_alone: bool, inspection: Inspection | None) -> dict[torch.device, Tensor]:
+    """What an `Adam` need not measure again: nobody's code comes between the look and its step."""
+    if inspection is None or not inspection.is_scaled or not steps_alone:
+        return {}
+    return inspection.total_norms
 
 
 def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
     """As torch has it: they are attributes."""
     optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-    if torch_optimizer._global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks:
-        _C.forget_norms()  # hooks may write gradients without moving version counters
     try:
         return optimizer.step(*args, **kwargs)
     finally:
@@ -84,17 +95,14 @@ def _traced_step(
     traced = optimizer._traced
     traced.begin()
     traced.grad_scale, traced.found_inf = scale, found_inf
-    # There are no version counters here: nobody's code may come between the look and the step.
-    if inspection is not None and inspection.is_scaled and traced.steps_alone and not args:
-        lists = [part.grads for part in gather(optimizer, allow_fp16=True).on.values()]
-        traced.known_norms = list(zip(lists, inspection.total_norms, strict=True))
+    traced.known_norms = norms_for(traced.steps_alone and not args, inspection)
     try:
         if traced.has_scheduler:  # whose wrapper the compiler does not trace
             return type(optimizer).step(optimizer, *args, **kwargs)
         return optimizer.step(*args, **kwargs)
     finally:
         traced.grad_scale = traced.found_inf = None
-        traced.known_norms = []
+        traced.known_norms = {}
 
 
 # The graph ends there. torch.compiler.disable would import the compiler along with us.

@@ -9,17 +9,20 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ampfuse import _C, ops
+from ampfuse import ops
+from ampfuse._mistakes import Watch
+from ampfuse._warning import warn_caller
 from ampfuse.amp import _active, _policy
-from ampfuse.amp._gradients import Inspection, unscaled_norm
+from ampfuse.amp._gradients import Inspection, norm_for, unscaled_norm
 from ampfuse.amp._hooks import Hooks
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
 from ampfuse.amp._outputs import scaled
 from ampfuse.amp._policy import Policy
 from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
 from ampfuse.amp._tensor_step import step_with_tensors, takes_tensors, wants_the_scaler
+from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.optim._columns import on_device
-from ampfuse.optim._grad_norm import largest
+from ampfuse.optim._traced import groups_of
 
 
 class GradScaler(Hooks):
@@ -92,6 +95,8 @@ class GradScaler(Hooks):
         allow_fp16_grads: bool = False,
         allow_no_grads: bool = False,
     ) -> None:
+        if not isinstance(device, str | torch.device):
+            raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
         TorchGradScaler.__init__(  # whatever else derived classes are, too
             self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -111,21 +116,18 @@ class GradScaler(Hooks):
         self._allow_no_grads = allow_no_grads
         self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
         self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
+        self._watch = Watch()
         _active.note(self)
 
     # --- gradients ------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
         """A tensor or an iterable of them, multiplied by the scale."""
-        return scaled(outputs, self._scale_on) if self._enabled else outputs
-
-    def _scale_on(self, device: torch.device) -> Tensor:
-        if torch.compiler.is_compiling():
-            self._make_scale(device)
-        elif self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-        assert self._scale is not None
-        return on_device(self._scale, device)
+        if not self._enabled:
+            return outputs
+        if not torch.compiler.is_compiling():
+            self._watch.note_scaled_loss()
+        return scaled(outputs, self._scale_on)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` on unscaled gradients, or nothing if one is not finite.
@@ -140,21 +142,18 @@ class GradScaler(Hooks):
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        try:
-            if takes_tensors(optimizer) and wants_the_scaler(optimizer):
-                result = super().step(optimizer, *args, **kwargs)
-                self._note_step(optimizer, state)
-                return result
-            return self._step(optimizer, state, args, kwargs)
-        finally:
-            if not torch.compiler.is_compiling():
-                _C.forget_norms()  # steps may write gradients without moving version counters
+        if takes_tensors(optimizer) and wants_the_scaler(optimizer):
+            result = super().step(optimizer, *args, **kwargs)
+            self._note_step(optimizer, state)
+            return result
+        return self._step(optimizer, state, args, kwargs)
 
     def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The step of an optimizer that knows nothing of scalers, but perhaps of tensors."""
         skips_itself = takes_tensors(optimizer)
         if state["stage"] is OptState.READY:
             if skips_itself:
+                self._look_for_mistakes(optimizer)
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
@@ -169,6 +168,7 @@ class GradScaler(Hooks):
             scale, inspection = None, self._inspections.get(id(optimizer))
             if state["stage"] is OptState.READY:
                 scale = self._get_scale_async()
+                self._look_for_second_clipping(optimizer, inspection)
             result = step_with_tensors(optimizer, scale, found_inf, inspection, args, kwargs)
         elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
@@ -177,16 +177,29 @@ class GradScaler(Hooks):
         state["stage"] = OptState.STEPPED
         return result
 
-    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
-        """Remember what the step's fate is: the flag, where the scale is."""
-        assert self._scale is not None
-        flags = state["found_inf_per_device"].values()
-        if flags:
-            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
-        else:  # nothing to overflow
-            found_inf = torch.zeros_like(self._scale)
-        self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
-        return found_inf
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scale an optimizer's gradients so that their norm is at most `max_norm`, between
+        `backward()` and `step`, and return the norm that they had, without waiting for it.
+
+        Gradients are unscaled first, and measured in the same pass; where `unscale_` was called
+        before, they are read once more. They are written again only if the norm is above
+        `max_norm`. An `ampfuse.AdamW(max_grad_norm=...)` clips inside its step, which costs less.
+
+        >>> import torch, ampfuse
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer, scaler = torch.optim.SGD([param], lr=1.0), ampfuse.GradScaler("cpu")
+        >>> scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0), param.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+        """
+        params = [param for group in groups_of(optimizer) for param in group["params"]]
+        if self._enabled and self._state_of(optimizer)["stage"] is not OptState.UNSCALED:
+            self.unscale_(optimizer)
+            total_norm = norm_for(params, self._inspections[id(optimizer)])
+            if total_norm is not None:
+                clip_grads_with_norm_(params, max_norm, total_norm)
+                return total_norm
+        return clip_grad_norm_(params, max_norm)
 
     # --- the scale ------------------------------------------------------------------------------
 
@@ -269,7 +282,14 @@ class GradScaler(Hooks):
 
     def history(self) -> list[ScaleRecord]:
         """The last updates, the oldest first, by one copy to the host."""
-        return self._memory.records() if self._enabled else []
+        if not self._enabled:
+            return []
+        if self._memory.length == 0:
+            warn_caller(
+                "history(): this GradScaler remembers no updates; make it with "
+                "GradScaler(history=100) to remember the last 100"
+            )
+        return self._memory.records()
 
     def overflow_report(self, model: torch.nn.Module) -> list[str]:
         """Names of the parameters whose gradients were not finite in the last skipped step.
@@ -306,6 +326,7 @@ class GradScaler(Hooks):
         if self._enabled:
             state["_memory"] = Memory(self._memory.counts(), self._memory.length)
             state["_inspections"] = {}
+            del state["_watch"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -313,6 +334,7 @@ class GradScaler(Hooks):
         check_pickled(state)
         super().__setstate__(state)
         if self._enabled:
+            self._watch = Watch()
             _active.note(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":

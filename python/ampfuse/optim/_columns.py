@@ -7,7 +7,6 @@ people move optimizer state to the host and back.
 """
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse.optim._options import Option, kept
+from ampfuse.optim._options import Option, check_params, kept
 from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import Spares, ensure
 
@@ -88,6 +87,7 @@ class GroupColumns:
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
+        self._steps: list[Any] = []
         self._kept = kept(group, option)
         grads, self._kinds = self._survey()
         for index, param in enumerate(self._params):
@@ -98,6 +98,7 @@ class GroupColumns:
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
             self._states.setdefault(kind, []).append(state[param])
+        self._steps = self._read_steps()
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
         """The columns as they are now, or None when this has to be made anew."""
@@ -108,12 +109,17 @@ class GroupColumns:
         if kinds != self._kinds or kept(group, self._option) != self._kept:
             return None
         try:
+            if not all(map(is_, self._steps, self._read_steps())):
+                return None  # somebody has put others there, of another kind it may be
             return [
                 self._read(has_masters, members, self._states[device, has_masters], grads, group)
                 for (device, has_masters), members in self._members.items()
             ]
         except KeyError:  # somebody took something out of a state dictionary
             return None
+
+    def _read_steps(self) -> list[Any]:
+        return [state["step"] for state in chain.from_iterable(self._states.values())]
 
     def _survey(self) -> tuple[list[Any], Any]:
         """All gradients; all dtypes, and where there is a gradient.
@@ -153,15 +159,12 @@ class GroupColumns:
 
 
 class ColumnCache:
-    """The columns of all groups, and whether something else than the optimizer changed masters'
-    parameters."""
+    """The columns of all groups."""
 
     def __init__(self, option: Option) -> None:
         self._option = option
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
-        self._versions: tuple[int, int, int] | None = None  # after the last step
-        self._warned = False
         self._checked: list[Any] | None = None  # kinds of gradients that the op does not refuse
         self._before_step: set[Tensor] | None = None  # who had state, if some may be new
 
@@ -176,12 +179,12 @@ class ColumnCache:
         if columns is None:
             self._checked = None
             self._before_step = set(state)
+            for index, group in enumerate(groups):  # models may have been cast
+                check_params(group, index, self._option)
             self._groups = [GroupColumns(group, state, spares, self._option) for group in groups]
             self._states = list(state.values())
-            self._versions = None
             columns = self._read_known(groups, state)
             assert columns is not None
-        self._warn_if_masters_are_stale(columns)
         return columns
 
     def _read_known(
@@ -207,10 +210,9 @@ class ColumnCache:
         """To be called when it has refused none: only gradients change from step to step."""
         self._checked = grad_kinds(columns)
 
-    def note_step(self, columns: list[list[Columns]]) -> None:
-        """To be called after a step: what it changed is no change by somebody else."""
+    def note_step(self) -> None:
+        """To be called after a step, which keeps the state that it has made."""
         self._before_step = None
-        self._versions = None if self._warned else versions(columns)
 
     def forget_step(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """To be called when a step was refused: it leaves no state behind."""
@@ -218,42 +220,6 @@ class ColumnCache:
             for param in [param for param in state if param not in self._before_step]:
                 del state[param]
         self._before_step = None
-
-    def note_sync(self) -> None:
-        """To be called when the masters have been made anew."""
-        self._versions = None
-
-    def _warn_if_masters_are_stale(self, columns: list[list[Columns]]) -> None:
-        if self._versions is None:
-            return
-        after_step, now = self._versions, versions(columns)
-        # Where other counters have been advanced, by a compiled step say, nothing can be told.
-        if now is None or after_step[1:] != now[1:] or after_step[0] == now[0]:
-            return
-        self._warned = True
-        warnings.warn(
-            "parameters were changed since the optimizer's last step, but not their masters, with "
-            "which this step overwrites them: call optimizer.sync_masters_from_model() after "
-            "loading a model",
-            stacklevel=7,  # past this class, _step, step, and torch's two wrappers of it
-        )
-
-
-def versions(columns: list[list[Columns]]) -> tuple[int, int, int] | None:
-    """How often parameters with masters and their counters were written, and which counters.
-
-    None where tensors of inference mode do not count that.
-    """
-    written = stepped = counters = 0
-    try:
-        for part in chain.from_iterable(columns):
-            if part.masters:
-                written += _C.version_sum(part.params)
-                stepped += _C.version_sum(part.state_steps)
-                counters += sum(map(id, part.state_steps))
-    except RuntimeError:
-        return None
-    return written, stepped, counters
 
 
 def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
@@ -277,7 +243,7 @@ def refuse_sparse(param: Tensor) -> None:
 
 def localized(columns: Columns, write_back_grads: bool) -> Columns:
     """The same with this process's shards for DTensors and pairs of numbers for complex ones."""
-    columns.shardings = [sharding(grad) for grad in columns.grads]
+    columns.shardings = [sharding_of(grad) for grad in columns.grads]
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
         tensors = [local(tensor) for tensor in getattr(columns, name)]
         copied = columns.copied if name != "grads" or write_back_grads else []
@@ -286,7 +252,7 @@ def localized(columns: Columns, write_back_grads: bool) -> Columns:
     return columns
 
 
-def sharding(tensor: Tensor) -> Sharding | None:
+def sharding_of(tensor: Tensor) -> Sharding | None:
     """None for what is no DTensor."""
     if not is_sharded(tensor):
         return None

@@ -1,26 +1,16 @@
 """The norms that Adam clips by: over groups, devices, and the shards of DTensors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfuse import _C, ops
-from ampfuse.optim._columns import Columns, Sharding, on_device
-
-Recall = Callable[[list[Tensor]], Tensor | None]
-
-
-def recall_norm(grads: list[Tensor]) -> Tensor | None:
-    """If it is known, and nothing was written since."""
-    return _C.recall_norm(grads, True)
-
-
-def recall_nothing(grads: list[Tensor]) -> None:
-    """For gradients that have to be read."""
+from ampfuse import ops
+from ampfuse.optim._columns import Columns, Sharding, on_device, sharding_of
+from ampfuse.optim._shards import local
 
 
 @dataclass(frozen=True)
@@ -79,21 +69,23 @@ def group_clips(
     grad_scale: Tensor | None,
     check: bool,
     process_group: Any,
-    recall: Recall,
+    known_norms: dict[torch.device, Tensor],
 ) -> tuple[list[Clip | None], Tensor | None]:
     """What each group is clipped by: its own norm where it has a limit, else that of the others.
 
     With `check` also whether any gradient is not finite, for which all are read. Whether there are
     gradients makes no difference to the collectives: other processes may have some.
+
+    `known_norms`, where a scaler has just measured the gradients: those of all groups, by device.
     """
 
-    # What a scaler's own look at scaled gradients told, a moment ago. Not what it told in
-    # unscale_(): since then somebody may have written them without moving version counters.
-    if grad_scale is None or check:
-        recall = recall_nothing
-
-    def measured_by_all(columns: Sequence[Columns]) -> Measured:
-        measured = measure(columns, recall)
+    def measured_by_all(measured_groups: list[int]) -> Measured:
+        are_known = len(measured_groups) == len(groups) and not check
+        measured = measure(
+            [part for index in measured_groups for part in columns[index]],
+            known_norms if are_known else {},
+            spread_shardings([groups[index] for index in measured_groups]),
+        )
         if process_group is None:
             return measured
         return reduced(measured.to(device_of(groups, process_group)), process_group)
@@ -102,12 +94,12 @@ def group_clips(
     flags = []
     for index, limit in enumerate(limits):
         if limit is not None and (check or limit != math.inf):
-            measured = measured_by_all(columns[index])
+            measured = measured_by_all([index])
             clips[index] = Clip(measured.total_norm, limit, None)
             flags.append(measured.found_inf)
     sharing = [index for index, limit in enumerate(limits) if limit is None]
     if shared_limit is not None or (check and sharing):
-        measured = measured_by_all([part for index in sharing for part in columns[index]])
+        measured = measured_by_all(sharing)
         flags.append(measured.found_inf)
         if shared_limit is not None:
             if grad_norm is not None and not any(columns[index] for index in sharing):
@@ -119,28 +111,63 @@ def group_clips(
     return clips, largest(flags) if check else None
 
 
-def measure(columns: Sequence[Columns], recall: Recall) -> Measured:
+def measure(
+    columns: Sequence[Columns],
+    known_norms: dict[torch.device, Tensor],
+    spread: Iterable[tuple[torch.device, Sharding]] = (),
+) -> Measured:
     """Of all gradients as one vector, on the device of the first; in float64.
 
-    Scaled gradients have norms beyond float32 where none of their elements is. Of those whose norm
-    `recall` knows already, nobody asks whether one is not finite.
+    Scaled gradients have norms beyond float32 where none of their elements is. Where the norm of
+    all gradients on a device is known, nobody asks whether one of them is not finite. `spread`:
+    shardings that other processes have gradients of, whether or not there are some here.
     """
-    lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {}
+    lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {key: [] for key in spread}
     for part in columns:
         if not part.shardings:
             lists.setdefault((part.device, None), []).extend(part.grads)
             continue
         for grad, sharding in zip(part.grads, part.shardings, strict=True):
             lists.setdefault((part.device, sharding), []).append(grad)
-    parts = [_measure_list(grads, sharding, recall) for (_, sharding), grads in lists.items()]
+    devices = [device for (device, _), grads in lists.items() if grads]
+    parts = []
+    for (device, sharding), grads in lists.items():
+        known = known_norms.get(device) if grads and devices.count(device) == 1 else None
+        parts.append(_measure_list(grads, device, sharding, known))
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
-        return Measured(nothing, nothing.clone())
+        return _nothing(torch.device("cpu"))
     norms = [part.total_norm.to(parts[0].total_norm.device) for part in parts]
     total_norm = ops.multi_tensor_norm(norms).total_norm
     return Measured(total_norm, largest([part.found_inf for part in parts]))
+
+
+def norm_of_shards(tensors: list[Tensor]) -> Tensor:
+    """The norm of whole tensors of which some are DTensors, in the dtype that norms have."""
+    parts = [
+        Columns(tensor.device, grads=[local(tensor)], shardings=[sharding_of(tensor)])
+        for tensor in tensors
+    ]
+    norm = measure(parts, {}).total_norm
+    is_double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    return norm if is_double else norm.float()
+
+
+def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, Sharding], None]:
+    """How the DTensors among the parameters are spread, in their order.
+
+    Processes then meet in the same collectives, whichever of their parameters have gradients.
+    """
+    if not are_processes():
+        return {}
+    params = [param for group in groups for param in group["params"]]
+    return {(param.device, found): None for param in params if (found := sharding_of(param))}
+
+
+def are_processes() -> bool:
+    """Whether there may be DTensors, which cost a look at each parameter."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def largest(flags: list[Tensor]) -> Tensor:
@@ -150,23 +177,30 @@ def largest(flags: list[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
 
-def _measure_list(grads: list[Tensor], sharding: Sharding | None, recall: Recall) -> Measured:
+def _measure_list(
+    grads: list[Tensor], device: torch.device, sharding: Sharding | None, known: Tensor | None
+) -> Measured:
     """Of whole tensors, of which `grads` may be this process's shards.
 
-    Whether the norm of these is known makes no difference to the collectives: each process may
-    remember other ones.
+    Whether the norm of these is known makes no difference to the collectives.
     """
-    known = recall(grads)
-    if known is None:
+    if known is not None:
+        measured = Measured(known, known.new_zeros((), dtype=torch.float32))
+    elif grads:
         result = ops.multi_tensor_norm(grads, dtype=torch.float64)
         measured = Measured(result.total_norm, result.found_inf)
     else:
-        measured = Measured(known, known.new_zeros((), dtype=torch.float32))
+        measured = _nothing(device)
     if sharding is None:
         return measured
     for dimension in spread_dimensions(sharding.placements):
         measured = reduced(measured, sharding.mesh.get_group(dimension))
     return measured
+
+
+def _nothing(device: torch.device) -> Measured:
+    nothing = torch.zeros((), dtype=torch.float32, device=device)
+    return Measured(nothing, nothing.clone())
 
 
 def spread_dimensions(placements: Sequence[Any]) -> list[int]:

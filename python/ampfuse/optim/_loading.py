@@ -1,22 +1,64 @@
-"""State dictionaries of Adam's: what is saved, and how that or torch's is loaded."""
+"""State dictionaries of Adam's: what is saved, and how that or torch's is loaded.
 
-from typing import Any
+Loading is all or nothing: everything is checked, then all new state is made, and only then does
+anything take the place of what was there.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ampfuse.optim._options import NEEDED, Kept, Option, has_torchs, kept, without_torchs
-from ampfuse.optim._rates import keep_rates
+from ampfuse.optim._options import (
+    NEEDED,
+    Kept,
+    Option,
+    check_options,
+    has_torchs,
+    is_number,
+    kept,
+    without_torchs,
+)
 from ampfuse.optim._remainders import exported
+from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import (
     MOMENTS,
     Spares,
+    converted,
+    kept_master,
     master_dtype,
     moment_dtype,
-    put,
-    put_master,
     renew_master,
 )
+
+
+def saved_state_dict(optimizer: Any) -> dict[str, Any]:
+    """torch's, as it is after hooks of the program's, which come last."""
+    handle = optimizer.register_state_dict_post_hook(export, prepend=True)
+    try:
+        return Optimizer.state_dict(optimizer)
+    finally:
+        handle.remove()
+
+
+def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """By torch's function, which checks, loads the groups, and calls hooks and __setstate__."""
+    loading: dict[str, Any] = {}
+
+    def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        given = without_what_torch_ignored(given)
+        loading.update(given)
+        return {**given, "state": {}}
+
+    # The last of the hooks before loading: others may change what is loaded.
+    handle = optimizer.register_load_state_dict_pre_hook(keep_state_from_torch)
+    optimizer._loading = loading
+    try:
+        Optimizer.load_state_dict(optimizer, state_dict)
+    finally:
+        handle.remove()
+        optimizer._loading = None
 
 
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -43,58 +85,126 @@ def owners(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Own
     }
 
 
-def check_all(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Refuse a state dictionary before anything of it is loaded."""
-    for key, owner in owners(groups, saved).items():
-        if key in saved["state"]:
-            check_saved(saved["state"][key], *owner)
+class NewState(NamedTuple):
+    """What a parameter's state becomes."""
+
+    entries: dict[str, Any]
+    param: Tensor | None
+    """What the parameter itself becomes; None: it stays."""
+    has_own_master: bool
+    """Whether masters belong to it, saved or not."""
 
 
 @torch.no_grad()
-def load_all(
+def new_states(
+    groups: list[dict[str, Any]], saved: dict[str, Any], option: Option
+) -> dict[Tensor, NewState]:
+    """Check the states of a dictionary against their parameters, and make new ones of them."""
+    if not isinstance(saved["state"], dict):
+        raise TypeError(f"loaded state dict: state: expected a dict, got {_kind(saved['state'])}")
+    found = owners(groups, saved)
+    for key, (param, group) in found.items():
+        if key in saved["state"]:
+            check_saved(saved["state"][key], param, group)
+    return {
+        param: _new_state(saved["state"][key], param, kept(group, option))
+        for key, (param, group) in found.items()
+        if key in saved["state"]
+    }
+
+
+def _new_state(saved: dict[str, Any], param: Tensor, kept: Kept) -> NewState:
+    """Dtypes are those of the group's options: torch would cast everything to the parameter's."""
+    of_master = master_dtype(param, kept)
+    entries: dict[str, Any] = {}
+    of_param = None
+    for name, value in saved.items():
+        if name == "step":
+            step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
+            entries[name] = step.reshape(()).clone()
+        elif name in MOMENTS:
+            entries[name] = converted(value, param, moment_dtype(param, kept))
+        elif name == "master_param":
+            master, of_param = kept_master(value, param, of_master)
+            if master is not None:
+                entries[name] = master
+        else:
+            entries[name] = value.clone() if isinstance(value, Tensor) else value
+    return NewState(entries, of_param, of_master is not None)
+
+
+@torch.no_grad()
+def put_states(
     state: dict[Any, dict[str, Any]],
-    groups: list[dict[str, Any]],
-    saved: dict[str, Any],
-    option: Option,
+    new: dict[Tensor, NewState],
+    of_nobody: dict[Any, Any],
     in_place: bool,
 ) -> Spares:
-    """Take over a state dictionary that was checked.
+    """Put new states in the place of those that are there; `of_nobody`: of no parameter.
 
     `in_place`: into the tensors that are there. Else there are new ones, and state dictionaries
     that were taken before keep theirs, as torch's do.
 
-    Returns the masters that it lacks. They are made anew at once, since a captured graph may take
-    the next step, and at the next step again, since the model may be loaded last.
+    Returns the masters that were not saved. They are made anew at once, since a captured graph may
+    take the next step, and at the next step again, since the model may be loaded last.
     """
     spares: Spares = {}
-    owner = owners(groups, saved)
-    loaded = {owner[key][0] if key in owner else key for key in saved["state"]}
-    for key in [key for key in state if key not in loaded]:
+    for key in [key for key in state if key not in new]:
         del state[key]
-    for key, value in saved["state"].items():
-        if key in owner:
-            param, group = owner[key]
-            if not in_place:
-                state[param] = {}
-            load(state[param], value, param, kept(group, option))
-            if "master_param" in state[param] and "master_param" not in value:
+    state.update(of_nobody)
+    for param, (entries, of_param, has_own_master) in new.items():
+        if in_place:
+            master = _put_in_place(state[param], entries)
+            if master is not None and has_own_master:
+                state[param]["master_param"] = master
                 renew_master(state[param], param)
                 spares[param] = state[param].pop("master_param")
         else:
-            state[key] = value
+            state[param] = entries
+        if of_param is not None:
+            param.copy_(of_param)
     return spares
 
 
+def _put_in_place(there: dict[str, Any], entries: dict[str, Any]) -> Tensor | None:
+    """Returns the master that is there, if none was saved."""
+    master = there.get("master_param") if "master_param" not in entries else None
+    for name in [name for name in there if name not in entries]:
+        del there[name]
+    for name, value in entries.items():
+        old = there.get(name)
+        if isinstance(old, Tensor) and (old.dtype, old.shape) == (value.dtype, value.shape):
+            old.copy_(value)
+        else:
+            there[name] = value
+    return master
+
+
+def of_nobody(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Any]:
+    """What a state dictionary holds beside the states of parameters: kept as it is, as by torch."""
+    found = owners(groups, saved)
+    return {key: value for key, value in saved["state"].items() if key not in found}
+
+
 def keep_options(
-    loaded: list[dict[str, Any]], groups: list[dict[str, Any]], defaults: dict[str, Any]
+    loaded: list[dict[str, Any]],
+    groups: list[dict[str, Any]],
+    defaults: dict[str, Any],
+    option: Option,
 ) -> None:
-    """In loaded groups: how state is kept, rates in tensors, and what torch's checkpoints lack."""
-    for new, old in zip(loaded, groups, strict=True):
+    """Complete loaded groups by how state is kept, and by what torch's checkpoints lack; check."""
+    for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
         for name in {"master_weights", "state_dtype"} & defaults.keys():
             new[name] = old[name]
         for name in old.keys() - NEEDED:
             new.setdefault(name, old[name])
-    keep_rates(loaded, groups)
+        if not new.keys() >= NEEDED:
+            continue  # another optimizer's, which torch loads too, and no step takes
+        _check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
+        try:
+            check_options(new, option)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"loaded state dict: group {index}: {error}") from None
 
 
 def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
@@ -113,42 +223,69 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": state, "param_groups": groups}
 
 
-def check_saved(saved: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+def check_saved(saved: Any, param: Tensor, group: dict[str, Any]) -> None:
     """Refuse a state that is another parameter's, or another optimizer's."""
-    place = next(i for i, other in enumerate(group["params"]) if other is param)
+    index = next(i for i, other in enumerate(group["params"]) if other is param)
+    where = f"loaded state dict: parameter {index}"
+    if not isinstance(saved, dict):
+        raise TypeError(f"{where}: expected a dict, got {_kind(saved)}")
     if saved and not saved.keys() >= {"step", "exp_avg", "exp_avg_sq"}:
-        raise KeyError(f"loaded state dict: parameter {place} has but {sorted(saved)}")
-    for name in (*MOMENTS, "master_param"):
-        value = saved.get(name)
-        if value is not None and value.shape != param.shape:
-            raise ValueError(
-                f"loaded state dict: {name} of parameter {place}: expected shape "
-                f"{tuple(param.shape)}, got {tuple(value.shape)}"
-            )
-    master = saved.get("master_param")
-    if master is not None and not master.is_floating_point():
+        raise KeyError(
+            f"{where}: expected Adam's step, exp_avg and exp_avg_sq, got {sorted(map(str, saved))}"
+        )
+    for name, value in saved.items():
+        where = f"loaded state dict: {name} of parameter {index}"
+        if name == "step":
+            _check_number(where, value, param.is_meta)
+        elif name in (*MOMENTS, "master_param"):
+            _check_tensor(where, value, param.is_meta)
+            _check_fits(where, value, param)
+
+
+def _check_number(where: str, value: Any, may_be_meta: bool) -> None:
+    if not isinstance(value, Tensor):
+        if not is_number(value):
+            raise TypeError(f"{where}: expected a number or a tensor, got {_kind(value)}")
+        return
+    _check_tensor(where, value, may_be_meta)
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(f"{where}: expected one real number, got {_described(value)}")
+
+
+def _check_tensor(where: str, value: Any, may_be_meta: bool) -> None:
+    """Refuse what has no numbers in memory that could be copied."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where}: expected a tensor, got {_kind(value)}")
+    if value.is_nested:
+        raise ValueError(f"{where}: expected a dense tensor, got a nested one")
+    if value.layout != torch.strided or value.is_quantized:
+        raise ValueError(f"{where}: expected a dense tensor, got {_described(value)}")
+    is_freed = value.numel() > 0 and local(value).untyped_storage().nbytes() == 0
+    if is_freed or (value.is_meta and not may_be_meta):
+        raise ValueError(f"{where}: expected a tensor with memory, got {_described(value)}")
+
+
+def _check_fits(where: str, value: Tensor, param: Tensor) -> None:
+    if value.shape != param.shape:
+        raise ValueError(f"{where}: expected shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    if not (value.is_floating_point() or value.is_complex()):
         raise ValueError(
-            f"loaded state dict: master_param of parameter {place}: expected a floating-point "
-            f"tensor, as state_dict() gives also of remainders, got {master.dtype}"
+            f"{where}: expected a floating-point tensor, as state_dict() gives also of "
+            f"remainders, got {value.dtype}"
+        )
+    if value.is_complex() != param.is_complex():
+        raise ValueError(f"{where}: expected a tensor for {param.dtype}, got {value.dtype}")
+    if is_sharded(value) != is_sharded(param):
+        kinds = ("a plain tensor", "a DTensor")
+        raise ValueError(
+            f"{where}: expected {kinds[is_sharded(param)]} as the parameter, "
+            f"got {kinds[is_sharded(value)]}"
         )
 
 
-def load(state: dict[str, Any], saved: dict[str, Any], param: Tensor, kept: Kept) -> None:
-    """Take over a saved state, whoever saved it, into tensors that are there already.
+def _described(value: Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}, {value.layout}, on {value.device}"
 
-    Dtypes are those of the group's options: torch would cast everything to the parameter's.
-    """
-    of_master = master_dtype(param, kept)
-    for name in [name for name in state if name not in saved]:
-        if name != "master_param" or of_master is None:
-            del state[name]
-    for name, value in saved.items():
-        if name == "step":
-            value = torch.as_tensor(value, dtype=torch.float32, device=param.device)
-            put(state, name, value.reshape(()))
-        elif name in MOMENTS:
-            put(state, name, value, moment_dtype(param, kept), param)
-        elif name == "master_param":
-            put_master(state, value, param, of_master)
-        else:
-            state[name] = value.clone() if isinstance(value, Tensor) else value
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

@@ -48,6 +48,20 @@ def torchs_option(group: dict[str, Any], name: str) -> Any:
     return OURS[name]
 
 
+def of_op(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options that are numbers and flags of `ops.fused_adam`."""
+    beta1, beta2 = group["betas"]
+    return {
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "amsgrad": group["amsgrad"],
+        "maximize": group["maximize"],
+        "decoupled_weight_decay": group["decoupled_weight_decay"],
+    }
+
+
 class Kept(NamedTuple):
     """The options that say what there is of a parameter's state."""
 
@@ -68,15 +82,13 @@ def state_dtype_name(dtype: torch.dtype | str) -> str:
 
 def check_first(options: dict[str, Any], option: Option) -> None:
     """Refuse what makes no sense to begin with; torch's words where torch refuses it too."""
+    check_options(options, option)
     lr = options["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
     # A learning rate on a GPU is not looked at: the host would wait for it.
     if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not options["weight_decay"] >= 0:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-    check_options(options, option)
 
 
 def check_options(options: dict[str, Any], option: Option) -> None:
@@ -84,9 +96,22 @@ def check_options(options: dict[str, Any], option: Option) -> None:
 
     Schedules of learning rates and weight decay may go below 0, as with torch's.
     """
-    betas = options["betas"]
-    if any(isinstance(beta, Tensor) for beta in betas):
-        raise ValueError("betas: expected two floats, got a Tensor")
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or lr.is_complex():
+            raise ValueError("Tensor lr must be 1-element")
+    elif not is_number(lr):
+        raise TypeError(f"lr: expected a number or a tensor, got {described(lr)}")
+    if not (isinstance(betas, list | tuple) and len(betas) == 2 and all(map(is_number, betas))):
+        if isinstance(betas, list | tuple) and any(isinstance(beta, Tensor) for beta in betas):
+            raise ValueError("betas: expected two floats, got a Tensor")
+        raise TypeError(f"betas: expected two numbers, got {described(betas)}")
+    for name in ("eps", "weight_decay"):
+        if not is_number(options[name]):
+            raise TypeError(f"{name}: expected a number, got {described(options[name])}")
+    for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
+        if not isinstance(options[name], bool):
+            raise TypeError(f"{name}: expected a bool, got {described(options[name])}")
     for index in (0, 1):
         if not 0.0 <= betas[index] < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
@@ -98,11 +123,25 @@ def check_options(options: dict[str, Any], option: Option) -> None:
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
     state_dtype = option(options, "state_dtype")
+    if not isinstance(option(options, "write_back_grads"), bool):
+        raise TypeError(
+            f"write_back_grads: expected a bool, got {described(options['write_back_grads'])}"
+        )
     if state_dtype is not None and state_dtype_name(state_dtype) not in STATE_DTYPES:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}"
         )
     check_limit(option(options, "max_grad_norm"))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, and not a bool."""
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def described(value: Any) -> str:
+    """For messages: `str '1e-3'`."""
+    return f"{type(value).__name__} {value!r}"
 
 
 def check_limit(max_grad_norm: float | None) -> None:

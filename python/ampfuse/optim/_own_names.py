@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse.optim._columns import ColumnCache
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import renew_master
+from ampfuse.optim._written import WrittenParams
 
 
 class OwnNames(Optimizer):
@@ -17,7 +17,7 @@ class OwnNames(Optimizer):
 
     max_grad_norm: float | None
     process_group: Any
-    _columns: ColumnCache
+    _written: WrittenParams
     _grad_norm: Tensor | None
 
     @property
@@ -43,8 +43,8 @@ class OwnNames(Optimizer):
 
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
-        """Make the masters anew from the parameters, after something else changed these."""
+        """Make all masters anew from the parameters, which then have no more bits than these."""
         for param, state in self.state.items():
             if "master_param" in state:
                 renew_master(state, param)
-        self._columns.note_sync()
+        self._written.forget()

@@ -35,4 +35,7 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     lower = local(remainder).contiguous().to(torch.int32)
     # A negative remainder brings its own sign bits, which is to borrow from the upper half.
     bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
-    return sharded_like(param, bits.view(torch.float32))
+    joined = bits.view(torch.float32)
+    # As in math/remainder.h, no remainder makes a NaN of another number.
+    is_spoilt = joined.isnan() & ~bfloat16.isnan()
+    return sharded_like(param, torch.where(is_spoilt, upper.view(torch.float32), joined))

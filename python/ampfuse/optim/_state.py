@@ -1,6 +1,6 @@
 """What Adam keeps for a parameter: created at its first step, converted, rebuilt."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,11 @@ def ensure_master(
         if master.dtype == torch.int16:
             numbers = join(param, master) if param.dtype == torch.bfloat16 else param.detach()
         del state["master_param"]
-        put_master(state, numbers, param, dtype)
+        now = kept_master(numbers, param, dtype)
+        if now.master is not None:
+            state["master_param"] = now.master
+        if now.param is not None:
+            param.copy_(now.param)
 
 
 def refuse_in_capture() -> None:
@@ -96,34 +100,40 @@ def renew_master(state: dict[str, Any], param: Tensor) -> None:
     master.copy_(new_master(param, master.dtype))
 
 
-def put(
-    state: dict[str, Any],
-    name: str,
-    value: Tensor,
-    dtype: torch.dtype | None = None,
-    like: Tensor | None = None,
-) -> None:
-    """Copy it into the tensor that is there, if it is one of that kind, or into a new one."""
-    dtype = dtype or value.dtype
-    like = value if like is None else like
-    there = state.get(name)
-    if not isinstance(there, Tensor) or (there.dtype, there.shape) != (dtype, like.shape):
-        there = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
-        state[name] = there
-    there.copy_(value)
+@torch.no_grad()
+def adopt_param(param: Tensor, master: Tensor) -> Tensor:
+    """Have a float32 master take over the elements that were written into its parameter.
+
+    Those are the ones in which the parameter is not its master rounded any more. Returns whether
+    there are any, 0-dim, on the device.
+    """
+    then = master.to(param.dtype)
+    is_written_over = (then != param) & ~(then.isnan() & param.isnan())
+    master.copy_(torch.where(is_written_over, param.to(master.dtype), master))
+    return is_written_over.any()
 
 
-def put_master(
-    state: dict[str, Any], value: Tensor, param: Tensor, dtype: torch.dtype | None
-) -> None:
-    """A float32 master, as it is kept: of this dtype, or not at all."""
+def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of this dtype, laid out in memory as the parameter is."""
+    copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return copy.copy_(value)
+
+
+class KeptMaster(NamedTuple):
+    """A float32 master in the way in which a group keeps its masters."""
+
+    master: Tensor | None
+    """float32, an int16 remainder, or None where the parameter needs none."""
+    param: Tensor | None
+    """What the parameter becomes, so that the two fit together; None: it stays."""
+
+
+def kept_master(value: Tensor, param: Tensor, dtype: torch.dtype | None) -> KeptMaster:
+    """`dtype` is that of `master_dtype`."""
     if dtype is None:
-        state.pop("master_param", None)
-        if param.dtype not in HALVES:  # it is its own master now
-            param.copy_(value)
-    elif dtype == torch.int16:
+        is_own_master = param.dtype not in HALVES
+        return KeptMaster(None, value if is_own_master else None)
+    if dtype == torch.int16:
         parameter, remainder = split(value.to(param.device, torch.float32))
-        param.copy_(parameter)
-        put(state, "master_param", remainder, dtype, param)
-    else:
-        put(state, "master_param", value, dtype, param)
+        return KeptMaster(converted(remainder, param, dtype), parameter)
+    return KeptMaster(converted(value, param, dtype), value)

@@ -7,7 +7,6 @@ for the code that is traced, and not yet for anybody else.
 
 import inspect
 import weakref
-from operator import is_
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class Traced:
         # For as long as a scaler takes a step:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self.known_norms: list[tuple[list[Tensor], Tensor]] = []  # and the gradients that have them
+        self.known_norms: dict[torch.device, Tensor] = {}  # of all gradients there, still scaled
 
     @at_compile_time
     def begin(self) -> None:
@@ -100,13 +99,6 @@ class Traced:
                 state = optimizer.state[param]
                 ensure(state, param, of_state, optimizer._spare_masters)
                 make_static(state.values())
-
-    def recall_norm(self, grads: list[Tensor]) -> Tensor | None:
-        """If these are known."""
-        for known, norm in self.known_norms:
-            if len(known) == len(grads) and all(map(is_, known, grads)):
-                return norm
-        return None
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -16,12 +16,16 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
 from ampfuse._capture import is_capturing
+from ampfuse._mistakes import note_step_without_scaler
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
-from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, placed, recall_norm
+from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, placed
 from ampfuse.optim._own_names import OwnNames
+from ampfuse.optim._rates import keep_rates
 from ampfuse.optim._state import Spares
 from ampfuse.optim._traced import Traced, groups_of, traced_columns
+from ampfuse.optim._written import WrittenParams
+from ampfuse.optim._zero import refuse_limits, steps_one_shard_of_many
 
 OWN_ATTRIBUTES = {"max_grad_norm", "process_group"}
 
@@ -59,10 +63,11 @@ class Adam(OwnNames, torch.optim.Adam):
     torch.compile. A number, or a tensor on the CPU, is for a captured graph what it was when it was
     captured; and before one is captured, a step must have been taken.
 
-    Masters are made at a parameter's first step. After changing parameters later (loading a model,
-    say), call `sync_masters_from_model()`, or the masters overwrite the change: with a warning,
-    unless it was made through `.data`. Tensors that lie in memory in another order than their
-    parameter are copied for the step.
+    Masters are made at a parameter's first step. When something else writes a parameter later
+    (loading a model, averaging models, masks), its master takes over the elements that were
+    written, with a warning the first time. On a GPU, and there only, this can miss fewer than 128
+    adjacent elements that are written in place through `.data`: write them under `torch.no_grad()`.
+    Tensors that lie in memory in another order than their parameter are copied for the step.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
@@ -80,6 +85,7 @@ class Adam(OwnNames, torch.optim.Adam):
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _is_rehearsed = False  # while steps are skipped, but for the state that they make
+    _is_in_zero = False  # which has other processes step the other parameters
     _is_in_graphs = False  # which write state where it was when they were made
     _unscales_in_place = False  # gradients that a scaler hands to it
     _option: _options.Option = staticmethod(_options.own_option)
@@ -123,6 +129,8 @@ class Adam(OwnNames, torch.optim.Adam):
             self.max_grad_norm = max_grad_norm
             self.process_group = process_group
         self._columns = ColumnCache(self._option)
+        self._written = WrittenParams()
+        self._is_in_zero = steps_one_shard_of_many()
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
         self._traced = Traced(self)
@@ -159,20 +167,25 @@ class Adam(OwnNames, torch.optim.Adam):
         """For pickle, deepcopy and load_state_dict."""
         loading = self._loading
         if loading is not None:
-            _loading.check_all(self.param_groups, loading)
-            state = {**state, "state": self.state}
             _options.fill(self.param_groups, self.defaults)
-            _loading.keep_options(state["param_groups"], self.param_groups, self.defaults)
+            old, new = self.param_groups, state["param_groups"]
+            _loading.keep_options(new, old, self.defaults, self._option)
+            states = _loading.new_states(old, loading, self._option)
+            keep_rates(new, old)
+            state = {**state, "state": self.state}
         Optimizer.__setstate__(self, state)
         if self._has_own_options:
             self.defaults.pop("differentiable", None)  # which torch's has just put there
         self._columns = ColumnCache(self._option)
+        self._written = vars(self).get("_written") or WrittenParams()
+        self._written.forget()
         self._traced = vars(self).get("_traced") or Traced(self)
         self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
-            self._spare_masters = _loading.load_all(
-                self.state, self.param_groups, loading, self._option, in_place=self._is_in_graphs
+            of_nobody = _loading.of_nobody(self.param_groups, loading)
+            self._spare_masters = _loading.put_states(
+                self.state, states, of_nobody, in_place=self._is_in_graphs
             )
 
     @torch.no_grad()
@@ -207,17 +220,20 @@ class Adam(OwnNames, torch.optim.Adam):
         _options.check_limit(self._shared_limit())
         groups = groups_of(self)
         limits = self._limits(groups)
+        if self._is_in_zero and self._processes() is None:
+            refuse_limits([*limits, self._shared_limit()])
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
             _options.check_groups(self.param_groups, self.defaults, self._option)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
+            self._written.adopt(columns)
             self._grad_norm = placed(self._grad_norm, limits, columns)
             self._check_before_writing(columns)
-        told = self if self._traced.found_inf is None else self._traced
-        grad_scale: Tensor | None = getattr(told, "grad_scale", None)
-        found_inf: Tensor | None = getattr(told, "found_inf", None)
+        grad_scale, found_inf = self._signal("grad_scale"), self._signal("found_inf")
+        if grad_scale is None and found_inf is None and not torch.compiler.is_compiling():
+            note_step_without_scaler()
         clips, found_here = group_clips(
             groups,
             columns,
@@ -227,7 +243,7 @@ class Adam(OwnNames, torch.optim.Adam):
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
             process_group=self._processes(),
-            recall=self._traced.recall_norm if torch.compiler.is_compiling() else recall_norm,
+            known_norms=self._traced.known_norms,
         )
         if found_inf is None:
             found_inf = found_here
@@ -240,7 +256,16 @@ class Adam(OwnNames, torch.optim.Adam):
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
                 of_device.write_back()
         if not torch.compiler.is_compiling():
-            self._columns.note_step(columns)
+            self._columns.note_step()
+            self._written.note_step(columns)
+
+    def _signal(self, name: str) -> Tensor | None:
+        """`grad_scale` or `found_inf`, which a scaler sets for the duration of a step."""
+        told = self if self._traced.found_inf is None else self._traced
+        signal = getattr(told, name, None)
+        if signal is not None and not isinstance(signal, Tensor):
+            raise TypeError(f"{name}: expected None or a tensor, got {_options.described(signal)}")
+        return signal
 
     def _may_skip_itself(self) -> bool:
         """Whether a step that is skipped may be one that does nothing, but for making state."""
@@ -281,7 +306,6 @@ class Adam(OwnNames, torch.optim.Adam):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        beta1, beta2 = group["betas"]
         try:
             ops.fused_adam(
                 columns.params,
@@ -292,19 +316,14 @@ class Adam(OwnNames, torch.optim.Adam):
                 columns.state_steps,
                 columns.masters,
                 lr=columns.lr(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=group["amsgrad"],
-                maximize=group["maximize"],
-                decoupled_weight_decay=group["decoupled_weight_decay"],
+                **_options.of_op(group),
                 write_back_grads=(
                     self._option(group, "write_back_grads")
                     or (self._unscales_in_place and grad_scale is not None)
                 ),
                 grad_scale=columns.scalar(grad_scale),
                 found_inf=columns.scalar(found_inf),
+                adopt_params=True,
                 **(clip.on(columns.device) if clip else {}),
             )
         except (TypeError, ValueError) as error:
@@ -312,11 +331,7 @@ class Adam(OwnNames, torch.optim.Adam):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Remainders are saved as the float32 masters that they stand for."""
-        handle = self.register_state_dict_post_hook(_loading.export, prepend=True)
-        try:
-            return Optimizer.state_dict(self)
-        finally:
-            handle.remove()
+        return _loading.saved_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch's saved.
@@ -325,22 +340,7 @@ class Adam(OwnNames, torch.optim.Adam):
         How state is kept is not loaded: `master_weights` and `state_dtype` stay as they were given,
         and what was saved is converted. After a checkpoint without masters, torch's say, they are
         made from the parameters as these are at the next step; one that has masters sets the
-        parameters too, where these have remainders or are float32 themselves. What torch's has no
+        parameters too. What torch's has no
         options for stays as it is.
         """
-        loading: dict[str, Any] = {}
-
-        def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            given = _loading.without_what_torch_ignored(given)
-            loading.update(given)
-            return {**given, "state": {}}
-
-        # The last of the hooks before loading: others may change what is loaded. torch's function
-        # then checks, loads the groups, calls __setstate__, and the hooks after loading.
-        handle = self.register_load_state_dict_pre_hook(keep_state_from_torch)
-        self._loading = loading
-        try:
-            Optimizer.load_state_dict(self, state_dict)
-        finally:
-            handle.remove()
-            self._loading = None
+        _loading.load_into(self, state_dict)

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.clip_grad_norm_`: ours, whose norm is always that of what is there."""
+"""`torch.nn.utils.clip_grad_norm_`: ours."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad as torch_clip_grad
 
-from ampfuse import _C
 from ampfuse.clip_grad import TensorOrTensors, clip_grad_norm_
 from ampfuse.patching._usage import Usage
 
@@ -37,8 +36,6 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
                 return original(empty, *rest, **named)  # which warns
         if torch.compiler.is_compiling():
             return _as_torchs(clip_grad_norm_(parameters, *rest, **named), parameters)
-        # Programs may have written gradients through .data since unscale_().
-        _C.forget_norms()
         try:
             norm = clip_grad_norm_(parameters, *rest, **named)
         except (TypeError, ValueError) as error:  # before anything is written

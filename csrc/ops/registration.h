@@ -1,0 +1,37 @@
+// How operators and kernels are registered with torch's dispatcher: as with TORCH_LIBRARY_FRAGMENT
+// and TORCH_LIBRARY_IMPL, unless another build of ampfuse is loaded in this process already.
+//
+//   AMPFUSE_OPERATORS(m) { m.def("multi_tensor_clip(...) -> ()"); }
+//   AMPFUSE_KERNELS(CPU, m) { m.impl("multi_tensor_clip", multi_tensor_clip_cpu); }
+#pragma once
+
+#include <torch/library.h>
+
+namespace ampfuse {
+
+/// Whether no other build of this library has registered its operators. torch refuses to register
+/// them twice by an exception, which nobody can catch while a library is being loaded: so a second
+/// build registers nothing, and warns.
+bool is_only_build();
+
+}  // namespace ampfuse
+
+#define AMPFUSE_OPERATORS(m) AMPFUSE_OPERATORS_(m, C10_UID)
+#define AMPFUSE_OPERATORS_(m, uid)                                    \
+  static void C10_CONCATENATE(ampfuse_define_, uid)(torch::Library&); \
+  TORCH_LIBRARY_FRAGMENT(ampfuse, library) {                          \
+    if (::ampfuse::is_only_build()) {                                 \
+      C10_CONCATENATE(ampfuse_define_, uid)(library);                 \
+    }                                                                 \
+  }                                                                   \
+  static void C10_CONCATENATE(ampfuse_define_, uid)(torch::Library & m)
+
+#define AMPFUSE_KERNELS(key, m) AMPFUSE_KERNELS_(key, m, C10_UID)
+#define AMPFUSE_KERNELS_(key, m, uid)                                    \
+  static void C10_CONCATENATE(ampfuse_implement_, uid)(torch::Library&); \
+  TORCH_LIBRARY_IMPL(ampfuse, key, library) {                            \
+    if (::ampfuse::is_only_build()) {                                    \
+      C10_CONCATENATE(ampfuse_implement_, uid)(library);                 \
+    }                                                                    \
+  }                                                                      \
+  static void C10_CONCATENATE(ampfuse_implement_, uid)(torch::Library & m)

@@ -1,0 +1,31 @@
+"""`torch.distributed.optim.ZeroRedundancyOptimizer`, seen from the optimizer that it makes."""
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+
+def steps_one_shard_of_many() -> bool:
+    """Whether the optimizer that is being made gets only this process's share of the parameters.
+
+    ZeroRedundancyOptimizer does not tell, so the frames of the callers are searched for one.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    frame: FrameType | None = None if module is None else sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, module.ZeroRedundancyOptimizer):  # type: ignore[union-attr]
+            return bool(caller.world_size > 1)
+        frame = frame.f_back
+    return False
+
+
+def refuse_limits(limits: Sequence[float | None]) -> None:
+    """Refuse to clip where only a part of the gradients would be measured."""
+    if any(limit is not None for limit in limits):
+        raise ValueError(
+            "max_grad_norm: a ZeroRedundancyOptimizer gives each process some of the parameters, "
+            "by whose norm alone it would clip. As the class pass "
+            "functools.partial(ampfuse.AdamW, max_grad_norm=..., "
+            "process_group=torch.distributed.group.WORLD), and no max_grad_norm of its own"
+        )

@@ -1,0 +1,264 @@
+"""State dictionaries that are damaged: loading one takes over all of it or nothing."""
+
+import copy
+import random
+
+import ampfuse
+import numpy
+import pytest
+import torch
+from ampfuse.optim._options import NEEDED
+from optim_models import assert_same_bits, clones, feed, parameters, train, trained
+from torch.nn import Parameter
+
+CONFIGURATIONS = {
+    "float32": (torch.float32, {}),
+    "float32 amsgrad": (torch.float32, {"amsgrad": True}),
+    "masters": (torch.bfloat16, {}),
+    "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
+    "bfloat16 moments": (torch.float16, {"state_dtype": torch.bfloat16}),
+    "no masters": (torch.bfloat16, {"master_weights": False, "amsgrad": True}),
+}
+EVERY_CONFIGURATION = pytest.mark.parametrize(
+    ("dtype", "options"), CONFIGURATIONS.values(), ids=list(CONFIGURATIONS)
+)
+
+
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# What is not a tensor of the right shape with numbers in memory. Some do for some entries.
+JUNK = {
+    "None": lambda value: None,
+    "a string": lambda value: "0.9",
+    "a list": lambda value: [1.0, 2.0],
+    "a dict": lambda value: {"a": 1},
+    "a number": lambda value: 3.5,
+    "a bool": lambda value: True,
+    "an array": lambda value: numpy.ones(3),
+    "another shape": lambda value: torch.ones(7, 3),
+    "no elements": lambda value: torch.ones(0),
+    "a meta tensor": lambda value: torch.as_tensor(value).to("meta"),
+    "a sparse tensor": lambda value: torch.ones(33, 5).to_sparse(),
+    "integers": lambda value: torch.ones_like(torch.as_tensor(value), dtype=torch.int64),
+    "bools": lambda value: torch.ones_like(torch.as_tensor(value), dtype=torch.bool),
+    "complex numbers": lambda value: torch.as_tensor(value).to(torch.complex64),
+    "quantized numbers": lambda value: torch.quantize_per_tensor(
+        torch.as_tensor(value).float(), 0.1, 0, torch.quint8
+    ),
+    "freed memory": lambda value: freed(torch.as_tensor(value)),
+    "a nested tensor": lambda value: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "NaN": lambda value: torch.full_like(torch.as_tensor(value, dtype=torch.float32), torch.nan),
+    "nothing": None,
+}
+
+
+def picture(optimizer):
+    """Everything of an optimizer that loading may change."""
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = [dict(optimizer.state.get(param, {})) for param in params]
+    tensors = [(state, {name: id(value) for name, value in state.items()}) for state in state]
+    values = [clones(v for v in s.values() if isinstance(v, torch.Tensor)) for s in state]
+    return copy.deepcopy(groups), tensors, values, clones(params)
+
+
+def assert_unchanged(optimizer, before):
+    groups, tensors, values, params = picture(optimizer)
+    assert groups == before[0]
+    assert [ids for _, ids in tensors] == [ids for _, ids in before[1]]
+    for now, then in zip(values, before[2], strict=True):
+        assert_same_bits(now, then)
+    assert_same_bits(params, before[3])
+
+
+def put(container, name, junk):
+    if junk is None:
+        del container[name]
+    else:
+        container[name] = junk(container[name])
+
+
+def load_damaged(optimizer, params, saved):
+    """Load it, and take a step if that went well. Returns the error."""
+    before = picture(optimizer)
+    try:
+        optimizer.load_state_dict(saved)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        assert_unchanged(optimizer, before)
+        return error
+    if optimizer.param_groups[0].keys() >= NEEDED:
+        train(optimizer, params, [7])
+    else:  # torch loads the groups of any optimizer, too
+        with pytest.raises(KeyError):
+            train(optimizer, params, [7])
+        optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8}
+        optimizer.param_groups[0] |= {"weight_decay": 0.0}
+    return None
+
+
+@EVERY_CONFIGURATION
+@pytest.mark.parametrize("kind", JUNK)
+@pytest.mark.parametrize(
+    "name", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "whole state"]
+)
+def test_a_damaged_entry_is_refused_before_anything_is_loaded(dtype, options, kind, name):
+    params = parameters(torch.device("cpu"), dtype)
+    optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    last = max(saved["state"])
+    if name == "whole state":
+        put(saved["state"], last, JUNK[kind] and (lambda _: JUNK[kind](torch.ones(2, 3))))
+    elif name in saved["state"][last]:
+        put(saved["state"][last], name, JUNK[kind])
+    else:
+        pytest.skip("these have none")
+    train(optimizer, params, range(2, 4))
+
+    error = load_damaged(optimizer, params, saved)
+
+    may_be_missing = ("max_exp_avg_sq", "master_param", "whole state")
+    if kind == "nothing":
+        assert (error is None) == (name in may_be_missing)
+    elif kind == "NaN":
+        assert (error is None) == (name != "whole state")
+    elif name == "step" and kind in ("a number", "integers", "bools"):
+        assert error is None
+    else:
+        assert error is not None
+        assert "loaded state dict" in str(error)
+
+
+@pytest.mark.parametrize("value", ["0.9", None, [0.9], {"a": 1}, numpy.ones(2), torch.ones(2)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "decoupled_weight_decay",
+        "max_grad_norm",
+        "write_back_grads",
+    ],
+)
+def test_a_damaged_option_is_refused_before_anything_is_loaded(name, value):
+    params = parameters(torch.device("cpu"), torch.bfloat16)
+    optimizer = trained(ampfuse.AdamW, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, params, range(2, 4))
+    saved["param_groups"][0][name] = value
+
+    error = load_damaged(optimizer, params, saved)
+
+    is_fine = name == "max_grad_norm" and value is None
+    assert (error is None) == is_fine
+    assert is_fine or name in str(error)
+
+
+@EVERY_CONFIGURATION
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_randomly_damaged_dictionaries_load_whole_or_not_at_all(dtype, options, in_graphs):
+    """2000 of them, with what others have damaged before in some entries."""
+    rng = random.Random(0)
+    params = parameters(torch.device("cpu"), dtype)
+    optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
+    optimizer._is_in_graphs = in_graphs
+    good = copy.deepcopy(optimizer.state_dict())
+    refused = 0
+    for _ in range(170):
+        saved = {
+            "state": {key: dict(state) for key, state in good["state"].items()},
+            "param_groups": [dict(group) for group in good["param_groups"]],
+        }
+        for _ in range(rng.randint(1, 3)):
+            key = rng.choice(list(saved["state"]))
+            containers = [saved["state"], saved["param_groups"][0]]
+            if isinstance(saved["state"][key], dict):
+                containers += [saved["state"][key]] * 3
+            container = rng.choice(containers)
+            if not container:
+                continue
+            name = rng.choice(list(container))
+            junk = rng.choice(list(JUNK.values()))
+            try:
+                put(container, name, junk)
+            except (TypeError, ValueError, RuntimeError):
+                continue  # junk that cannot be made of this value
+        refused += load_damaged(optimizer, params, saved) is not None
+    assert refused > 50
+    optimizer.load_state_dict(good)
+    train(optimizer, params, range(3))
+
+
+def test_an_optimizer_without_state_stays_without_after_a_refusal():
+    params = parameters(torch.device("cpu"), torch.bfloat16)
+    saved = copy.deepcopy(trained(ampfuse.AdamW, params, range(2)).state_dict())
+    saved["state"][4]["exp_avg"] = None
+    others = parameters(torch.device("cpu"), torch.bfloat16)
+    optimizer = ampfuse.AdamW(others)
+
+    with pytest.raises(TypeError, match="exp_avg of parameter 4: expected a tensor, got NoneType"):
+        optimizer.load_state_dict(saved)
+
+    assert not optimizer.state
+    feed(others, 0)
+    optimizer.step()
+    fresh = parameters(torch.device("cpu"), torch.bfloat16)
+    trained(ampfuse.AdamW, fresh, range(1))
+    assert_same_bits(others, fresh)
+
+
+def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks():
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    sgd.step()
+    saved = sgd.state_dict()
+    saved["param_groups"][0] |= {"betas": (0.9, 0.999), "eps": 1e-8}
+
+    with pytest.raises(KeyError, match=r"exp_avg and exp_avg_sq, got .*momentum_buffer"):
+        ampfuse.AdamW([param]).load_state_dict(saved)
+
+
+def test_a_counter_of_another_dtype_is_converted_at_the_next_step(device):
+    param = Parameter(torch.ones(3, device=device))
+    optimizer = ampfuse.AdamW([param])
+    for step in (torch.tensor(5, dtype=torch.int64), 7, torch.tensor(9.0, dtype=torch.float64)):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.state[param]["step"] = step
+        optimizer.step()
+        assert optimizer.state[param]["step"] == int(step) + 1
+        assert optimizer.state[param]["step"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+@pytest.mark.parametrize("value", [2.0, [1.0]])
+def test_a_signal_that_is_not_a_tensor_is_refused_by_name(name, value):
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = ampfuse.AdamW([param])
+    setattr(optimizer, name, value)
+
+    with pytest.raises(TypeError, match=f"{name}: expected None or a tensor, got"):
+        optimizer.step()
+
+
+def test_a_model_cast_to_half_later_cannot_keep_remainders():
+    model = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    optimizer = ampfuse.AdamW(model.parameters(), master_weights="remainder")
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    model.half()
+
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is float16, and only bfloat16"):
+        optimizer.step()
