@@ -3,9 +3,12 @@
 Such a file is a TorchScript module without code, whose attributes are values and further modules.
 """
 
+import os
+import secrets
+import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import IO, Any
 
@@ -23,9 +26,33 @@ def read_archive(file: File) -> Any:
 
 
 def write_archive(content: dict[str, Any], file: File) -> None:
-    """A module with these attributes."""
+    """Write a module with these attributes. A failure leaves an older file as it was."""
     with _torchscript():
-        torch.jit.save(torch.jit.script(archive(content)), file)
+        data = torch.jit.script(archive(content)).save_to_buffer()  # type: ignore[no-untyped-call]
+    if not isinstance(file, str | PathLike):
+        file.write(data)
+    elif os.path.exists(file) and not os.path.isfile(file):  # a pipe or a device
+        with open(file, "wb") as out:
+            out.write(data)
+    else:
+        _replace(os.path.realpath(file), data)
+
+
+def _replace(path: str, data: bytes) -> None:
+    beside = f"{path}.{secrets.token_hex(8)}.tmp"
+    try:
+        with open(beside, "xb") as out:
+            if os.path.exists(path):
+                with open(path, "r+b"):  # an error where the file is write-protected
+                    shutil.copymode(path, beside)
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
 
 
 def archive(content: dict[str, Any]) -> Module:

@@ -75,7 +75,7 @@ def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
     """Save an optimizer's state dictionary for `torch::load(optimizer, file)` in C++.
 
     A learning rate in a tensor becomes a number. What C++ has no place for, options that only torch
-    knows, is left out.
+    knows, is left out. If writing fails, an OSError is raised and an older file stays as it was.
     """
     states = {}
     for param, state in state_dict["state"].items():
