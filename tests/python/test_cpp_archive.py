@@ -1,7 +1,9 @@
-"""Files of C++ programs: written as a whole or not at all."""
+"""Files of C++ programs: read as data, refused if they are anything else, written as a whole."""
 
 import io
 import os
+import pickle
+import random
 import resource
 import stat
 from collections.abc import Iterator
@@ -11,7 +13,19 @@ from pathlib import Path
 import ampfuse
 import pytest
 import torch
+from ampfuse._cpp_archive import read_archive, write_archive
+from cpp_archives import edited, replaced, same_values, spoiled
+from scaler_languages import LANGUAGES
 from torch.nn import Parameter
+
+CPP = LANGUAGES["C++"]
+DTYPES = (torch.half, torch.bfloat16, torch.double, torch.int16, torch.bool, torch.complex64)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+
+
+def save_cpp_scaler(file: Path) -> None:
+    CPP.save(CPP.scaler(None, 64.0, min_scale=2.0, hysteresis=3), file)
 
 
 def save_optimizer(file: Path) -> None:
@@ -22,6 +36,175 @@ def save_optimizer(file: Path) -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     ampfuse.save_cpp_optimizer_state(optimizer.state_dict(), file)
+
+
+STATES = pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (save_cpp_scaler, ampfuse.load_cpp_scaler_state),
+        (save_optimizer, ampfuse.load_cpp_optimizer_state),
+    ],
+    ids=["scaler", "optimizer"],
+)
+
+
+class ScalerWithCode(torch.nn.Module):
+    """TorchScript runs its `__setstate__` when it loads one."""
+
+    scale: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[float, bool]:
+        return self.scale, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[float, bool]) -> None:
+        self.scale = 2.0
+        self.training = state[1]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def test_an_archive_with_code_is_refused_and_its_code_does_not_run(tmp_path):
+    file = tmp_path / "scaler.pt"
+    torch.jit.save(torch.jit.script(ScalerWithCode()), file)
+    with pytest.raises(ValueError, match=r"scaler\.pt: .* contains code in .* and was not loaded"):
+        ampfuse.load_cpp_scaler_state(file)
+
+
+def test_values_are_those_that_torchscript_reads(tmp_path):
+    storage = torch.arange(12.0)
+    content = {
+        "numbers": (1, -1, 300, 2**40, 0.5, float("-inf")),
+        "words": ("", "é"),
+        "flags": (True, False),
+        "lists": ([1, 2], [0.5], [True], ["a"]),
+        "strided": storage.view(3, 4).t()[1:],
+        "shares_its_storage": storage[5:7],
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(7),
+        **{f"tensor/{i}": torch.ones(3, dtype=dtype) for i, dtype in enumerate(DTYPES)},
+    }
+    write_archive(content, tmp_path / "values.pt")
+
+    read = read_archive(tmp_path / "values.pt")
+
+    by_torchscript = torch.jit.load(tmp_path / "values.pt")
+    for name, value in content.items():
+        assert same_values(read[name], value)
+        assert same_values(read[name], getattr(by_torchscript, name))
+
+
+@STATES
+def test_a_damaged_file_gives_the_same_state_or_a_value_error(save, load, tmp_path):
+    file, damaged = tmp_path / "state.pt", tmp_path / "damaged.pt"
+    save(file)
+    state = load(file)
+    refused = 0
+    for data in spoiled(file):
+        damaged.write_bytes(data)
+        try:
+            assert same_values(load(damaged), state)
+        except ValueError as error:
+            assert str(error).startswith(f"{damaged}: expected an")  # noqa: PT017
+            refused += 1
+    assert refused > 200  # the rest has changed dates, padding and the like
+
+
+def test_files_of_random_bytes_are_refused(tmp_path):
+    file = tmp_path / "random.pt"
+    numbers = random.Random(0)
+    for start in (b"", b"PK\3\4", b"PK\5\6"):
+        for size in (0, 1, 18, 22, 1000, 100_000):
+            file.write_bytes(start + numbers.randbytes(size))
+            with pytest.raises(ValueError, match=r"random\.pt: expected an archive of torch::save"):
+                ampfuse.load_cpp_scaler_state(file)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        torch.save,
+        lambda state, file: torch.save(state, file, _use_new_zipfile_serialization=False),
+        lambda state, file: file.write_bytes(pickle.dumps(state)),
+    ],
+    ids=["torch.save", "torch.save of old", "pickle"],
+)
+def test_a_file_that_python_saved_is_refused_with_the_name_of_what_reads_it(save, tmp_path):
+    save(ampfuse.GradScaler("cpu").state_dict(), tmp_path / "scaler.pt")
+    with pytest.raises(ValueError, match=r"scaler\.pt: .* in C\+\+, got .* torch\.load reads"):
+        ampfuse.load_cpp_scaler_state(tmp_path / "scaler.pt")
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="scaler"):
+        ampfuse.load_cpp_scaler_state(tmp_path / "scaler.pt")
+
+
+def test_an_archive_that_was_written_on_a_gpu_is_read_on_the_cpu(tmp_path):
+    save_optimizer(tmp_path / "optimizer.pt")
+    cuda = b"X\6\0\0\0cuda:0"
+    of_cuda = edited(tmp_path / "optimizer.pt", "data.pkl", replaced(b"X\3\0\0\0cpu", cuda))
+
+    state = ampfuse.load_cpp_optimizer_state(of_cuda)
+
+    assert same_values(state, ampfuse.load_cpp_optimizer_state(tmp_path / "optimizer.pt"))
+
+
+def test_an_archive_of_another_byte_order_is_refused(tmp_path):
+    save_optimizer(tmp_path / "optimizer.pt")
+    file = edited(tmp_path / "optimizer.pt", "byteorder", lambda _: b"big")
+    with pytest.raises(ValueError, match="got one with big-endian numbers"):
+        ampfuse.load_cpp_optimizer_state(file)
+
+
+OFFSET_SIZE_STRIDE = b"K\0(K\7t(K\1t"  # of a tensor of seven elements
+OUTSIDE = {
+    "offset": b"K\1(K\7t(K\1t",
+    "size": b"K\0(K\x08t(K\1t",
+    "stride": b"K\0(K\7t(K\2t",
+    "negative stride": b"K\6(K\7t(J\xff\xff\xff\xfft",
+    "negative offset": b"J\xff\xff\xff\xff(K\7t(K\1t",
+    "offset of 2**64 bytes": b"\x8a\x08\0\0\0\0\0\0\0\x40(K\7t(K\1t",
+    "more than 2**63 elements": b"K\0(K\7\x8a\x08\0\0\0\0\0\0\0\x40t(K\1K\0t",
+    "more sizes than strides": b"K\0(K\7K\1t(K\1t",
+    "no stride": b"K\0(K\7t(Nt",
+}
+
+
+@pytest.mark.parametrize("view", OUTSIDE.values(), ids=OUTSIDE)
+def test_a_tensor_outside_of_its_storage_is_refused(view, tmp_path):
+    write_archive({"scale": torch.ones(7)}, tmp_path / "scaler.pt")
+    file = edited(tmp_path / "scaler.pt", "data.pkl", replaced(OFFSET_SIZE_STRIDE, view))
+    with pytest.raises(ValueError, match="expected an archive of torch::save"):
+        ampfuse.load_cpp_scaler_state(file)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [b"cos\nsystem\n(X\1\0\0\0:tR.", b"ctorch\nTensor\n)\x81."],
+    ids=["os.system", "torch.Tensor"],
+)
+def test_what_torchscript_would_not_name_is_not_called(call, tmp_path):
+    write_archive({"scale": 1.0}, tmp_path / "scaler.pt")
+    file = edited(tmp_path / "scaler.pt", "data.pkl", lambda _: b"\x80\2" + call)
+    with pytest.raises(ValueError, match=r"got one with (a call|an object) of \w+ \w+"):
+        ampfuse.load_cpp_scaler_state(file)
+
+
+@pytest.mark.parametrize("content", [{}, {"param_groups": 1}, {"param_groups": torch.nn.Module()}])
+def test_an_optimizer_with_missing_entries_is_refused(content, tmp_path):
+    write_archive(content, tmp_path / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt: expected an Adam or AdamW optimizer"):
+        ampfuse.load_cpp_optimizer_state(tmp_path / "optimizer.pt")
+
+
+# --- writing ------------------------------------------------------------------------------------
 
 
 SAVES = pytest.mark.parametrize(

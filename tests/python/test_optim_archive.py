@@ -154,3 +154,19 @@ def test_training_goes_on_in_the_other_language(cpp_program, changes, tmp_path):
     assert options[0] == options[1]
     steps = load_cpp_optimizer_state(changed / "optimizer.pt")["state"]
     assert [state["step"].item() for state in steps.values()] == [10, 10, 10]
+
+
+@pytest.mark.slow
+def test_state_that_torchs_cpp_class_saved_is_read(cpp_program, tmp_path):
+    cpp_program(tmp_path, 1, 1)
+    params = [Parameter(param.detach()) for param in torch.load(tmp_path / "params.pt")]
+    for param in params:
+        param.grad = numbers(param.numel(), 1).to(param.dtype)
+    optimizer = torch.optim.AdamW(params, lr=0.25, amsgrad=True)
+    optimizer.step()
+
+    read = load_cpp_optimizer_state(tmp_path / "torch_optimizer.pt")
+
+    torch.testing.assert_close(read["state"], optimizer.state_dict()["state"])
+    (group,) = read["param_groups"]
+    assert group.items() <= optimizer.state_dict()["param_groups"][0].items()

@@ -9,6 +9,8 @@ from ampfuse.amp._saved import ENTRIES, loadable
 def load_cpp_scaler_state(file: File) -> dict[str, Any]:
     """The state dictionary of a scaler saved in C++, for `load_state_dict` here and in torch.
 
+    The file is read as data: nothing in it is run, and a file that contains code is refused.
+
     >>> import tempfile, ampfuse
     >>> scaler = ampfuse.GradScaler("cpu", 128.0)
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -17,7 +19,7 @@ def load_cpp_scaler_state(file: File) -> dict[str, Any]:
     128.0
     """
     saved = read_archive(file)
-    state = {name: getattr(saved, name) for name in ENTRIES if hasattr(saved, name)}
+    state = {name: saved[name] for name in ENTRIES if name in saved}
     if "scale" not in state:
         raise ValueError(f"{file}: expected a scaler that was saved in C++, got something else")
     return state

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ampfuse._cpp_archive import File, archive, read_archive, write_archive
+from ampfuse._cpp_archive_values import Module
 
 _TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 _OPTIONS: dict[
@@ -32,7 +33,8 @@ def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
     """The state dictionary of an optimizer saved in C++, `ampfuse::AdamW`'s or torch's own.
 
     Tensors are on the CPU. `load_state_dict` of `ampfuse.Adam`, `ampfuse.AdamW` and torch's classes
-    takes it.
+    takes it. The file is read as data: nothing in it is run, and a file that contains code is
+    refused.
 
     >>> import tempfile, torch, ampfuse
     >>> optimizer = ampfuse.AdamW([torch.zeros(2)], lr=0.25)
@@ -42,33 +44,38 @@ def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
     0.25
     """
     saved = read_archive(file)
-    if not hasattr(saved, "param_groups"):
-        raise ValueError(f"{file}: expected an optimizer that was saved in C++, got something else")
+    try:
+        return _state_dict(saved)
+    except Exception as error:  # of any type, as any entry may be of any type
+        raise ValueError(
+            f"{file}: expected an Adam or AdamW optimizer that was saved in C++, got something else"
+        ) from error
+
+
+def _state_dict(saved: Module) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     params = 0
-    for of_group in _list(saved.param_groups, "param_groups"):
+    for of_group in _list(saved["param_groups"], "param_groups"):
         keys = _list(of_group, "params")
         for param, key in enumerate(keys, start=params):
-            if hasattr(saved.state, key):
-                states[param] = _state(getattr(saved.state, key))
-        options = {name: getattr(of_group.options, name) for name in _of(of_group.options)}
+            if key in saved["state"]:
+                states[param] = _state(saved["state"][key])
+        options = {
+            name: of_group["options"][name] for name in _OPTIONS if name in of_group["options"]
+        }
         groups.append({**options, "params": list(range(params, params + len(keys)))})
         params += len(keys)
     return {"state": states, "param_groups": groups}
 
 
-def _list(module: Any, name: str) -> list[Any]:
-    return [getattr(module, f"{name}/{i}") for i in range(int(getattr(module, f"{name}/size")))]
+def _list(module: Module, name: str) -> list[Any]:
+    return [module[f"{name}/{i}"] for i in range(int(module[f"{name}/size"]))]
 
 
-def _of(options: Any) -> list[str]:
-    return [name for name in _OPTIONS if hasattr(options, name)]
-
-
-def _state(module: Any) -> dict[str, Any]:
-    tensors = {name: getattr(module, name) for name in _TENSORS if hasattr(module, name)}
-    return {"step": torch.tensor(float(module.step)), **tensors}
+def _state(module: Module) -> dict[str, Any]:
+    tensors = {name: module[name] for name in _TENSORS if name in module}
+    return {"step": torch.tensor(float(module["step"])), **tensors}
 
 
 def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:

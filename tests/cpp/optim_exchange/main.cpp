@@ -1,6 +1,6 @@
 // optim_exchange FOLDER FIRST LAST takes the steps numbered FIRST … LAST. Parameters and optimizer
 // come from files in the folder unless FIRST is 1, and go there. test_optim_archive.py does the
-// same in Python.
+// same in Python. torch's own optimizer then takes one more step with the last gradients.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 
@@ -65,4 +65,8 @@ int main(int, char** argv) {
   }
   save_params(params, folder + "/params.pt");
   torch::save(optimizer, folder + "/optimizer.pt");
+
+  torch::optim::AdamW theirs(params, torch::optim::AdamWOptions(0.25).amsgrad(true));
+  theirs.step();
+  torch::save(theirs, folder + "/torch_optimizer.pt");
 }
