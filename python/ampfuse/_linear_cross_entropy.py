@@ -141,7 +141,7 @@ def linear_cross_entropy(
     >>> loss.detach(), hidden.grad
     (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
     """
-    _refuse_sharded(
+    _refuse_dtensors(
         hidden=hidden,
         weight=weight,
         target=target,
@@ -180,9 +180,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     `linear` is that layer, an `nn.Linear` that is called for logits alone: to share its weight with
     an embedding assign `loss.linear.weight = embedding.weight`; a model's own last layer may be
     assigned, too. Its parameters are trained as any module's are, and so this belongs into the
-    model, inside of DDP. `weight` is what classes weigh. With
-    `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()` brings.
-    The state dict is that of `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
+    model, inside of DDP; with FSDP2 shard it as a module of its own, `fully_shard(head)`. `weight`
+    is what classes weigh. With `scaler`, ours or torch's, it expects the gradient that
+    `scaler.scale(loss).backward()` brings. The state dict is that of
+    `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
 
     >>> import torch, ampfuse
     >>> criterion = ampfuse.LinearCrossEntropyLoss(8, 100)
@@ -268,13 +269,15 @@ def _class_shard(
     return [size, first_class, num_classes]
 
 
-def _refuse_sharded(**tensors: Tensor | None) -> None:
-    """Refuse DTensors, which are known by their mesh."""
+def _refuse_dtensors(**tensors: Tensor | None) -> None:
+    # Whether a mesh is data parallel or tensor parallel cannot be known from a weight, so that the
+    # function cannot gather or reduce by itself.
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise TypeError(
-                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor: pass "
-                f"{name}.full_tensor(), or make the layer a module of its own that fully_shard "
-                "gathers, as LinearCrossEntropyLoss is; for tensor parallelism pass "
-                f"{name}.to_local() and the process_group"
+                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor. Weights "
+                "that fully_shard shards are plain tensors in the forward of the module whose "
+                "fully_shard group holds them: call linear_cross_entropy there, or shard the head "
+                "as a module of its own that is called, as LinearCrossEntropyLoss is. With tensor "
+                f"parallelism pass {name}.to_local() and process_group="
             )

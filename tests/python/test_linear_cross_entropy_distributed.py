@@ -1,4 +1,4 @@
-"""linear_cross_entropy over two processes: a layer that FSDP2 shards and gathers."""
+"""linear_cross_entropy on two ranks whose weights are DTensors, of FSDP2 or tensor parallelism."""
 
 import ampfuse
 import pytest
@@ -7,11 +7,13 @@ from processes import Scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
 pytestmark = pytest.mark.slow
 
 FEATURES, CLASSES, ROWS = 6, 41, 10  # of which two processes get shards of different sizes
+EVEN_CLASSES = 40  # which the ranks of tensor parallelism share equally
 scenario = Scenarios()
 
 
@@ -41,12 +43,28 @@ class Model(nn.Module):
         return functional.cross_entropy(logits, target)
 
 
+class RootCallsTheFunction(Model):
+    """The head's weight is in the root's fully_shard group, and the root's forward passes it."""
+
+    def forward(self, inputs, target):
+        linear = self.head.linear
+        return ampfuse.linear_cross_entropy(
+            self.body(inputs), linear.weight, target, linear.bias, chunk_rows=4
+        )
+
+
 def batch_of(rank):
     generator = torch.Generator().manual_seed(rank)
     return (
         torch.randn(ROWS, FEATURES, generator=generator),
         torch.randint(CLASSES, (ROWS,), generator=generator),
     )
+
+
+def even_batch():
+    """The same on all ranks, as in tensor parallelism."""
+    inputs, target = batch_of(0)
+    return inputs, target % EVEN_CLASSES
 
 
 def sharded(reduction, policy=None):
@@ -80,29 +98,69 @@ def in_bfloat16(reduction):
     return {"loss": loss.detach().float(), "gradients": gradients}
 
 
-@scenario("weight")
-def not_gathered(_):
-    model = sharded("mean")
+@scenario("mean")
+def called_by_the_root(reduction):
+    model = RootCallsTheFunction(reduction)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss = model(*batch_of(torch.distributed.get_rank()))
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": whole_gradients(model)}
+
+
+@scenario("weight", "bias")
+def refused(name):
+    linear = sharded("mean").head.linear
     hidden, target = batch_of(0)
+    plain = {"weight": torch.zeros(CLASSES, FEATURES), "bias": torch.zeros(CLASSES)}
     try:
-        ampfuse.linear_cross_entropy(hidden, model.head.linear.weight, target)
+        ampfuse.linear_cross_entropy(hidden, target=target, **plain | {name: getattr(linear, name)})
     except TypeError as error:
         return {"error": str(error)}
     return {"error": ""}
 
 
-def expected():
-    """Of both processes' batches, as averaged."""
+@scenario("weight and bias")
+def tensor_parallel(_):
     model = Model("mean")
-    losses = [model.expected(*batch_of(rank)) for rank in (0, 1)]
-    (sum(losses) / 2).backward()
+    mesh = init_device_mesh("cpu", (2,))
+    weight, bias = (
+        nn.Parameter(distribute_tensor(p.detach()[:EVEN_CLASSES], mesh, [Shard(0)]))
+        for p in (model.head.linear.weight, model.head.linear.bias)
+    )
+    inputs, target = even_batch()
+    loss = ampfuse.linear_cross_entropy(
+        model.body(inputs),
+        weight.to_local(),
+        target,
+        bias.to_local(),
+        process_group=mesh.get_group(),
+    )
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        "head": [p.grad.full_tensor() for p in (weight, bias)],
+        "body": [p.grad for p in model.body.parameters()],
+    }
+
+
+def expected():
+    """Each rank's loss, and the gradients of one process on the whole batch."""
+    model = Model("mean")
+    batches = [batch_of(rank) for rank in (0, 1)]
+    whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    model.expected(*whole).backward()
+    losses = [model.expected(*batch) for batch in batches]
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_layer_that_is_gathered_for_its_loss(outcomes, reduction):
+@pytest.mark.parametrize(
+    "how", [("gathered", "mean"), ("gathered", "none"), ("called_by_the_root", "mean")]
+)
+def test_gradients_with_fully_shard_are_those_of_one_process_on_the_whole_batch(outcomes, how):
     losses, gradients = expected()
-    for loss, result in zip(losses, outcomes("gathered", reduction), strict=True):
+    for loss, result in zip(losses, outcomes(*how), strict=True):
         torch.testing.assert_close(result["loss"], loss.detach())
         for name, gradient in gradients.items():
             torch.testing.assert_close(result["gradients"][name], gradient)
@@ -116,7 +174,27 @@ def test_gathered_in_bfloat16(outcomes):
             torch.testing.assert_close(result["gradients"][name], gradient, rtol=3e-2, atol=3e-3)
 
 
-def test_a_shard_alone_is_refused_with_a_remedy(outcomes):
-    for result in outcomes("not_gathered", "weight"):
-        assert "weight: expected a plain tensor, got a DTensor" in result["error"]
-        assert "weight.full_tensor()" in result["error"]
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_dtensor_is_refused_without_advice_to_gather_it(outcomes, name):
+    # Gradients of full_tensor() are not reduced over data parallel ranks: training would go wrong.
+    for result in outcomes("refused", name):
+        assert f"linear_cross_entropy: {name}: expected a plain tensor, got" in result["error"]
+        assert "in the forward of the module whose fully_shard group" in result["error"]
+        assert "LinearCrossEntropyLoss" in result["error"]
+        assert f"{name}.to_local() and process_group=" in result["error"]
+        assert "full_tensor" not in result["error"]
+
+
+def test_local_shards_of_tensor_parallel_weights_give_the_gradients_of_one_process(outcomes):
+    model = Model("mean")
+    linear = model.head.linear
+    inputs, target = even_batch()
+    logits = linear(model.body(inputs))[:, :EVEN_CLASSES]
+    loss = functional.cross_entropy(logits, target)
+    loss.backward()
+    head = [p.grad[:EVEN_CLASSES] for p in linear.parameters()]
+    body = [p.grad for p in model.body.parameters()]
+    for result in outcomes("tensor_parallel", "weight and bias"):
+        torch.testing.assert_close(result["loss"], loss.detach())
+        torch.testing.assert_close(result["head"], head)
+        torch.testing.assert_close(result["body"], body)
