@@ -5,6 +5,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from ampfuse._transforms import raise_if_refused, refusal
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -97,7 +100,8 @@ def cross_entropy(
     Where logits require grad and the loss is a mean or a sum, their gradient comes from the same
     read of them. They are kept for backward instead with `reduction="none"`, for float16 logits
     without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. There is
-    no second derivative, no forward mode and no `torch.func.grad`.
+    no second derivative, no forward mode and no `torch.func.grad`: where one is needed, use torch's
+    function.
 
     A target that is no class raises IndexError; on a GPU that row's loss is NaN and a later call
     raises, since nothing waits (the environment variable AMPFUSE_TARGETS=trap stops the GPU).
@@ -113,10 +117,14 @@ def cross_entropy(
     options = _options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
-    if not return_metrics:
-        loss: Tensor = torch.ops.ampfuse.cross_entropy(input, target, weight, **options)
-        return loss
-    results = torch.ops.ampfuse.cross_entropy.metrics(input, target, weight, **options)
+    try:
+        if not return_metrics:
+            loss: Tensor = torch.ops.ampfuse.cross_entropy(input, target, weight, **options)
+            return loss
+        results = torch.ops.ampfuse.cross_entropy.metrics(input, target, weight, **options)
+    except RuntimeError as error:
+        raise_if_refused("cross_entropy", error)
+        raise
     loss, lse, entropy, argmax = results
     correct = _correct(argmax, target, ignore_index, class_dim=min(1, input.dim() - 1))
     return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
@@ -153,10 +161,17 @@ def cross_entropy_(
             "cross_entropy_: input cannot be overwritten inside torch.compile: cross_entropy is "
             "for that"
         )
+    dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
+    if dual.tangent is not None:  # torch would refuse it too, but after it was overwritten
+        raise refusal("cross_entropy_")
     options = _options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
-    loss: Tensor = torch.ops.ampfuse.cross_entropy_(input, target, weight, **options)[0]
+    try:
+        loss: Tensor = torch.ops.ampfuse.cross_entropy_(input, target, weight, **options)[0]
+    except RuntimeError as error:
+        raise_if_refused("cross_entropy_", error)
+        raise
     return loss
 
 

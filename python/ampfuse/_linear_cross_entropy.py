@@ -15,6 +15,7 @@ from ampfuse._cross_entropy import (
     _scale_of,
     _told,
 )
+from ampfuse._transforms import raise_if_refused
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
@@ -130,8 +131,9 @@ def linear_cross_entropy(
       GPU, where hosts would have to wait to know, losses are NaN where the classes are not all
       there are, and of rows whose target nobody has.
 
-    There is no second derivative, no forward mode and no `torch.func.grad`. Targets that are no
-    class are treated as there.
+    There is no second derivative, no forward mode and no `torch.func.grad`: where one is needed,
+    use torch's cross_entropy of the logits. Targets that are no class are treated as in
+    `cross_entropy`.
 
     >>> import torch, ampfuse
     >>> hidden = torch.ones(1, 2, requires_grad=True)
@@ -162,14 +164,15 @@ def linear_cross_entropy(
         options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:
         raise ValueError("first_class, num_classes: are for weights shared out, by process_group")
-    if not return_metrics:
-        loss: Tensor = torch.ops.ampfuse.linear_cross_entropy(
-            hidden, weight, target, bias, **options
-        )
-        return loss
-    loss, lse, entropy, argmax = torch.ops.ampfuse.linear_cross_entropy.metrics(
-        hidden, weight, target, bias, **options
-    )
+    op = torch.ops.ampfuse.linear_cross_entropy
+    try:
+        if not return_metrics:
+            loss: Tensor = op(hidden, weight, target, bias, **options)
+            return loss
+        loss, lse, entropy, argmax = op.metrics(hidden, weight, target, bias, **options)
+    except RuntimeError as error:
+        raise_if_refused("linear_cross_entropy", error)
+        raise
     correct = _correct(argmax, target, ignore_index, class_dim=-1)
     return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
 

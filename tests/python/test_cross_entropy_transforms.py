@@ -3,7 +3,9 @@
 import ampfuse
 import pytest
 import torch
+from loss_transforms import TRANSFORMS
 from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,29 +45,69 @@ def test_vmap_is_a_loop(device, reduction):
     assert torch.equal(grad, torch.autograd.grad(sum(loss.sum() for loss in each), logits)[0])
 
 
+def test_vmap_inside_of_torch_compile_is_one_graph(device):
+    logits, target = batch(device, 3, 6, 50)
+
+    def losses_of(logits):
+        return torch.func.vmap(ampfuse.cross_entropy)(logits, target)
+
+    torch._dynamo.reset()
+    losses = torch.compile(losses_of, backend="aot_eager", fullgraph=True)(logits)
+    assert torch.equal(losses, losses_of(logits))
+
+
 def test_in_place_vmap_is_refused(device):
     logits, target = batch(device, 3, 6, 50)
     with pytest.raises(RuntimeError, match="Batching rule not implemented for ampfuse::cross_ent"):
         torch.func.vmap(ampfuse.cross_entropy_)(logits, target)
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "hessian"])
-def test_functional_derivatives_are_refused(device, reduction, transform):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kind", [*KINDS, "metrics"])
+def test_transforms_are_refused_with_the_name_of_the_function(device, kind, transform):
     logits, target = batch(device, 6, 50)
 
     def loss_of(x):
-        return ampfuse.cross_entropy(x, target, reduction=reduction).sum()
+        if kind == "metrics":
+            return ampfuse.cross_entropy(x, target, return_metrics=True)[0]
+        return ampfuse.cross_entropy(x, target, reduction=kind).sum()
 
-    calls = {
-        "vjp": lambda: torch.func.vjp(loss_of, logits),
-        "jvp": lambda: torch.func.jvp(loss_of, (logits,), (logits,)),
-    }
-    call = calls.get(transform) or (lambda: getattr(torch.func, transform)(loss_of)(logits))
-    reasons = {"jvp": "forward AD with ampfuse::cross_entropy_forward that does not support it"}
-    reason = reasons.get(transform, r"cannot use C\+\+ torch::autograd::Function with")
-    with pytest.raises(RuntimeError, match=reason):
-        call()
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy: torch\.func .* use torch\.nn"):
+        TRANSFORMS[transform](loss_of, logits)
+    TRANSFORMS[transform](lambda x: functional.cross_entropy(x, target), logits)  # the advice holds
+
+
+@pytest.mark.parametrize("transform", sorted(TRANSFORMS.keys() - {"grad of vmap"}))
+def test_transforms_are_refused_in_place(device, transform):
+    logits, target = batch(device, 6, 50)
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy_: torch\.func .* use torch\.nn"):
+        TRANSFORMS[transform](lambda x: ampfuse.cross_entropy_(x * 1, target), logits)
+
+
+def test_forward_mode_is_refused_in_place_before_the_logits_are_overwritten(device):
+    logits, target = batch(device, 6, 50)
+    before = logits.clone()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^cross_entropy_: "):
+        ampfuse.cross_entropy_(forward_ad.make_dual(logits, torch.ones_like(logits)), target)
+    assert torch.equal(logits, before)
+
+
+def test_what_is_not_differentiated_is_served_inside_of_transforms(device):
+    logits, target = batch(device, 6, 50)
+    expected = ampfuse.cross_entropy(logits, target)
+
+    def loss_and_metric(x):
+        with torch.no_grad():
+            metric = ampfuse.cross_entropy(x, target)
+        return functional.cross_entropy(x, target), (
+            metric,
+            ampfuse.cross_entropy(x.detach(), target),
+        )
+
+    _, metrics = torch.func.grad(loss_and_metric, has_aux=True)(logits)
+    assert all(torch.equal(metric, expected) for metric in metrics)
+    with forward_ad.dual_level():
+        assert torch.equal(ampfuse.cross_entropy(logits, target), expected)
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
