@@ -91,8 +91,10 @@ def cross_entropy(
       The same one for the parts of a batch makes their gradients add up to the whole batch's, and
       a part whose rows are all ignored no NaN. Under DDP, which averages gradients: the count of
       all processes, divided by how many these are.
-    - `z_loss`: times the square of each row's log-sum-exp, which is added to its loss, whatever its
-      class weighs.
+    - `z_loss`: adds `z_loss * lse**2` to the loss of each row that is not ignored, where `lse` is
+      the row's log-sum-exp. Class weights do not multiply this term, but `reduction="mean"` divides
+      it by what it divides the rest of the loss by: the sum of the targets' class weights (the
+      number of rows where targets are probabilities), or `denominator`.
     - `softcap`: logits become `softcap * tanh(logits / softcap)` first.
     - `return_metrics`: also what the pass tells of each row, of ignored ones too, as
       `CrossEntropyMetrics`.

@@ -114,7 +114,9 @@ def linear_cross_entropy(
       losses that are not divided yet.
     - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits hold on a
       CPU, but at least 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048,
-      whatever the number of rows there are. The same rows in the same chunks make the same bits.
+      whatever the number of rows there are. The same rows in the same chunks make the same bits;
+      on a CPU also with the same number of threads, since the matrix product of some CPUs depends
+      on it (that of bfloat16 where there is no AVX512-BF16, say).
     - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
       The weight gets none then, for which DDP waits: it is not for weights inside of DDP. For
       `ampfuse.AdamW` to use it set `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and

@@ -41,6 +41,16 @@ def test_expanded_gradient_is_refused_before_anything_is_written(device):
     assert good.grad.tolist() == [4.0] * 3
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1e200), (torch.float32, 1e30)])
+def test_total_norm_is_finite_where_squares_overflow_and_torchs_is_infinite(device, dtype, value):
+    tensors = [torch.full((2,), value, dtype=dtype, device=device) for _ in range(2)]
+
+    norm = ampfuse.get_total_norm(tensors)
+
+    assert norm.item() == pytest.approx(2 * value, rel=1e-6)
+    assert torch.nn.utils.get_total_norm(tensors).isinf()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_total_norm_of_numbers_without_a_norm_is_refused(device, dtype):
     with pytest.raises(TypeError, match=r"tensors\[1\]: expected a floating-point or complex"):
