@@ -259,3 +259,66 @@ def fsdp_compiled(case):
 def test_compiled_step_of_a_fully_sharded_model(outcomes, case):
     for result in outcomes("fsdp_compiled", case):
         assert_same_bits(result["compiled"], result["eager"])
+
+
+@scenario(None)
+def gradients_of_one_process(_):
+    """A mixture of experts, of which only the first process has used the second expert."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = [torch.arange(1.0, 5.0), torch.arange(5.0, 9.0)]
+    params = [Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
+    optimizer = ampfuse.AdamW(params, max_grad_norm=CLIP)
+    scaler = ampfuse.GradScaler("cpu", 4.0)
+    scaler.scale_tensor()
+    for param in params[: 2 if dist.get_rank() == 0 else 1]:
+        param.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None) * 4
+    scaler.step(optimizer)
+    scaler.update()
+    return {"norm": optimizer.grad_norm, "skipped": scaler.was_skipped()}
+
+
+def test_a_process_without_some_gradients_meets_the_others_in_all_collectives(outcomes):
+    for result in outcomes("gradients_of_one_process", None):
+        assert not result["skipped"]
+        assert result["norm"].item() == pytest.approx((4 + 2) ** 0.5)
+
+
+@scenario(2.0)
+def clipped_with_plain_tensors(norm_type):
+    params = [Parameter(placed(*pair)) for pair in zip(numbers(0), PLACEMENTS, strict=True)]
+    for param, *pair in zip(params, numbers(50), PLACEMENTS, strict=True):
+        param.grad = placed(*pair)
+    measured = ampfuse.get_total_norm([param.grad for param in params], norm_type)
+    norm = ampfuse.clip_grad_norm_(params, CLIP, norm_type)
+    return {"norms": [measured, norm], "grads": whole(param.grad for param in params)}
+
+
+def test_tensors_of_several_meshes_and_plain_ones_are_clipped_by_clip_grad_norm(outcomes):
+    params = [Parameter(tensor) for tensor in numbers(0)]
+    for param, grad in zip(params, numbers(50), strict=True):
+        param.grad = grad
+    expected = torch.nn.utils.clip_grad_norm_(params, CLIP)
+
+    for result in outcomes("clipped_with_plain_tensors", 2.0):
+        for norm in result["norms"]:
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(result["grads"], [param.grad for param in params])
+
+
+@scenario(None)
+def first_stage_of_a_pipeline(_):
+    """Only the last process has a loss to scale."""
+    param = Parameter(torch.ones(3))
+    optimizer = ampfuse.AdamW([param], process_group=dist.group.WORLD, lr=0.25, weight_decay=0)
+    scaler = ampfuse.GradScaler("cpu", 4.0, process_group=dist.group.WORLD)
+    loss = param.sum()
+    (scaler.scale(loss) if dist.get_rank() == 1 else loss * 4).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return {"param": clones([param])[0], "scale": scaler.get_scale()}
+
+
+def test_processes_that_skip_together_need_not_all_scale_a_loss(outcomes):
+    for result in outcomes("first_stage_of_a_pipeline", None):
+        assert torch.equal(result["param"], torch.full((3,), 0.75))
+        assert result["scale"] == 4.0

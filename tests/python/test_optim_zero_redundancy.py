@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from optim_models import assert_near, assert_same_bits, clones, feed, parameters, trained
 from processes import Scenarios
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn import Parameter
 
 pytestmark = pytest.mark.slow
@@ -144,3 +145,72 @@ def test_processes_without_gradients_take_part(outcomes, case, norm, param):
     for result in outcomes("one_parameter_for_two_processes", case):
         assert result["norm"].item() == norm
         torch.testing.assert_close(result["param"], torch.tensor(param))
+
+
+def with_limit_as_keyword(params):
+    return ZeroRedundancyOptimizer(params, ampfuse.AdamW, max_grad_norm=CLIP, **OPTIONS)
+
+
+def with_limit_in_the_class(params):
+    return ZeroRedundancyOptimizer(params, partial(ampfuse.AdamW, max_grad_norm=CLIP), **OPTIONS)
+
+
+def with_limit_in_a_group(params):
+    groups = [{"params": params, "max_grad_norm": CLIP}]
+    return ZeroRedundancyOptimizer(groups, ampfuse.AdamW, **OPTIONS)
+
+
+LIMITED = (with_limit_as_keyword, with_limit_in_the_class, with_limit_in_a_group)
+
+
+@scenario(*LIMITED)
+def limit_of_one_shard(make):
+    params = parameters(CPU)
+    before = clones(params)
+    optimizer = make(params)
+    feed(params, 0)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return {"error": str(error), "params": [before, clones(params)]}
+    return {"error": "none", "params": [before, clones(params)]}
+
+
+@pytest.mark.parametrize("make", LIMITED)
+def test_a_limit_for_the_norm_of_one_shard_is_refused(outcomes, make):
+    for result in outcomes("limit_of_one_shard", make):
+        assert (
+            "functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group="
+            in (result["error"])
+        )
+        assert_same_bits(*result["params"])
+
+
+@scenario(torch.float32, torch.bfloat16)
+def post_local_sgd(dtype):
+    """Steps of each process's own, after each of which torch's averager assigns `p.data`."""
+    spreads = {}
+    for name, cls in (("torch", torch.optim.AdamW), ("ampfuse", ampfuse.AdamW)):
+        param = Parameter(torch.zeros(4, dtype=dtype))
+        optimizer = PostLocalSGDOptimizer(
+            cls([param], lr=0.1, weight_decay=0), PeriodicModelAverager(period=1)
+        )
+        moved = []
+        for _ in range(4):
+            param.grad = torch.full_like(param, 1.0 if dist.get_rank() == 0 else -1.0)
+            before = param.detach().float().clone()
+            optimizer.optim.step()
+            moved.append((param.detach().float() - before)[0].item())
+            optimizer.averager.average_parameters([param])
+        spreads[name] = (moved, clones([param]))
+    return spreads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_a_model_averager_assigns_are_stepped_from_there(outcomes, dtype):
+    results = outcomes("post_local_sgd", dtype)
+    for result in results:
+        (moved, params), (expected, others) = result["ampfuse"], result["torch"]
+        assert moved == pytest.approx(expected, rel=1e-2)
+        torch.testing.assert_close(params, others, rtol=0.02, atol=1e-3)
+    assert_same_bits(results[0]["ampfuse"][1], results[1]["ampfuse"][1])

@@ -159,10 +159,13 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
 
     Processes then meet in the same collectives, whichever of their parameters have gradients.
     """
-    if not are_processes():
-        return {}
-    params = [param for group in groups for param in group["params"]]
-    return {(param.device, found): None for param in params if (found := sharding_of(param))}
+    found: dict[tuple[torch.device, Sharding], None] = {}
+    if are_processes():
+        for param in [param for group in groups for param in group["params"]]:
+            sharding = sharding_of(param)
+            if sharding is not None:
+                found[param.device, sharding] = None
+    return found
 
 
 def are_processes() -> bool:

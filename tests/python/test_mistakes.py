@@ -1,0 +1,157 @@
+"""Mistakes that raise nothing: a warning where they are certain, and none on right programs."""
+
+import copy
+import pickle
+import warnings
+
+import ampfuse
+import pytest
+import torch
+from torch.nn import Parameter
+
+
+@pytest.fixture(autouse=True)
+def no_unexpected_warning():
+    """What is not waited for by a test is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+class Loop:
+    """A training loop of one parameter."""
+
+    def __init__(self, device, make=torch.optim.SGD, **options):
+        self.param = Parameter(torch.ones(8, device=device))
+        self.optimizer = make([self.param], lr=0.1, **options)
+        self.scaler = ampfuse.GradScaler(device.type)
+
+    def backward(self, factor=1.0):
+        self.optimizer.zero_grad()
+        self.scaler.scale(factor * self.param.sum()).backward()
+
+    def finish(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.param.is_cuda:
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
+@pytest.mark.parametrize("unscaled_after", [False, True])
+def test_clipping_gradients_that_are_still_scaled_is_warned_about_once(
+    device, make, unscaled_after
+):
+    loop = Loop(device, make)
+
+    def iterate(times):
+        for _ in range(times):
+            loop.backward()
+            ampfuse.clip_grad_norm_([loop.param], 1.0)
+            if unscaled_after:
+                loop.scaler.unscale_(loop.optimizer)
+            loop.finish()
+
+    with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still") as caught:
+        iterate(2)
+
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    iterate(2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
+@pytest.mark.parametrize("way", ["scaler", "unscale_", "by the scale", "optimizer", "after"])
+def test_clipping_rightly_is_quiet(device, make, way):
+    loop = Loop(device, make)
+    for _ in range(6):
+        loop.backward()
+        if way == "scaler":
+            loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
+        elif way == "unscale_":
+            loop.scaler.unscale_(loop.optimizer)
+            ampfuse.clip_grad_norm_([loop.param], 1.0)
+        elif way == "by the scale":
+            ampfuse.clip_grad_norm_([loop.param], 1.0 * loop.scaler.get_scale())
+        elif way == "optimizer" and make is ampfuse.AdamW:
+            loop.optimizer.max_grad_norm = 1.0
+        loop.finish()
+        if way == "after":
+            ampfuse.clip_grad_norm_([loop.param], 1.0)
+
+
+def test_two_networks_of_which_one_is_not_scaled_are_quiet(device):
+    """The second is clipped and stepped between the first one's backward pass and step."""
+    loop, other = Loop(device), Parameter(torch.ones(8, device=device))
+    optimizer = ampfuse.AdamW([other], lr=0.1)
+    for _ in range(150):
+        loop.backward()
+        optimizer.zero_grad()
+        other.sum().backward()
+        ampfuse.clip_grad_norm_([other], 1.0)
+        optimizer.step()
+        loop.finish()
+
+
+def test_torchs_clipping_on_top_of_max_grad_norm_is_warned_about_once(device):
+    loop = Loop(device, ampfuse.AdamW, max_grad_norm=1.0)
+
+    def iterate(*factors):
+        for factor in factors:
+            loop.backward(factor)
+            torch.nn.utils.clip_grad_norm_([loop.param], 1.0)
+            loop.finish()
+
+    with pytest.warns(UserWarning, match="max_grad_norm=1 clips them inside the step") as caught:
+        iterate(1.0, 2.0, 3.0, 4.0)
+
+    assert len(caught) == 1
+    iterate(5.0)
+
+
+def test_steps_without_the_scaler_are_warned_about_once(device):
+    loop = Loop(device, ampfuse.AdamW)
+
+    def iterate(times):
+        for _ in range(times):
+            loop.backward()
+            loop.optimizer.step()
+
+    iterate(99)
+    with pytest.warns(UserWarning, match=r"none by scaler.step\(optimizer\)") as caught:
+        iterate(1)
+
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    iterate(150)
+
+
+def test_a_batch_of_many_parts_is_quiet(device):
+    loop = Loop(device, ampfuse.AdamW)
+    loop.backward()
+    for _ in range(300):
+        loop.scaler.scale(loop.param.sum()).backward()
+    loop.finish()
+
+
+def test_a_history_that_nobody_asked_for_is_warned_about(device):
+    loop = Loop(device)
+    with pytest.warns(UserWarning, match=r"GradScaler\(history=100\)"):
+        assert loop.scaler.history() == []
+
+
+@pytest.mark.parametrize("device", [65536.0, 2**16, None])
+def test_a_scale_in_place_of_the_device_is_refused(device):
+    with pytest.raises(TypeError, match="device: expected a str like 'cuda', got"):
+        ampfuse.GradScaler(device)
+
+
+def test_scalers_are_copied_and_pickled_with_what_they_watch_left_out(device):
+    loop = Loop(device)
+    loop.backward()
+    loop.finish()
+
+    for scaler in (copy.deepcopy(loop.scaler), pickle.loads(pickle.dumps(loop.scaler))):
+        loop.scaler = scaler
+        loop.backward()
+        loop.finish()

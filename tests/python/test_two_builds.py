@@ -1,0 +1,64 @@
+"""Another build of the library in the process, and drivers that are too old for this one."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ampfuse
+import pytest
+import torch
+from ampfuse import _library
+
+LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
+
+
+def run(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """The library once more, somewhere else."""
+    return shutil.copy(LIBRARY, tmp_path / "libampfuse.so")
+
+
+def test_importing_ampfuse_beside_another_build_names_both(other):
+    done = run(f"import torch; torch.ops.load_library({str(other)!r}); import ampfuse")
+
+    assert done.returncode == 1
+    assert "ImportError: another build of ampfuse is loaded" in done.stderr
+    assert str(other) in done.stderr
+    assert str(LIBRARY) in done.stderr
+
+
+def test_a_second_build_leaves_the_operators_of_the_first(other):
+    done = run(
+        f"import torch, ampfuse; torch.ops.load_library({str(other)!r}); "
+        "print(ampfuse.ops.multi_tensor_norm([torch.tensor([3.0, 4.0])]).total_norm.item())"
+    )
+
+    assert (done.returncode, done.stdout) == (0, "5.0\n")
+    assert "two builds of ampfuse are loaded in one process" in done.stderr
+    assert str(other) in done.stderr
+
+
+def test_the_same_build_may_be_loaded_again():
+    done = run(f"import torch, ampfuse; torch.ops.load_library({str(LIBRARY)!r})")
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("version", "is_old"), [(0, False), (12000, True), (12010, False)])
+def test_a_driver_that_refuses_the_kernels_is_warned_about(version, is_old, monkeypatch, recwarn):
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: version, raising=False)
+
+    _library.warn_of_old_driver()
+
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("Update the driver to 530 or newer" in text for text in texts) == is_old
+
+
+def test_targets_are_checked_before_a_step_is_replayed(monkeypatch):
+    """A replay looks at nothing by itself. On a CPU every target is checked before it is used."""
+    assert ampfuse.check_targets() is None
