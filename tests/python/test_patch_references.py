@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import sys
 import types
+import weakref
 
 import ampfuse
 import pytest
@@ -204,3 +205,11 @@ def test_dictionaries_may_change_while_they_are_gone_through(monkeypatch):
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)
     assert len(registry) > 2000
+
+
+def test_proxies_whose_object_is_gone_are_not_asked_anything(monkeypatch):
+    module = types.ModuleType("of_proxies")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.proxy = weakref.proxy(set())
+    with ampfuse.patched():
+        ampfuse.patch()

@@ -47,7 +47,9 @@ def exchange(pairs: list[tuple[Any, Any]]) -> None:
 
 # A program's modules name tens of thousands of things: few are more than looked at. Dictionaries
 # are copied before: they may change while a list of their items is made, whose tuples may have
-# garbage collected.
+# garbage collected. A type is compared as issubclass(type(value), type), since isinstance(value,
+# type) asks the value, too: a lazy object would import something, and a weakref.proxy whose object
+# is gone would raise.
 
 
 def _in_module(ids: set[int], name: str, module: ModuleType) -> Iterator[Reference]:
@@ -60,7 +62,7 @@ def _in_module(ids: set[int], name: str, module: ModuleType) -> Iterator[Referen
             yield from _in_container(ids, f"{name}.{attribute}", value)
         elif kind is FunctionType and value.__module__ == name:
             yield from _in_function(ids, f"{name}.{attribute}", value)
-        elif isinstance(value, type) and value.__module__ == name:
+        elif issubclass(kind, type) and value.__module__ == name:
             yield from _in_class(ids, f"{name}.{attribute}", value)
 
 
