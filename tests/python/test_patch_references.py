@@ -207,9 +207,79 @@ def test_dictionaries_may_change_while_they_are_gone_through(monkeypatch):
     assert len(registry) > 2000
 
 
+def test_names_that_appear_between_blocks_are_exchanged(other):
+    torchs = torch.optim.AdamW
+    other.GradScaler = other.Settings = None
+    with ampfuse.patched():
+        pass
+    other.GradScaler = torch.amp.GradScaler
+    other.Settings = type("Settings", (), {"AdamW": torchs, "__module__": "other_module"})
+    with ampfuse.patched():
+        assert other.GradScaler is torch.amp.GradScaler
+        assert other.Settings.AdamW is torch.optim.AdamW is not torchs
+    assert other.Settings.AdamW is torchs
+
+
+def test_names_in_a_module_that_took_the_place_of_another_are_exchanged(other, monkeypatch):
+    with ampfuse.patched():
+        pass
+    newer = types.ModuleType("other_module")
+    exec(OTHER, vars(newer))
+    monkeypatch.setitem(sys.modules, "other_module", newer)
+    with ampfuse.patched():
+        assert newer.AdamW is newer.Settings.AdamW is torch.optim.AdamW
+        assert newer.AdamW is not newer.TorchAdamW
+
+
+def test_modules_are_not_kept_alive(monkeypatch):
+    module = types.ModuleType("short_lived")
+    module.AdamW = torch.optim.AdamW
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    ampfuse.patch()
+    ampfuse.unpatch()
+    with ampfuse.patched():
+        pass
+    monkeypatch.undo()
+    alive = weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None
+
+
 def test_proxies_whose_object_is_gone_are_not_asked_anything(monkeypatch):
     module = types.ModuleType("of_proxies")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.proxy = weakref.proxy(set())
     with ampfuse.patched():
         ampfuse.patch()
+
+
+def python_calls(run):
+    """How many Python functions and generators are entered; it does not depend on the machine."""
+    entered = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: entered.append(event == "call"))
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return sum(entered)
+
+
+def a_block():
+    with ampfuse.patched():
+        pass
+
+
+def test_a_block_opens_no_functions_and_containers_of_modules(monkeypatch):
+    module = types.ModuleType("with_many_names")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    without = python_calls(a_block)
+    exec("".join(f"def f{i}(x=0): ...\nl{i} = [{i}]\n" for i in range(1000)), vars(module))
+    assert module.f0.__module__ == module.__name__
+    assert python_calls(a_block) - without < 100
+
+
+def test_patching_what_is_patched_looks_at_no_modules():
+    ampfuse.patch()
+    assert python_calls(ampfuse.patch) < 100

@@ -108,7 +108,7 @@ def unreached(parts: Iterable[Part]) -> list[str]:
     originals = [original for part in parts for original, _ in part.pairs]
     return [
         f"{where} is {value.__module__}.{value.__qualname__} still"
-        for where, value, _ in references(originals)
+        for where, value in references(originals)
     ]
 
 
