@@ -49,6 +49,8 @@ class Ending:
         self._ended = "while it ran"  # by whoever calls what is for the end
         self._is_interrupted = False
         self._process = os.getpid()
+        # The launcher's rank: the program may set another one for its own use.
+        self._is_first_rank = os.environ.get("RANK", "0") == "0"
         self._start = time.perf_counter()
 
     def note(self, raised: BaseException | None) -> None:
@@ -58,7 +60,8 @@ class Ending:
 
     def tell(self) -> None:
         """Each way by itself; none of them changes how the process ends."""
-        if not report.is_for_this_process(self._process):
+        is_forked = os.getpid() != self._process
+        if is_forked or not self._is_first_rank:
             return
         chosen = self.chosen
         with _apart():

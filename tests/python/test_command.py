@@ -236,6 +236,14 @@ def test_of_many_processes_one_tells(programs, tmp_path):
         assert bool(done.stderr) == told
 
 
+def test_a_rank_that_the_program_sets_for_itself_does_not_silence_the_summary(programs):
+    programs.write("rank.py", "import os\nos.environ['RANK'] = '3'")
+    assert "peak memory" in programs.run("-m", "ampfuse", "rank.py").stderr
+    programs.write("rank.py", "import os\nos.environ['RANK'] = '0'")
+    done = programs.run("-m", "ampfuse", "rank.py", env=ENVIRONMENT | {"RANK": "3"})
+    assert done.stderr == ""
+
+
 def test_a_child_that_was_forked_does_not_tell(programs):
     programs.write("fork.py", "import os\nif os.fork() == 0:\n    pass\nelse:\n    os.wait()")
     done = programs.run("-m", "ampfuse", "fork.py")

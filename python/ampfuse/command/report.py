@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Iterable
@@ -113,8 +112,3 @@ def _peak_memory() -> dict[str, int]:
         for index in range(torch.cuda.device_count()):
             peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
     return peaks
-
-
-def is_for_this_process(pid: int) -> bool:
-    """Whether this one is to tell: the one that began, and of many that run together the first."""
-    return os.getpid() == pid and os.environ.get("RANK", "0") == "0"
