@@ -15,14 +15,15 @@ USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse env"""
 
 EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
-torch's names mean ampfuse's: see ampfuse.patch. 'env' tells what works here."""
+torch's names mean ampfuse's: see ampfuse.patch. A script named - is read from
+standard input. 'env' tells what works here."""
 
 
 @dataclass(frozen=True)
 class Options:
     """As they were given."""
 
-    name: str  # of a script, of a module, or "env"
+    name: str  # of a script ("-" for standard input), of a module, or "env"
     is_module: bool
     arguments: list[str]
     parts: list[str]
@@ -99,7 +100,8 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
 def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
     """Options of ours; whether a module follows; and its name, or a script's, and arguments.
 
-    As Python parts its own: `-mpackage` is a module, and `--` may stand before a script.
+    As Python parts its own: `-mpackage` is a module, `--` may stand before a script, and `-` is a
+    script on standard input.
     """
     words = list(arguments)
     place = 0
@@ -110,7 +112,7 @@ def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool
             return own, False, rest
         if word.startswith("-m"):
             return own, True, [word[2:], *rest] if word[2:] else rest
-        if not word.startswith("-"):
+        if word == "-" or not word.startswith("-"):
             return own, False, [word, *rest]
         place += 2 if word in valued else 1
     return words, False, []

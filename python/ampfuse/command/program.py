@@ -7,7 +7,7 @@ import sys
 import traceback
 from contextlib import suppress
 from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -18,6 +18,8 @@ class NoProgramError(Exception):
 
 def run_script(name: str, arguments: list[str]) -> BaseException | None:
     """As `python name arguments...`; returns what it raised."""
+    if name == "-":
+        return _run_standard_input(arguments)
     if os.path.isdir(name):
         raise NoProgramError(f"{name} is a folder, not a script")
     try:
@@ -30,6 +32,15 @@ def run_script(name: str, arguments: list[str]) -> BaseException | None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
     return _run(source, file, __file__=file, __loader__=SourceFileLoader("__main__", file))
+
+
+def _run_standard_input(arguments: list[str]) -> BaseException | None:
+    """As `python - arguments...`, which reads the whole program before it runs it."""
+    source = sys.stdin.buffer.read() if sys.stdin else b""  # no stdin where it was closed
+    sys.argv = ["-", *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = ""
+    return _run(source, "<stdin>", __file__="<stdin>", __loader__=BuiltinImporter)
 
 
 def run_module(name: str, arguments: list[str]) -> BaseException | None:
