@@ -181,6 +181,25 @@ def test_what_was_made_before_and_after_is_an_instance_of_either():
     assert isinstance(ampfuse.Adam([parameter()]), torch.optim.Adam)
 
 
+def test_the_type_of_an_optimizer_is_not_torchs_while_patched():
+    with ampfuse.patched():
+        optimizer = torch.optim.AdamW([parameter()])
+        assert type(optimizer) is not torch.optim.AdamW
+        assert type(optimizer) is not ORIGINALS[torch.optim, "AdamW"]
+        assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_keys_of_tables_are_the_classes_that_names_meant_when_the_table_was_made():
+    cls = torch.optim.AdamW
+    before = {torch.optim.AdamW: "before"}
+    with ampfuse.patched():
+        meanwhile = {torch.optim.AdamW: "meanwhile"}
+        assert before[cls] == "before"
+        assert torch.optim.AdamW not in before
+        assert meanwhile[torch.optim.AdamW] == "meanwhile"
+        assert cls not in meanwhile
+
+
 @pytest.mark.filterwarnings("ignore:.*GradScaler.args.*deprecated")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_older_names_of_scalers_mean_ours_and_warn_as_torchs(device):

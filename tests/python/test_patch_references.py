@@ -107,6 +107,24 @@ def test_references_that_cannot_be_changed_are_logged(other, caplog):
     assert all("which is not replaced there" in message for message in told)
 
 
+def test_tables_that_a_library_makes_at_its_import_follow_a_patch_that_came_before(monkeypatch):
+    """As the registry of optimizers in timm does."""
+    library = "import torch\nTABLE = {'adamw': torch.optim.AdamW}\n"
+    library += "def create(name, params): return TABLE[name](params)\n"
+    made = {}
+    for when in ("import first", "patch first"):
+        if when == "patch first":
+            ampfuse.patch()
+        module = types.ModuleType("library")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(library, vars(module))
+        ampfuse.patch()
+        made[when] = module.create("adamw", [torch.nn.Parameter(torch.ones(1))])
+        ampfuse.unpatch()
+    assert not isinstance(made["import first"], ampfuse.AdamW)
+    assert isinstance(made["patch first"], ampfuse.AdamW)
+
+
 def test_names_that_somebody_else_has_changed_since_are_left_alone():
     original = torch.optim.AdamW
     ampfuse.patch("optimizers")
