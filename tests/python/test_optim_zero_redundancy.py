@@ -1,6 +1,7 @@
 """ampfuse.AdamW over two processes, inside ZeroRedundancyOptimizer."""
 
 import copy
+import warnings
 from functools import partial
 
 import ampfuse
@@ -199,7 +200,9 @@ def post_local_sgd(dtype):
         for _ in range(4):
             param.grad = torch.full_like(param, 1.0 if dist.get_rank() == 0 else -1.0)
             before = param.detach().float().clone()
-            optimizer.optim.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # once, that masters take over what was assigned
+                optimizer.optim.step()
             moved.append((param.detach().float() - before)[0].item())
             optimizer.averager.average_parameters([param])
         spreads[name] = (moved, clones([param]))
@@ -213,4 +216,5 @@ def test_parameters_that_a_model_averager_assigns_are_stepped_from_there(outcome
         (moved, params), (expected, others) = result["ampfuse"], result["torch"]
         assert moved == pytest.approx(expected, rel=1e-2)
         torch.testing.assert_close(params, others, rtol=0.02, atol=1e-3)
-    assert_same_bits(results[0]["ampfuse"][1], results[1]["ampfuse"][1])
+    (first,), (second,) = (result["ampfuse"][1] for result in results)
+    assert torch.equal(first, second)
