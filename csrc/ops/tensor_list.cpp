@@ -1,6 +1,7 @@
 #include "tensor_list.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/impl/COW.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -219,13 +220,15 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Us
   for (size_t i = 0; i < tensors.size() && !complete; ++i) {
     if (runs_[i].data != nullptr || runs_[i].size == 0) continue;
     at::Tensor dense = tensors[i];
-    if (is_written && is_lazy_clone(dense)) {
+    if (is_written && storages[i] == nullptr) {  // a lazy clone gets its own memory now
       dense.mutable_data_ptr();
       storages[i] = written_storage(dense);
     }
     if (!dense.is_non_overlapping_and_dense() || !is_aligned(dense)) {
-      dense = dense.clone(at::MemoryFormat::Contiguous);
-      copied_.emplace_back(tensors[i], dense);
+      // torch reads complex doubles with instructions that crash where these lie askew.
+      const at::Tensor original = dense.is_complex() ? at::view_as_real(dense) : dense;
+      dense = original.clone(at::MemoryFormat::Contiguous);
+      copied_.emplace_back(original, dense);
     }
     runs_[i].data = dense.mutable_data_ptr();
   }

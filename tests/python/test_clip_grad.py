@@ -211,3 +211,17 @@ def test_finite_norm_does_not_raise_on_request(device):
 
     torch.testing.assert_close(norm, expected, **TOLERANCE)
     assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["get_total_norm", "clip_grads_with_norm_", "clip_grad_norm_"])
+def test_torchs_names_may_be_bound_to_ours(name, monkeypatch):
+    """What is left to torch is torch's own, and does not come back."""
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        monkeypatch.setattr(module, name, getattr(ampfuse, name), raising=False)
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+
+    assert ampfuse.get_total_norm([param.grad], 3.0).item() == pytest.approx(91 ** (1 / 3))
+    assert ampfuse.clip_grad_norm_([param], 1.0, norm_type=3.0).item() == pytest.approx(
+        91 ** (1 / 3)
+    )

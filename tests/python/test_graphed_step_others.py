@@ -1,11 +1,12 @@
 """ampfuse.GraphedStep, and what is loaded, done, or goes wrong beside it."""
 
 import copy
+import warnings
 
 import ampfuse
 import pytest
 import torch
-from graphed_models import Side, batch
+from graphed_models import CLASSES, Side, batch
 from optim_models import assert_same_bits
 from torch import nn
 from torch.nn import functional
@@ -212,3 +213,61 @@ def test_rates_are_as_they_were_where_nothing_could_be_captured():
     with pytest.raises(KeyError, match="no such layer"):
         ours.graphed(Broken(ours, raises=True))
     assert [type(group["lr"]) for group in ours.optimizer.param_groups] == [float]
+
+
+@pytest.mark.needs_cuda
+def test_a_target_out_of_range_is_reported_before_the_next_replay():
+    side = Side(torch.device("cuda"))
+    step = ampfuse.GraphedStep(
+        side.model,
+        ampfuse.cross_entropy,
+        side.optimizer,
+        side.scaler,
+        batch(torch.device("cuda")),
+        autocast=torch.bfloat16,
+    )
+    inputs, target = batch(torch.device("cuda"), 1)
+    step(inputs, torch.full_like(target, CLASSES))
+    torch.cuda.synchronize()
+
+    with pytest.raises(IndexError, match=f"Target {CLASSES} is out of bounds"):
+        step(inputs, target)
+    step(inputs, target)
+
+
+def test_replays_look_for_targets_out_of_range(device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("a GPU has graphs")
+    side = Side(device, monkeypatch=monkeypatch)
+    step = side.graphed()
+    looks = []
+    monkeypatch.setattr(ampfuse._C, "check_targets", lambda: looks.append(1))
+
+    step(*batch(device, 1))
+
+    assert looks == [1]
+
+
+@pytest.mark.parametrize("write", ["no_grad", "data"])
+def test_what_is_written_into_a_parameter_between_replays_is_taken_over(
+    device, graphs_on_cpu, write
+):
+    side = Side(device, half=True, monkeypatch=graphs_on_cpu)
+    step = side.graphed()
+    step(*batch(device, 1))
+    for group in side.optimizer.param_groups:
+        group["lr"] = 0.0
+    params = list(side.model.parameters())
+    values = [torch.full_like(param, 0.5).detach() for param in params]
+
+    for param, value in zip(params, values, strict=True):
+        if write == "data":
+            param.data.copy_(value)
+        else:
+            with torch.no_grad():
+                param.copy_(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(*batch(device, 2))
+
+    assert_same_bits([param.detach() for param in params], values)

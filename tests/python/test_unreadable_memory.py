@@ -1,0 +1,64 @@
+"""Tensors whose memory is gone, or whose elements lie where torch itself cannot read them."""
+
+import ampfuse
+import numpy
+import pytest
+import torch
+from ampfuse import ops
+
+
+def freed(value=0.5, device="cpu"):
+    """A number whose storage was given back, as some frameworks do between uses."""
+    tensor = torch.tensor(value, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_a_flag_without_memory_is_refused(device):
+    tensors, half = [torch.full((3,), torch.inf, device=device)], torch.tensor(0.5, device=device)
+
+    for call in (ops.multi_tensor_unscale, ops.multi_tensor_unscale_norm):
+        with pytest.raises(ValueError, match="found_inf: expected a tensor with memory"):
+            call(tensors, freed(device=device), half)
+        with pytest.raises(ValueError, match="inv_scale: expected a tensor with memory"):
+            call(tensors, torch.zeros((), device=device), freed(device=device))
+
+
+def test_a_norm_without_memory_is_refused(device):
+    with pytest.raises(ValueError, match="total_norm: expected a tensor with memory"):
+        ops.multi_tensor_clip([torch.ones(3, device=device)], freed(device=device), 1.0)
+
+
+@pytest.mark.parametrize("name", ["denominator", "grad_scale"])
+def test_numbers_of_losses_without_memory_are_refused(device, name):
+    logits = torch.zeros(2, 3, device=device, requires_grad=True)
+    target, number = torch.tensor([0, 1], device=device), {name: freed(device=device)}
+
+    with pytest.raises(ValueError, match=f"{name}: expected a tensor with memory"):
+        ampfuse.cross_entropy(logits, target, **number)
+    weight = torch.zeros(4, 3, device=device)
+    with pytest.raises(ValueError, match=f"{name}: expected a tensor with memory"):
+        ampfuse.linear_cross_entropy(logits, weight, target, **number)
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+@pytest.mark.parametrize("offset", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64])
+def test_complex_numbers_at_odd_addresses_are_read_and_written(dtype, offset, count):
+    memory = numpy.zeros(64 + 16 * count, dtype=numpy.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    kind = numpy.complex128 if dtype == torch.complex128 else numpy.complex64
+    numbers = memory[start : start + count * dtype.itemsize].view(kind)
+    numbers[:] = 3 + 4j
+    tensor = torch.from_numpy(numbers)
+    found_inf = torch.zeros(())
+
+    assert ops.multi_tensor_norm([tensor]).total_norm.item() == pytest.approx(5 * count**0.5)
+    assert ops.multi_tensor_norm([tensor], 1.0).total_norm.item() == pytest.approx(5 * count)
+    norm = ops.multi_tensor_unscale_norm([tensor], found_inf, torch.tensor(0.5)).total_norm
+    assert norm.item() == pytest.approx(2.5 * count**0.5)
+    ops.multi_tensor_unscale([tensor], found_inf, torch.tensor(2.0))
+    ops.multi_tensor_clip([tensor], torch.tensor(2.0), 1.0)
+
+    numpy.testing.assert_allclose(numbers, 1.5 + 2j, rtol=1e-6)
+    assert found_inf == 0
