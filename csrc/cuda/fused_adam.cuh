@@ -139,8 +139,9 @@ __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int 
   static_assert(kWarp * kStride >= kAdamChunk, "one look by each lane reaches the chunk's end");
   const int i = lane * kStride;
   const bool is_written_over = i < size && math::is_written_over(chunk.param[i], chunk.master[i]);
-  if (!__any_sync(0xffffffffu, is_written_over)) return;
-  __syncwarp();  // every lane has looked at its element, which another one may write
+  const bool are_any = __any_sync(0xffffffffu, is_written_over);
+  __syncwarp();  // every lane has looked at its element, which from here on others write
+  if (!are_any) return;
   for (int e = lane; e < size; e += kWarp) {
     chunk.master[e] = math::adopted(chunk.param[e], chunk.master[e]);
   }
