@@ -143,10 +143,13 @@ class Hooks(TorchGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """As torch's hook of this name; also takes norms, which cost nothing more."""
+        """As torch's hook of this name, which leaves `found_inf` as it is and returns flags of
+        its own. The same pass takes the norms.
+        """
         with torch.no_grad():
             gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
-            flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group)
+            flag = found_inf.clone()
+            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group)
         self._inspections[id(optimizer)] = inspection
         return flags
 
