@@ -197,13 +197,14 @@ def test_torchscript_compiles_torchs(device):
     scripted = torch.jit.script(torch.nn.CrossEntropyLoss())
     assert_close(scripted(logits, target), torchs(logits, target))
     traced = torch.jit.trace(torch.nn.CrossEntropyLoss(), (logits, target))
-    assert "ampfuse" not in str(traced.inlined_graph)
+    # The graph's text names source files, whose folder may be called ampfuse.
+    assert not any("ampfuse" in node.kind() for node in traced.inlined_graph.nodes())
 
 
 def test_exported_programs_need_nothing_of_ampfuse():
     logits, target = batch("cpu")
     program = torch.export.export(torch.nn.CrossEntropyLoss(), (logits.detach(), target))
-    assert "ampfuse" not in str(program.graph)
+    assert not any("ampfuse" in str(node.target) for node in program.graph.nodes)
 
 
 def test_compiled_it_is_in_the_graph(device):
