@@ -243,7 +243,10 @@ def providers(
 
 
 def case(operation: Operation, shape: str) -> Case:
-    shape_list = (shapes.REGULAR | shapes.MODELS)[shape]()
+    return case_of(operation, shape, (shapes.REGULAR | shapes.MODELS)[shape]())
+
+
+def case_of(operation: Operation, shape: str, shape_list: list[shapes.Shape]) -> Case:
     elements = shapes.element_count(shape_list)
     return Case(
         operation=operation.name,

@@ -6,5 +6,16 @@ cold caches, CUDA graphs, ceilings, table, CSV, plot) is here and the same for a
 
 from harness.case import OURS, Case, Products, Provider, Settings, Traffic
 from harness.cli import main
+from harness.contention import busy_cores, cores
 
-__all__ = ["OURS", "Case", "Products", "Provider", "Settings", "Traffic", "main"]
+__all__ = [
+    "OURS",
+    "Case",
+    "Products",
+    "Provider",
+    "Settings",
+    "Traffic",
+    "busy_cores",
+    "cores",
+    "main",
+]

@@ -1,6 +1,5 @@
 #include "mutating.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
@@ -89,11 +88,7 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   for (const c10::IValue& argument : written) {
     if (argument.isTensor()) bump_version(argument);
     if (!argument.isTensorList()) continue;
-    // Headers and counters of thousands of tensors are in no cache by now.
-    const c10::ArrayRef<c10::IValue> list = argument.toListRef();
-    at::parallel_for(0, static_cast<int64_t>(list.size()), 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) bump_version(list[i]);
-    });
+    for (const c10::IValue& tensor : argument.toListRef()) bump_version(tensor);
   }
 }
 

@@ -1,5 +1,5 @@
-// The CPU side of a multi-tensor op: a list cut into chunks, which threads share evenly whether the
-// list is one huge tensor or ten thousand tiny ones.
+// The CPU side of a multi-tensor op: a list cut into chunks, which threads share evenly where the
+// list has long tensors.
 #pragma once
 
 #include <functional>
@@ -29,13 +29,17 @@ class Chunks {
   int64_t begin(size_t tensor) const { return first_[tensor]; }
   int64_t end(size_t tensor) const { return first_[tensor + 1]; }
 
-  /// Calls `visit` once for each chunk, from torch's intra-op threads.
+  /// Calls `visit` once for each chunk, from torch's intra-op threads where they pay.
   void parallel_for(const std::function<void(const Chunk&)>& visit) const;
 
  private:
+  void visit_range(const std::function<void(const Chunk&)>& visit, int64_t begin,
+                   int64_t end) const;
+
   std::vector<TensorRun> runs_;  // per tensor
   std::vector<int64_t> first_;   // per tensor, and the total: number of its first chunk
   std::vector<int64_t> effort_;  // likewise: work before it, in elements
+  bool has_long_ = false;        // whether a tensor is worth several threads
 };
 
 }  // namespace ampfuse

@@ -1,9 +1,7 @@
-#include <ATen/Parallel.h>
-
+#include "vec/fused_adam.h"
 #include "../ops/adam_tensors.h"
 #include "../ops/registration.h"
 #include "chunks.h"
-#include "vec/fused_adam.h"
 
 namespace ampfuse {
 
@@ -17,16 +15,14 @@ double value_or(const std::optional<at::Tensor>& scalar, double otherwise) {
 std::vector<math::AdamStep<double>> count_steps(const std::vector<AdamTensor>& tensors,
                                                 const math::AdamOptions& options, double lr) {
   std::vector<math::AdamStep<double>> steps(tensors.size());
-  // Each count is a cache line by itself, so that this waits for memory as much as the update does.
-  at::parallel_for(0, static_cast<int64_t>(tensors.size()), 512, [&](int64_t begin, int64_t end) {
-    float last = 0;
-    for (int64_t t = begin; t < end; ++t) {
-      const float count = *tensors[t].step += 1;
-      steps[t] =
-          t > begin && count == last ? steps[t - 1] : math::adam_step<double>(options, lr, count);
-      last = count;
-    }
-  });
+  float last = 0;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    // Each count is a cache line by itself.
+    if (t + 8 < tensors.size()) __builtin_prefetch(tensors[t + 8].step);
+    const float count = *tensors[t].step += 1;
+    steps[t] = t > 0 && count == last ? steps[t - 1] : math::adam_step<double>(options, lr, count);
+    last = count;
+  }
   return steps;
 }
 

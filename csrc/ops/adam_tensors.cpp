@@ -79,8 +79,7 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(argumen
   std::vector<const void*> params(tensors_.size());
   std::vector<const void*> grads(writes_grads ? tensors_.size() : 0);
   for_each_index(
-      tensors_.size(), tensors_.empty() ? nullptr : &arguments.tensor(math::kParam, 0),
-      [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
+      tensors_.size(), [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
       [&](size_t t) {
         tensors_[t] = look_at(arguments, t);
         params[t] = written_storage(arguments.tensor(math::kParam, t));

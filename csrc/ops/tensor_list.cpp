@@ -98,8 +98,11 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
 }
 
 bool has_memory(const at::Tensor& tensor) {
+  const c10::DispatchKeySet keys = tensor.key_set();
+  const bool is_traced =
+      keys.has_any(c10::python_ks) || keys.has_backend(c10::BackendComponent::MetaBit);
   // Tensors of a trace have no memory, and nobody reads it.
-  return !is_for_threads(tensor) || tensor.numel() == 0 || storage_of(tensor).data() != nullptr;
+  return is_traced || tensor.numel() == 0 || storage_of(tensor).data() != nullptr;
 }
 
 void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
@@ -156,13 +159,13 @@ void check_disjoint(const char* op, const char* list, const std::vector<const vo
   std::ranges::sort(
       sharing, {}, [](const Extent& extent) { return std::make_pair(extent.begin, extent.index); });
   const Extent* last = nullptr;
-  const Extent* furthest = nullptr;  // of the dense ones
+  const Extent* last_dense = nullptr;
   for (const Extent& next : sharing) {
     if (last != nullptr && last->begin == next.begin) refuse_pair(op, list, *last, next);
-    if (next.is_dense) {
-      if (furthest != nullptr && next.begin < furthest->end) refuse_pair(op, list, *furthest, next);
-      furthest = &next;
+    if (last_dense != nullptr && next.begin < last_dense->end) {
+      refuse_pair(op, list, *last_dense, next);
     }
+    if (next.is_dense) last_dense = &next;
     last = &next;
   }
 }
@@ -204,7 +207,7 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Us
     : runs_(tensors.size()) {
   const bool is_written = use == Use::kWrite;
   std::vector<const void*> storages(is_written ? tensors.size() : 0);
-  std::atomic<bool> complete = true;
+  bool complete = true;
   for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
     is_written ? check_writable(op, i, tensor, tensors[0])
                : check_tensor(op, i, tensor, tensors[0]);

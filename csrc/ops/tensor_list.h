@@ -48,8 +48,10 @@ const void* written_storage(const at::Tensor& tensor);
 /// Refuses a list of which two tensors share memory: parallel kernels would lose what one of them
 /// writes there. `storages` are those of the list's tensors, of which `tensor(index)` is one.
 ///
-/// As in torch, tensors of one storage are compared by where they begin and end. Tensors that leave
-/// gaps may lie between each other, and are refused only where they begin at the same element.
+/// Tensors of one storage are compared by where they begin and end. A tensor that leaves gaps may
+/// lie between the elements of another, and is refused only where it certainly shares an element:
+/// where it begins inside of a dense one, or at the first element of another. Storages that
+/// somebody laid over each other (torch.from_numpy of overlapping arrays) are not compared.
 void check_disjoint(const char* op, const char* list, const std::vector<const void*>& storages,
                     const std::function<const at::Tensor&(size_t)>& tensor);
 

@@ -65,6 +65,8 @@ OVERLAPS = {
     "three, of which the first and the last overlap": lambda x: [x[:60], x.new_ones(3), x[59:]],
     "another dtype's view": lambda x: [x, x.view(torch.bfloat16)[3:5]],
     "the same strided tensor": lambda x: [x[::2], x[::2]],
+    "a strided one inside a dense one": lambda x: [x, x[1::2]],
+    "a strided one that begins in a dense one": lambda x: [x[31::3], x[:40]],
 }
 
 

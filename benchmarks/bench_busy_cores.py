@@ -1,0 +1,75 @@
+"""Loss scaling, clipping and AdamW while other processes keep every core busy.
+
+    python benchmarks/bench_busy_cores.py [--quick] [--cases '*_2_threads/1000x1K/*']
+
+The workers of a DataLoader do so. A parallel loop ends when its last thread does, and a thread
+whose core is taken waits for a time slice of milliseconds, many times as long as the loop may take.
+Each operation runs with 1, 2 and all threads of torch's, on 1K elements a tensor:
+
+- step_clip  scale, unscale, look for overflow, clip, decide, update the scale (bench_grad_scaler)
+- adamw      unscale, look for overflow, clip, AdamW (bench_fused_adam)
+
+The option --threads changes nothing here.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import bench_fused_adam
+import bench_grad_scaler
+import shapes
+import torch
+from harness import OURS, Case, Provider, Settings, busy_cores, cores, main
+
+TENSORS = (10, 100, 1000, 10_000)
+QUICK = (100, 1000)
+THREADS = sorted({1, 2, cores()})
+
+
+def with_threads(provider: Provider, threads: int) -> Provider:
+    """The same provider, which runs with so many threads."""
+
+    def restore() -> None:
+        torch.set_num_threads(threads)
+        provider.restore()
+
+    return replace(provider, restore=restore)
+
+
+def providers(
+    setup: Callable[[Settings], Sequence[Provider]], threads: int, settings: Settings
+) -> list[Provider]:
+    chosen = ("torch", "torch fused", OURS)  # eager ones
+    return [with_threads(p, threads) for p in setup(settings) if p.name in chosen]
+
+
+def busy(case: Case, tensors: int, threads: int, name: str) -> Case:
+    """The case as one of this benchmark's."""
+    return replace(
+        case,
+        operation=f"{name}_{threads}_threads",
+        setup=partial(providers, case.setup, threads),
+        quick=tensors in QUICK,
+    )
+
+
+def cases() -> list[Case]:
+    (clip,) = (o for o in bench_grad_scaler.OPERATIONS if o.name == "step_clip")
+    adamw = bench_fused_adam.OPERATIONS[1]
+    found = []
+    for tensors in TENSORS:
+        name = f"{tensors}x1K"
+        shape_list: list[shapes.Shape] = [(shapes.K,)] * tensors
+        for threads in THREADS:
+            of_scaler = bench_grad_scaler.case_of(clip, name, shape_list)
+            found.append(busy(of_scaler, tensors, threads, "step_clip"))
+            of_adamw = bench_fused_adam.case_of(adamw, name, shape_list)
+            found.append(busy(of_adamw, tensors, threads, "adamw"))
+    return found
+
+
+if __name__ == "__main__":
+    with busy_cores():
+        sys.exit(main("busy_cores", cases()))

@@ -1,0 +1,51 @@
+"""Which lists of tensors are shared among threads.
+
+A thread that is woken where other processes hold all cores comes late by a time slice, many times
+as long as a list of small tensors takes.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TASKS = Path("/proc/self/task")
+pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="threads are counted in /proc")
+
+PROGRAM = """
+import os, sys
+import ampfuse, torch
+
+torch.set_num_threads(1)
+count, size = int(sys.argv[1]), int(sys.argv[2])
+params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for _ in range(count)]
+for param in params:
+    param.grad = torch.ones_like(param)
+torch.set_num_threads(4)
+before = len(os.listdir("/proc/self/task"))
+optimizer, scaler = ampfuse.AdamW(params, max_grad_norm=1.0), ampfuse.GradScaler("cpu")
+for _ in range(3):
+    scaler.scale(torch.ones(()))
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    ampfuse.clip_grad_norm_(params, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def new_threads(*arguments: int) -> int:
+    """How many OpenMP starts, which it does when the first loop is shared, in a new process."""
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("count", [10, 1000, 10_000])
+def test_lists_of_small_tensors_wake_no_thread(count):
+    assert new_threads(count, 512) == 0
+
+
+def test_long_tensors_are_shared_among_threads():
+    assert new_threads(2, 500_000) == 3
