@@ -131,14 +131,17 @@ __device__ __forceinline__ AdamChunk<Types> adam_chunk(const AdamTable& table,
   return chunk;
 }
 
-// Compares one element in 128 with its master, 0.25 bytes for each element of the chunk, and where
-// one was written over has the masters of the whole chunk take over what was written.
+// Compares one element in 128 and the chunk's last one with their masters, 0.25 bytes for each
+// element of the chunk. If one was written over, the masters of the whole chunk take over what was
+// written. A write of 128 adjacent elements is noticed in each chunk that it reaches into: it
+// covers the first element of a chunk that it enters from the left, the last one of a chunk that it
+// leaves to the right, and a multiple of 128 where it begins and ends in one chunk.
 template <typename Types>
 __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int size, int lane) {
   constexpr int kStride = 128;
-  static_assert(kWarp * kStride >= kAdamChunk, "one look by each lane reaches the chunk's end");
-  const int i = lane * kStride;
-  const bool is_written_over = i < size && math::is_written_over(chunk.param[i], chunk.master[i]);
+  static_assert(kWarp * kStride > kAdamChunk, "a lane is left for the chunk's last element");
+  const int i = min(lane * kStride, size - 1);
+  const bool is_written_over = size > 0 && math::is_written_over(chunk.param[i], chunk.master[i]);
   const bool are_any = __any_sync(0xffffffffu, is_written_over);
   __syncwarp();  // every lane has looked at its element, which from here on others write
   if (!are_any) return;

@@ -4,6 +4,7 @@
 #include <ampfuse/fused_adam.h>
 #include <c10/core/GradMode.h>
 
+#include "../ops/capture.h"
 #include "../ops/device_scalars.h"
 #include "../ops/mirror.h"
 #include "adam_clip.h"
@@ -213,8 +214,10 @@ Adam::ParamWrites Adam::param_writes() const {
 
 void Adam::adopt_written_params() {
   const auto then = std::exchange(writes_after_step_, std::nullopt);
+  if (first_param_options(param_groups_).device().is_cuda() && is_capturing()) return;
   // With other masters than then the numbers of writes do not compare.
-  if (then && then->masters == param_writes().masters && *then != param_writes()) {
+  const ParamWrites now = param_writes();
+  if (then && then->masters == now.masters && *then != now) {
     std::vector<at::Tensor> written_over;
     for_each_master([&](const at::Tensor& param, const at::Tensor& master) {
       written_over.push_back(optim::adopt_param(param, master));

@@ -25,8 +25,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_targets", torch::wrap_pybind_function(&ampfuse::check_targets));
   m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
   m.def("ordinary_grads", &ampfuse::ordinary_grads);
-  m.def("version_sum", &ampfuse::version_sum);
-  m.def("address_hash", &ampfuse::address_hash);
+  m.def("writes", &ampfuse::writes);
   py::class_<ampfuse::WeakTensors>(m, "WeakTensors")
       .def(py::init<const py::list&>())
       .def("alive", &ampfuse::WeakTensors::alive);

@@ -92,18 +92,15 @@ py::list WeakTensors::alive() const {
   return alive;
 }
 
-int64_t version_sum(const py::list& tensors) {
-  int64_t sum = 0;
-  for_each_tensor(tensors, [&sum](const at::Tensor& tensor, size_t) { sum += tensor._version(); });
-  return sum;
-}
-
-uint64_t address_hash(const py::list& tensors) {
-  uint64_t hash = 0;
-  for_each_tensor(tensors, [&hash](const at::Tensor& tensor, size_t) {
-    hash = hash * 31 + reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+std::pair<int64_t, uint64_t> writes(const py::list& tensors) {
+  HANDLE_TH_ERRORS
+  std::pair<int64_t, uint64_t> writes = {0, 0};
+  for_each_tensor(tensors, [&writes](const at::Tensor& tensor, size_t) {
+    writes.first += tensor._version();
+    writes.second = writes.second * 31 + reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   });
-  return hash;
+  return writes;
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 }  // namespace ampfuse

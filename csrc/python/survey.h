@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <utility>
 #include <vector>
 
 namespace ampfuse {
@@ -29,10 +30,8 @@ class WeakTensors {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors_;
 };
 
-/// How often tensors have been written, summed; of those made in inference mode nobody knows.
-int64_t version_sum(const pybind11::list& tensors);
-
-/// A number that changes when a tensor of the list gets other memory.
-uint64_t address_hash(const pybind11::list& tensors);
+/// How often the tensors have been written, summed, and a number that changes when one of them gets
+/// other memory. Raises for tensors made in inference mode, which do not count writes.
+std::pair<int64_t, uint64_t> writes(const pybind11::list& tensors);
 
 }  // namespace ampfuse

@@ -40,7 +40,8 @@ struct FusedAdamOptions {
   std::optional<at::Tensor> grad_norm;   ///< receives the unscaled norm: float, one element
   /// Before they are stepped, float masters become what their parameters are, in those elements in
   /// which a parameter is not its master rounded, because somebody else wrote it. On a GPU one
-  /// element in 128 is compared, and where it was written all of its 2048 are.
+  /// element in 128 and the last one of each 2048 are compared, and where one was written all of
+  /// its 2048 are.
   bool adopt_params = false;
 };
 

@@ -86,8 +86,10 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
 ///
 /// Masters are made at a parameter's first step. When something else writes a parameter later
 /// (loading a model, averaging), its master takes over the elements that were written, with a
-/// warning the first time. On a GPU this can miss a write that moves neither the parameter's
-/// version counter nor its memory (through data()) if it reaches fewer than 128 adjacent elements.
+/// warning the first time. On a GPU the step compares one element in 128, and so notices every
+/// write of 128 adjacent elements; smaller and scattered ones are noticed where they move the
+/// parameter's version counter or give it other memory: write under torch::NoGradGuard, not through
+/// data().
 ///
 /// Throws c10::Error before anything is written, naming parameter and group, for options out of
 /// range or of another class, sparse gradients, gradients of another shape, and remainders of half

@@ -1,6 +1,7 @@
 """Parameters that something else than their optimizer writes: models loaded, averaged, masked."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -13,7 +14,31 @@ from ampfuse._warning import warn_caller
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
 
-Writes = tuple[int, int, int, int]
+
+@dataclass(frozen=True)
+class Marks:
+    """What writes to the tensors of one call of the op leave behind."""
+
+    params: tuple[int, int]  # versions, summed, and a hash of the addresses
+    steps: tuple[int, int]
+    columns: Columns = field(compare=False)
+    first_version: int = field(compare=False)
+
+    @classmethod
+    def of(cls, columns: Columns) -> "Marks":
+        """As they are now."""
+        params, steps = _C.writes(columns.params), _C.writes(columns.state_steps)
+        return cls(params, steps, columns, columns.params[0]._version)
+
+    def moved_by_a_step(self) -> "Marks":
+        """As they are after a step, which has written all of the tensors equally often."""
+        times = self.columns.params[0]._version - self.first_version
+        params = (self.params[0] + times * len(self.columns.params), self.params[1])
+        steps = (self.steps[0] + times * len(self.columns.state_steps), self.steps[1])
+        return replace(self, params=params, steps=steps)
+
+
+Writes = list[Marks]
 
 
 class WrittenParams:
@@ -26,21 +51,31 @@ class WrittenParams:
     """
 
     def __init__(self) -> None:
+        self._before_step: Writes | None = None
         self._after_step: Writes | None = None
         self._on_its_way: Mirror | None = None  # whether anything was written over
         self._has_warned = False
 
-    def note_step(self, columns: list[list[Columns]]) -> None:
-        """Take the writes of the step that was just taken for the optimizer's own."""
+    def note(self, columns: list[list[Columns]]) -> None:
+        """Take the parameters as they are now for those that the masters belong to."""
         self._after_step = writes(columns)
 
+    def note_step(self) -> None:
+        """Take the writes of the step that was just taken for the optimizer's own."""
+        self._after_step = None
+        if self._before_step is not None:
+            self._after_step = [marks.moved_by_a_step() for marks in self._before_step]
+
     def forget(self) -> None:
-        """Take the parameters as they are now for those that the masters belong to."""
+        """Know of no earlier step."""
         self._after_step = None
 
     def adopt(self, columns: list[list[Columns]]) -> None:
         """To be called before a step."""
-        if have_changed(self._after_step, writes(columns)) and not is_capturing():
+        self._before_step = writes(columns)
+        if is_capturing():
+            return
+        if have_changed(self._after_step, self._before_step):
             self._adopt(columns)
         if self._on_its_way is not None:
             self._warn(self._on_its_way.latest())
@@ -81,23 +116,16 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
 
     Compiled steps are taken unseen.
     """
-    if before is None or now is None:
+    if before is None or now is None or len(before) != len(now):
         return False
-    return now[:2] != before[:2] and now[2:] == before[2:]
+    return before != now and [marks.steps for marks in before] == [marks.steps for marks in now]
 
 
 def writes(columns: list[list[Columns]]) -> Writes | None:
-    """How often parameters with masters were written, where they are, and the same of counters.
-
-    None where that cannot be known: tensors made in inference mode have no version counters.
+    """How often the parameters with masters and their step counters were written, and where they
+    are. None where that cannot be known: tensors made in inference mode do not count writes.
     """
-    written = addresses = stepped = counters = 0
     try:
-        for part in with_float_masters(columns):
-            written += _C.version_sum(part.params)
-            addresses += _C.address_hash(part.params)
-            stepped += _C.version_sum(part.state_steps)
-            counters += sum(map(id, part.state_steps))
+        return [Marks.of(part) for part in with_float_masters(columns)]
     except RuntimeError:
         return None
-    return written, addresses, stepped, counters
