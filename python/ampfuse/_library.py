@@ -52,7 +52,9 @@ def _other_build(library: Path) -> str | None:
     """
     if not torch._C._jit_get_schemas_for_operator("ampfuse::update_scale"):
         return None
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    # The path is the sixth field, and may have spaces; memory without a file has five.
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split(maxsplit=5)[-1] for line in lines}
     others = [
         path
         for path in loaded

@@ -2,12 +2,12 @@
 
 import copy
 import random
+from collections.abc import Sequence
 
 import ampfuse
 import numpy
 import pytest
 import torch
-from ampfuse.optim._options import NEEDED
 from optim_models import assert_same_bits, clones, feed, parameters, train, trained
 from torch.nn import Parameter
 
@@ -93,13 +93,7 @@ def load_damaged(optimizer, params, saved):
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         assert_unchanged(optimizer, before)
         return error
-    if optimizer.param_groups[0].keys() >= NEEDED:
-        train(optimizer, params, [7])
-    else:  # torch loads the groups of any optimizer, too
-        with pytest.raises(KeyError):
-            train(optimizer, params, [7])
-        optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8}
-        optimizer.param_groups[0] |= {"weight_decay": 0.0}
+    train(optimizer, params, [7])
     return None
 
 
@@ -127,7 +121,7 @@ def test_a_damaged_entry_is_refused_before_anything_is_loaded(dtype, options, ki
     if kind == "nothing":
         assert (error is None) == (name in may_be_missing)
     elif kind == "NaN":
-        assert (error is None) == (name != "whole state")
+        assert (error is None) == (name not in ("step", "whole state"))
     elif name == "step" and kind in ("a number", "integers", "bools"):
         assert error is None
     else:
@@ -135,7 +129,7 @@ def test_a_damaged_entry_is_refused_before_anything_is_loaded(dtype, options, ki
         assert "loaded state dict" in str(error)
 
 
-@pytest.mark.parametrize("value", ["0.9", None, [0.9], {"a": 1}, numpy.ones(2), torch.ones(2)])
+@pytest.mark.parametrize("value", ["0.9", None, [0.9], {"a": 1}, numpy.ones(3), torch.ones(2)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -162,6 +156,70 @@ def test_a_damaged_option_is_refused_before_anything_is_loaded(name, value):
     is_fine = name == "max_grad_norm" and value is None
     assert (error is None) == is_fine
     assert is_fine or name in str(error)
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
+def test_a_group_that_lacks_an_option_is_refused_before_anything_is_loaded(name):
+    params = parameters(torch.device("cpu"), torch.bfloat16)
+    optimizer = trained(ampfuse.AdamW, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, params, range(2, 4))
+    del saved["param_groups"][0][name]
+
+    error = load_damaged(optimizer, params, saved)
+
+    assert isinstance(error, KeyError)
+    assert f"{name} is missing" in str(error)
+
+
+class ListConfig(Sequence):
+    """A list as configuration libraries have one of their own."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+@pytest.mark.parametrize("betas", [[0.9, 0.95], ListConfig(0.9, 0.95), numpy.array([0.9, 0.95])])
+@pytest.mark.parametrize("flag", [True, 1, numpy.bool_(True)])
+def test_options_of_configuration_files_are_taken(betas, flag):
+    params, others = (parameters(torch.device("cpu"), torch.bfloat16) for _ in range(2))
+
+    trained(lambda p: ampfuse.AdamW(p, betas=betas, amsgrad=flag), params, range(3))
+
+    trained(lambda p: ampfuse.AdamW(p, betas=(0.9, 0.95), amsgrad=True), others, range(3))
+    assert_same_bits(params, others)
+
+
+@pytest.mark.parametrize("step", [-5.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_counters_that_count_nothing_are_refused(step, as_tensor):
+    params = parameters(torch.device("cpu"))
+    optimizer = trained(ampfuse.AdamW, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = torch.tensor(step) if as_tensor else step
+
+    error = load_damaged(optimizer, params, saved)
+
+    assert "step of parameter 0: expected a finite number from 0 on" in str(error)
+
+
+def test_entries_of_the_programs_own_may_change_their_kind_while_graphs_are_kept():
+    params = parameters(torch.device("cpu"))
+    optimizer = trained(ampfuse.AdamW, params, range(2))
+    optimizer._is_in_graphs = True
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in (torch.ones(3), 3):
+        saved["state"][0]["note"] = entry
+
+        optimizer.load_state_dict(saved)
+
+        assert optimizer.state[params[0]]["note"] is not None
 
 
 @EVERY_CONFIGURATION

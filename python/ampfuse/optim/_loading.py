@@ -18,6 +18,7 @@ from ampfuse.optim._options import (
     has_torchs,
     is_number,
     kept,
+    own_option,
     without_torchs,
 )
 from ampfuse.optim._remainders import exported
@@ -173,8 +174,9 @@ def _put_in_place(there: dict[str, Any], entries: dict[str, Any]) -> Tensor | No
         del there[name]
     for name, value in entries.items():
         old = there.get(name)
-        if isinstance(old, Tensor) and (old.dtype, old.shape) == (value.dtype, value.shape):
-            old.copy_(value)
+        fits = isinstance(old, Tensor) and isinstance(value, Tensor)
+        if fits and (old.dtype, old.shape) == (value.dtype, value.shape):  # type: ignore[union-attr]
+            old.copy_(value)  # type: ignore[union-attr]
         else:
             there[name] = value
     return master
@@ -198,8 +200,14 @@ def keep_options(
             new[name] = old[name]
         for name in old.keys() - NEEDED:
             new.setdefault(name, old[name])
-        if not new.keys() >= NEEDED:
-            continue  # another optimizer's, which torch loads too, and no step takes
+        missing = sorted(NEEDED - new.keys())
+        if missing and option is own_option:
+            raise KeyError(
+                f"loaded state dict: group {index}: expected Adam's {', '.join(sorted(NEEDED))}, "
+                f"and {', '.join(missing)} is missing: was another optimizer saved?"
+            )
+        if missing:
+            continue  # torch's Adam loads it, and takes no step
         _check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
         try:
             check_options(new, option)
@@ -237,6 +245,11 @@ def check_saved(saved: Any, param: Tensor, group: dict[str, Any]) -> None:
         where = f"loaded state dict: {name} of parameter {index}"
         if name == "step":
             _check_number(where, value, param.is_meta)
+            is_on_host = not isinstance(value, Tensor) or (
+                type(value) is Tensor and value.device.type == "cpu"
+            )
+            if is_on_host and not 0 <= float(value) < float("inf"):
+                raise ValueError(f"{where}: expected a finite number from 0 on, got {float(value)}")
         elif name in (*MOMENTS, "master_param"):
             _check_tensor(where, value, param.is_meta)
             _check_fits(where, value, param)

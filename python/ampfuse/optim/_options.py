@@ -56,9 +56,9 @@ def of_op(group: dict[str, Any]) -> dict[str, Any]:
         "beta2": beta2,
         "weight_decay": group["weight_decay"],
         "eps": group["eps"],
-        "amsgrad": group["amsgrad"],
-        "maximize": group["maximize"],
-        "decoupled_weight_decay": group["decoupled_weight_decay"],
+        "amsgrad": bool(group["amsgrad"]),
+        "maximize": bool(group["maximize"]),
+        "decoupled_weight_decay": bool(group["decoupled_weight_decay"]),
     }
 
 
@@ -102,7 +102,7 @@ def check_options(options: dict[str, Any], option: Option) -> None:
             raise ValueError("Tensor lr must be 1-element")
     elif not is_number(lr):
         raise TypeError(f"lr: expected a number or a tensor, got {described(lr)}")
-    if not (isinstance(betas, list | tuple) and len(betas) == 2 and all(map(is_number, betas))):
+    if not are_two_numbers(betas):
         if isinstance(betas, list | tuple) and any(isinstance(beta, Tensor) for beta in betas):
             raise ValueError("betas: expected two floats, got a Tensor")
         raise TypeError(f"betas: expected two numbers, got {described(betas)}")
@@ -110,7 +110,7 @@ def check_options(options: dict[str, Any], option: Option) -> None:
         if not is_number(options[name]):
             raise TypeError(f"{name}: expected a number, got {described(options[name])}")
     for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
-        if not isinstance(options[name], bool):
+        if not is_flag(options[name]):
             raise TypeError(f"{name}: expected a bool, got {described(options[name])}")
     for index in (0, 1):
         if not 0.0 <= betas[index] < 1.0:
@@ -123,7 +123,7 @@ def check_options(options: dict[str, Any], option: Option) -> None:
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
     state_dtype = option(options, "state_dtype")
-    if not isinstance(option(options, "write_back_grads"), bool):
+    if not is_flag(option(options, "write_back_grads")):
         raise TypeError(
             f"write_back_grads: expected a bool, got {described(options['write_back_grads'])}"
         )
@@ -137,6 +137,22 @@ def check_options(options: dict[str, Any], option: Option) -> None:
 def is_number(value: Any) -> bool:
     """Whether it is a real number, and not a bool."""
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def are_two_numbers(value: Any) -> bool:
+    """Whether it is a pair of numbers, in any kind of list: configuration files have their own."""
+    if isinstance(value, str | dict | Tensor):
+        return False
+    try:
+        return len(value) == 2 and all(map(is_number, value))
+    except TypeError:
+        return False
+
+
+def is_flag(value: Any) -> bool:
+    """Whether it is a bool, numpy's included, or the integer 0 or 1."""
+    is_one = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
+    return is_one and value in (0, 1)
 
 
 def described(value: Any) -> str:

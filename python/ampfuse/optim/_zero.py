@@ -22,7 +22,7 @@ def steps_one_shard_of_many() -> bool:
 
 def refuse_limits(limits: Sequence[float | None]) -> None:
     """Refuse to clip where only a part of the gradients would be measured."""
-    if any(limit is not None for limit in limits):
+    if any(limit is not None and limit < float("inf") for limit in limits):
         raise ValueError(
             "max_grad_norm: a ZeroRedundancyOptimizer gives each process some of the parameters, "
             "by whose norm alone it would clip. As the class pass "

@@ -27,7 +27,7 @@ from ampfuse.optim._traced import Traced, groups_of, traced_columns
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import refuse_limits, steps_one_shard_of_many
 
-OWN_ATTRIBUTES = {"max_grad_norm", "process_group"}
+OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero"}
 
 
 class Adam(OwnNames, torch.optim.Adam):
@@ -65,8 +65,11 @@ class Adam(OwnNames, torch.optim.Adam):
 
     Masters are made at a parameter's first step. When something else writes a parameter later
     (loading a model, averaging models, masks), its master takes over the elements that were
-    written, with a warning the first time. On a GPU, and there only, this can miss fewer than 128
-    adjacent elements that are written in place through `.data`: write them under `torch.no_grad()`.
+    written, with a warning the first time. On a GPU the step compares one element in 128, and so
+    notices every write of 128 adjacent elements. It notices smaller and scattered ones where they
+    show on the host: write them under `torch.no_grad()` and not through `.data`, and call
+    `sync_masters_from_model()` after them if the next step is a compiled one, or one of a graph
+    that is not `GraphedStep`'s.
     Tensors that lie in memory in another order than their parameter are copied for the step.
 
     >>> import torch, ampfuse
@@ -257,7 +260,7 @@ class Adam(OwnNames, torch.optim.Adam):
                 of_device.write_back()
         if not torch.compiler.is_compiling():
             self._columns.note_step()
-            self._written.note_step(columns)
+            self._written.note_step()
 
     def _signal(self, name: str) -> Tensor | None:
         """`grad_scale` or `found_inf`, which a scaler sets for the duration of a step."""
