@@ -4,11 +4,13 @@ A scaler looks for them in its first steps. What it needs to know is copied to t
 waiting, so that on a GPU a warning may come some steps later.
 """
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfuse._mirror import Mirror
 from ampfuse._warning import warn_caller
@@ -18,7 +20,8 @@ STEPS_WATCHED = 3
 # Whoever clips scaled gradients on purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# More steps than one accumulated batch has parts.
+# Steps without the scaler, each after a loss that it scaled: more than one accumulated batch has
+# parts, during which another network may be trained.
 TOO_MANY_STEPS = 100
 
 CLIPPED_WHILE_SCALED = (
@@ -39,27 +42,35 @@ NEVER_STEPPED = (
 
 
 class Clip(NamedTuple):
-    """What a gradient is marked with."""
+    """What is known of a gradient that was clipped."""
 
     version: int  # of the gradient after clipping
     max_norm: float
 
 
+_lock = threading.Lock()  # of these three, since threads may train models of their own
 _first_steps: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # of scalers that still look
 _only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # of scalers that no step has used
+_clips = WeakTensorKeyDictionary()  # of gradients that live
 
 
 def note_clip(grads: Iterable[Tensor], max_norm: float) -> None:
-    """Mark gradients that were just clipped, if a scaler looks for such marks."""
-    if len(_first_steps) > 0:
+    """Remember gradients that were just clipped, if a scaler asks for them."""
+    if len(_first_steps) == 0:
+        return
+    with _lock:
         for grad in grads:
             if not grad.is_inference():
-                grad._ampfuse_clip = Clip(grad._version, max_norm)  # type: ignore[attr-defined]
+                _clips[grad] = Clip(grad._version, max_norm)
 
 
 def note_step_without_scaler() -> None:
     """An optimizer takes a step in which no scaler has a part."""
-    for watch in list(_only_scaled):
+    if len(_only_scaled) == 0:
+        return
+    with _lock:
+        watches = list(_only_scaled)
+    for watch in watches:
         watch.note_step_without_scaler()
 
 
@@ -69,18 +80,31 @@ class Watch:
     def __init__(self) -> None:
         self._steps = 0
         self._steps_without = 0
+        self._has_scaled = False  # a loss since the last step without it
         self._clipped: tuple[float, Mirror] | None = None  # max_norm, and the scale
-        self._norms: list[tuple[float, Mirror]] = []  # limits, and scaled norms
+        self._norms: list[tuple[float, Mirror, Mirror]] = []  # limits, scaled norms, scales
         self._has_warned = False
-        _first_steps.add(self)
 
     def note_scaled_loss(self) -> None:
-        """The scaler has scaled a loss."""
-        if self._steps == 0:
-            _only_scaled.add(self)
+        """The scaler has scaled a loss, and gradients that come are scaled."""
+        if self._steps > STEPS_WATCHED:
+            return
+        self._has_scaled = True
+        with _lock:
+            _clips.clear()
+            if self._steps == 0:
+                _only_scaled.add(self)
+                _first_steps.add(self)
+
+    def note_scale_is_known(self) -> None:
+        """The program has asked for the scale, and may divide gradients by it."""
+        self._steps_without = TOO_MANY_STEPS
 
     def note_step_without_scaler(self) -> None:
         """An optimizer takes a step after the scaler has scaled losses."""
+        if not self._has_scaled:
+            return
+        self._has_scaled = False
         self._steps_without += 1
         if self._steps_without == TOO_MANY_STEPS:
             warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
@@ -88,20 +112,21 @@ class Watch:
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
         """The scaler is about to unscale gradients, or to have an optimizer do it."""
         self._steps += 1
-        if self._steps > STEPS_WATCHED:
-            _first_steps.discard(self)
-        elif self._clipped is None:
-            marks = (max_norm_of(grad) for grad in grads)
-            max_norm = next((mark for mark in marks if mark is not None), None)
+        with _lock:
+            _only_scaled.discard(self)
+            if self._steps > STEPS_WATCHED:
+                _first_steps.discard(self)
+        if self._steps <= STEPS_WATCHED and self._clipped is None and has_number(scale):
+            limits = (max_norm_of(grad) for grad in grads)
+            max_norm = next((limit for limit in limits if limit is not None), None)
             if max_norm is not None:
                 self._clipped = (max_norm, sent(scale))
-        _only_scaled.discard(self)
         self._report()
 
-    def note_limit(self, scaled_norm: Tensor, limit: float) -> None:
+    def note_limit(self, scaled_norm: Tensor, limit: float, scale: Tensor) -> None:
         """The optimizer is to clip gradients of this norm, still scaled, to a limit."""
-        if len(self._norms) < STEPS_WATCHED:
-            self._norms.append((limit, sent(scaled_norm)))
+        if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):
+            self._norms.append((limit, sent(scaled_norm), sent(scale)))
             self._report()
 
     def _report(self) -> None:
@@ -113,9 +138,12 @@ class Watch:
             if scale is not None and max_norm < FAR_BELOW_THE_SCALE * scale:
                 self._warn(CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale))
         elif len(self._norms) == STEPS_WATCHED:
-            norms = [(limit, norm.number()) for limit, norm in self._norms]
-            if all(norm is not None and is_clipped(norm, limit) for limit, norm in norms):
-                self._warn(CLIPPED_TWICE.format(max_norm=norms[0][0]))
+            looks = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
+            if all(
+                norm is not None and scale is not None and was_clipped(norm, limit, scale)
+                for limit, norm, scale in looks
+            ):
+                self._warn(CLIPPED_TWICE.format(max_norm=looks[0][0]))
 
     def _warn(self, text: str) -> None:
         self._has_warned = True
@@ -124,13 +152,18 @@ class Watch:
 
 def max_norm_of(grad: Tensor) -> float | None:
     """What a gradient was clipped to, if nobody has written it since."""
-    clip = getattr(grad, "_ampfuse_clip", None)
+    clip = _clips[grad] if grad in _clips else None  # noqa: SIM401 (its get() has no types)
     return clip.max_norm if clip is not None and clip.version == grad._version else None
 
 
-def is_clipped(norm: float, limit: float) -> bool:
-    """Whether it is the norm that clipping to this limit leaves."""
-    return limit > 0 and abs(norm / limit - 1) < 1e-3
+def was_clipped(norm: float, limit: float, scale: float) -> bool:
+    """Whether it is the norm that clipping scaled gradients to this limit leaves."""
+    return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
+
+
+def has_number(scalar: Tensor) -> bool:
+    """False in a rehearsal with tensors that have no memory."""
+    return type(scalar) is Tensor and not scalar.is_meta
 
 
 def sent(scalar: Tensor) -> Mirror:

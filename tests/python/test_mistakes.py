@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import ampfuse
@@ -124,6 +125,86 @@ def test_steps_without_the_scaler_are_warned_about_once(device):
     assert len(caught) == 1
     assert caught[0].filename == __file__
     iterate(150)
+
+
+def test_torchs_clipping_on_top_of_max_grad_norm_is_right_at_scale_1(device):
+    loop = Loop(device, ampfuse.AdamW, max_grad_norm=1.0)
+    loop.scaler = ampfuse.GradScaler(device.type, init_scale=1.0)
+    for _ in range(5):
+        loop.backward()
+        torch.nn.utils.clip_grad_norm_([loop.param], 1.0)
+        loop.finish()
+
+
+def test_a_program_that_unscales_by_itself_is_quiet(device):
+    loop = Loop(device, ampfuse.AdamW)
+    for _ in range(150):
+        loop.backward()
+        loop.param.grad /= loop.scaler.get_scale()
+        loop.optimizer.step()
+
+
+def test_another_network_that_is_trained_while_a_batch_accumulates_is_quiet(device):
+    loop, other = Loop(device, ampfuse.AdamW), Parameter(torch.ones(8, device=device))
+    optimizer = ampfuse.AdamW([other], lr=0.1)
+    loop.backward()
+    for _ in range(150):
+        optimizer.zero_grad()
+        other.sum().backward()
+        optimizer.step()
+    loop.finish()
+
+
+def test_two_scalers_of_which_each_has_its_optimizer_are_quiet(device):
+    loops = [Loop(device, ampfuse.AdamW), Loop(device, torch.optim.SGD)]
+    for _ in range(120):
+        for loop in loops:
+            loop.backward()
+            loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
+        for loop in loops:
+            loop.finish()
+
+
+def test_gradients_that_were_clipped_are_saved_as_any_others(device, tmp_path):
+    loop = Loop(device)
+    loop.backward()
+    ampfuse.clip_grad_norm_([loop.param], 1e6)
+
+    torch.save(loop.param.grad, tmp_path / "grad.pt")
+
+    assert torch.equal(torch.load(tmp_path / "grad.pt", weights_only=True), loop.param.grad)
+
+
+def test_a_rehearsal_on_the_meta_device_is_quiet():
+    """Nothing there has memory to read a number from."""
+    loop = Loop(torch.device("cpu"), ampfuse.AdamW, max_grad_norm=1.0)
+    param = Parameter(torch.ones(8, device="meta"))
+    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+    for _ in range(5):
+        loop.scaler.scale(param.sum()).backward()
+        loop.scaler.step(optimizer)
+        loop.scaler.update()
+
+
+def test_threads_may_make_scalers_while_others_step(device):
+    loop, errors, done = Loop(device, ampfuse.AdamW), [], threading.Event()
+
+    def make_scalers():
+        while not done.is_set():
+            Loop(device).backward()
+
+    thread = threading.Thread(target=make_scalers)
+    thread.start()
+    try:
+        for _ in range(200):
+            loop.param.grad = torch.ones_like(loop.param)
+            loop.optimizer.step()
+    except RuntimeError as error:
+        errors.append(error)
+    finally:
+        done.set()
+        thread.join()
+    assert errors == []
 
 
 def test_a_batch_of_many_parts_is_quiet(device):

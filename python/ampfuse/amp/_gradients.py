@@ -134,6 +134,8 @@ def inspect(
             rounds = part.rounds()
             if len(rounds) == 1:
                 raise
+            for once in rounds:  # writes nothing, and refuses those that overlap in part
+                unscale(once, flags[device].clone(), torch.ones_like(scale_there))
             results = [unscale(once, flags[device], scale_there) for once in rounds]
             are_whole = False
         params += [param for once in rounds for param in once.params]

@@ -85,6 +85,13 @@ class Hooks(TorchGradScaler):
         """As torch's hook of this name."""
         return self._scale
 
+    def get_scale(self) -> float:
+        """The scale on the host, which waits for it. 1 where the scaler is disabled."""
+        if self._enabled and not torch.compiler.is_compiling():
+            self._watch.note_scale_is_known()
+        scale: float = super().get_scale()
+        return scale
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and look for some that are not finite.
 
@@ -123,7 +130,8 @@ class Hooks(TorchGradScaler):
         limit = optimizer._shared_limit()
         if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
             (scaled_norm,) = inspection.total_norms.values()
-            self._watch.note_limit(scaled_norm, limit)
+            assert self._scale is not None
+            self._watch.note_limit(scaled_norm, limit, self._scale)
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
         """Remember what the step's fate is: the flag, where the scale is."""
@@ -156,9 +164,9 @@ class Hooks(TorchGradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """As torch's hook of this name: a look at gradients that are scaled still."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        # A scale without a finite inverse overflows whatever gradients it brings.
-        found_inf = torch.empty_like(scale)
-        torch.le(scale, LARGEST_WITHOUT_INVERSE, out=found_inf)
+        # A scale without a finite inverse overflows whatever gradients it brings: 1 or more for
+        # these, and 0 for larger ones, by one operator.
+        found_inf = LARGEST_WITHOUT_INVERSE // scale
         flags = self._unscale_grads_(optimizer, torch.ones_like(scale), found_inf, True)
         self._state_of(optimizer)["found_inf_per_device"] = flags
         self._inspections[id(optimizer)].is_scaled = True
