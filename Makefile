@@ -22,6 +22,11 @@ OWN_FOLDERS := $(CURDIR)/csrc $(CURDIR)/build/include $(COPY)/csrc $(COPY)/build
 export CCACHE_BASEDIR := $(shell echo $(OWN_FOLDERS) | tr ' ' ':')
 export CCACHE_NOHASHDIR := 1
 BENCH_FLAGS ?= --quick
+# Tests of what is compiled once per instruction set run again as on a CPU without AVX-512. The
+# compiler is left out, whose own kernels crash when told of another CPU than it runs on.
+VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_entropy multi_tensor \
+	optim_masters optim_written_params,$(wildcard tests/python/test_$(subject)*.py))
+AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
 # CUDA 13 compiles for 7.5 and newer.
@@ -51,6 +56,11 @@ demo: build  ## train on handwritten digits in fp32, with torch's AMP and with a
 
 test: catch2 build  ## run every test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+ifneq ($(AVX512),)
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST_FLAGS) \
+		-m "not slow" -k "not compile" $(VECTORISED)
+	ATEN_CPU_CAPABILITY=avx2 build/tests/cpp/test_cpp
+endif
 	$(BIN)/ctest --test-dir build --output-on-failure --no-tests=error
 
 test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds

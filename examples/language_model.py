@@ -1,6 +1,6 @@
 """Trains a small language model on Python's own source, with torch's loss and with ampfuse's.
 
-    python examples/language_model.py [--steps 60] [--device cpu] [--vocabulary 20000]
+    python examples/language_model.py [--steps 60] [--batch 2048] [--vocabulary 20000] [--device cpu]
 
 The model guesses the next word of a program from the eight before it: embeddings, two layers, and
 a last one that has the embeddings' weight and a logit for each word. `torch` trains with autocast,
@@ -34,7 +34,6 @@ from torch.nn import functional
 SEED = 0
 CONTEXT = 8
 WIDTH = 128
-BATCH = 2048
 HALVES = 2
 LEARNING_RATE = 2e-3
 MAX_GRAD_NORM = 1.0
@@ -117,7 +116,7 @@ class Ampfuse:
 
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """A half's part of the mean."""
-        loss: Tensor = self.criterion(hidden, target, denominator=BATCH)
+        loss: Tensor = self.criterion(hidden, target, denominator=HALVES * len(target))
         return loss
 
     def step(self) -> None:
@@ -137,6 +136,7 @@ def train(
     words: Tensor,
     vocabulary: int,
     steps: int,
+    batch: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> Result:
     """Trains a fresh model; the time is the median of the steps'."""
@@ -150,7 +150,7 @@ def train(
     losses, seconds = [], []
     for _ in range(steps):
         start = time.perf_counter()
-        rows = windows[torch.randint(len(windows), (BATCH,), generator=batches).to(device)]
+        rows = windows[torch.randint(len(windows), (batch,), generator=batches).to(device)]
         how.optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for half in rows.chunk(HALVES):
@@ -169,11 +169,12 @@ def main() -> int:
     """Runs both; 1 when one of them did not learn."""
     parser = argparse.ArgumentParser(description="Train a language model with two losses.")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=20000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
-    if given.steps < 1 or given.vocabulary < 2:
-        parser.error("expected at least one step and two words")
+    if given.steps < 1 or given.vocabulary < 2 or given.batch < HALVES or given.batch % HALVES:
+        parser.error("expected at least one step and two words, and an even batch")
 
     console = Console()
     device = torch.device(given.device)
@@ -184,7 +185,12 @@ def main() -> int:
         for name, recipe in RECIPES.items():
             progress.update(task, description=name)
             results[name] = train(
-                recipe, words, given.vocabulary, given.steps, lambda: progress.advance(task)
+                recipe,
+                words,
+                given.vocabulary,
+                given.steps,
+                given.batch,
+                lambda: progress.advance(task),
             )
 
     whose = "GPU tensors" if device.type == "cuda" else "whole process"

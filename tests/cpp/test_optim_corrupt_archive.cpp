@@ -88,10 +88,26 @@ std::vector<torch::IValue> junk() {
           c10::List<double>({1.0, 2.0})};
 }
 
+using Options = std::tuple<double, std::tuple<double, double>, double, double, bool, bool,
+                           MasterWeights, at::ScalarType, std::optional<double>, bool>;
+
+Options options_of(ampfuse::AdamW& optimizer) {
+  const auto& options = static_cast<AdamWOptions&>(optimizer.param_groups()[0].options());
+  return {options.lr(),
+          options.betas(),
+          options.eps(),
+          options.weight_decay(),
+          options.amsgrad(),
+          options.maximize(),
+          options.master_weights(),
+          options.state_dtype(),
+          options.max_grad_norm(),
+          options.write_back_grads()};
+}
+
 // Everything of an optimizer that loading may change.
 struct Picture {
-  Picture(ampfuse::AdamW& optimizer, const Tensors& params)
-      : lr(optimizer.param_groups()[0].options().get_lr()) {
+  Picture(ampfuse::AdamW& optimizer, const Tensors& params) : options(options_of(optimizer)) {
     for (const auto& param : params) {
       const auto& state = state_of(optimizer, param);
       for (const auto& tensor : {param, state.step(), state.exp_avg(), state.exp_avg_sq(),
@@ -103,7 +119,7 @@ struct Picture {
   }
 
   bool is_same(const Picture& other) const {
-    bool same = lr == other.lr;
+    bool same = options == other.options;
     for (size_t i = 0; i < tensors.size(); ++i) {
       same = same && tensors[i].is_same(other.tensors[i]) &&
              (!values[i].defined() || same_bits(values[i], other.values[i]));
@@ -111,7 +127,7 @@ struct Picture {
     return same;
   }
 
-  double lr;
+  Options options;
   Tensors tensors;
   Tensors values;
 };
@@ -121,6 +137,7 @@ struct Picture {
 TEST_CASE("randomly damaged archives load whole or not at all") {
   const auto [dtype, options] = GENERATE(
       std::tuple(torch::kFloat, AdamWOptions()), std::tuple(torch::kHalf, AdamWOptions()),
+      std::tuple(torch::kFloat, AdamWOptions().amsgrad(true)),
       std::tuple(torch::kBFloat16, AdamWOptions().master_weights(MasterWeights::kRemainder)),
       std::tuple(torch::kBFloat16, AdamWOptions().state_dtype(torch::kBFloat16)));
   const auto params = parameters(torch::kCPU, dtype);

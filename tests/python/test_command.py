@@ -79,7 +79,7 @@ def test_control_c_ends_it_as_without(programs):
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
         endings.append((process.returncode, errors))
     (code, errors), (our_code, our_errors) = endings
     assert our_code == code == -signal.SIGINT

@@ -114,13 +114,13 @@ ENDING_LATE = {
 @pytest.mark.parametrize("text", ENDING_LATE.values(), ids=list(ENDING_LATE))
 def test_threads_end_as_without(programs, text):
     programs.write("late.py", text)
-    assert_same(*programs.both("late.py", timeout=60))
+    assert_same(*programs.both("late.py"))
 
 
 @pytest.mark.slow
 def test_compiled_programs_end_as_without(programs):
     programs.write("compiled.py", "import torch\nprint(torch.compile(torch.sin)(torch.zeros(9)))")
-    plain, ours = programs.both("compiled.py", timeout=300)
+    plain, ours = programs.both("compiled.py")
     # What it warns of has the time of day.
     assert ours.stdout == plain.stdout
     assert ours.returncode == plain.returncode == 0

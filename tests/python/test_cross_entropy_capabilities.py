@@ -1,4 +1,4 @@
-"""cross_entropy as CPUs with fewer instructions than this one compute it."""
+"""cross_entropy as CPUs without vector instructions that it knows compute it."""
 
 import os
 import subprocess
@@ -12,11 +12,10 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_values_and_gradients_are_as_good(capability):
+def test_values_and_gradients_are_as_good():
     if ampfuse.build_info()["cpu_capability"] == "DEFAULT":
         pytest.skip("there is nothing less here")
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     names = ["test_cross_entropy", "test_cross_entropy_autograd", "test_cross_entropy_places"]
     names += ["test_linear_cross_entropy", "test_linear_cross_entropy_accuracy"]

@@ -146,3 +146,13 @@ def test_a_parameter_that_is_clipped_twice_is_scaled_twice_as_by_torch(device):
         norm = clip_grad_norm_([params[0], params[1], params[0]], 1.0)
         results.append([norm, *(param.grad for param in params)])
     torch.testing.assert_close(*results)
+
+
+@EVERY_CALL
+def test_long_tensors_that_threads_would_share_are_refused_alike(device, call):
+    x = torch.full((300_001,), 8.0, device=device)
+
+    with pytest.raises(ValueError, match="shares no memory"):
+        call([x, x[1:]])
+
+    assert (x == 8).all()

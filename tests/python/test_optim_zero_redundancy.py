@@ -196,15 +196,15 @@ def post_local_sgd(dtype):
         optimizer = PostLocalSGDOptimizer(
             cls([param], lr=0.1, weight_decay=0), PeriodicModelAverager(period=1)
         )
-        moved = []
-        for _ in range(4):
-            param.grad = torch.full_like(param, 1.0 if dist.get_rank() == 0 else -1.0)
+        param.grad = torch.full_like(param, 1.0 if dist.get_rank() == 0 else -1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # once, that masters take over what was assigned
+            for _ in range(3):
+                optimizer.step()
             before = param.detach().float().clone()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # once, that masters take over what was assigned
-                optimizer.optim.step()
-            moved.append((param.detach().float() - before)[0].item())
-            optimizer.averager.average_parameters([param])
+            optimizer.optim.step()
+        moved = (param.detach().float() - before)[0].item()
+        optimizer.averager.average_parameters([param])
         spreads[name] = (moved, clones([param]))
     return spreads
 
