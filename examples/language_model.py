@@ -1,6 +1,6 @@
 """Trains a small language model on Python's own source, with torch's loss and with ampfuse's.
 
-    python examples/language_model.py [--steps 60] [--batch 2048] [--vocabulary 20000] [--device cpu]
+    python examples/language_model.py [--steps 60] [--batch 2048] [--vocabulary 20000] [--device D]
 
 The model guesses the next word of a program from the eight before it: embeddings, two layers, and
 a last one that has the embeddings' weight and a logit for each word. `torch` trains with autocast,

@@ -7,9 +7,27 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace ampfuse {
+
+namespace {
+
+using NodePointer = decltype(torch::autograd::get_current_node());
+
+// Nodes are held by std::shared_ptr up to torch 2.14, and by c10::intrusive_ptr from 2.15 on. Which
+// branch compiles depends on Pointer, and so does Error, that the other one is not looked at.
+template <typename Pointer, typename Error = torch::autograd::Error>
+auto make_error(std::string message, torch::autograd::edge_list&& edges) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<Error>(std::move(message), std::move(edges));
+  } else {
+    return c10::make_intrusive<Error>(std::move(message), std::move(edges));
+  }
+}
+
+}  // namespace
 
 at::Tensor once_differentiable(const char* op, const char* instead, const at::Tensor& grad,
                                const at::Tensor& grad_output) {
@@ -21,7 +39,7 @@ at::Tensor once_differentiable(const char* op, const char* instead, const at::Te
   }
   torch::autograd::Variable result = grad;
   torch::autograd::create_gradient_edge(
-      result, std::make_shared<torch::autograd::Error>(
+      result, make_error<NodePointer>(
                   std::string("ampfuse::") + op + " has no second derivative: " + instead + " has",
                   std::move(edges)));
   return result;

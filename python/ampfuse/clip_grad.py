@@ -120,9 +120,10 @@ def get_total_norm(
     Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits (and so do we for
     orders other than 1, 2 and inf, which are left to torch). For the norm of order 2 DTensors may
     be mixed with plain tensors and belong to several meshes, where torch raises; every rank of a
-    mesh must pass the same ones. A norm of order 2 that is in range is finite even where the squares of the elements overflow, as those of 1e200 do in float64; torch's
-    is infinite there. `foreach` is there for torch's signature; these kernels always take the whole
-    list at once. `error_if_nonfinite` makes the host wait for the result.
+    mesh must pass the same ones. A norm of order 2 that is in range is finite even where the
+    squares of the elements overflow, as those of 1e200 do in float64; torch's is infinite there.
+    `foreach` is there for torch's signature; these kernels always take the whole list at once.
+    `error_if_nonfinite` makes the host wait for the result.
 
     >>> import torch, ampfuse
     >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
