@@ -32,17 +32,16 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
-at::Tensor once_differentiable(const at::Tensor& grad, const at::Tensor& grad_output) {
-  return ampfuse::once_differentiable("cross_entropy", "torch.nn.functional.cross_entropy", grad,
-                                      grad_output);
+at::Tensor without_derivative(const at::Tensor& grad, const at::Tensor& grad_output) {
+  return once_differentiable("cross_entropy", "torch.nn.functional.cross_entropy", grad,
+                             grad_output);
 }
 
 variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_output) {
   if (!grad_output.defined()) return variable_list(2);
   const variable_list saved = context->get_saved_variables();
   const at::AutoDispatchBelowAutograd below;
-  return {once_differentiable(rescaled(saved[0], saved[1], grad_output), grad_output),
-          at::Tensor()};
+  return {without_derivative(rescaled(saved[0], saved[1], grad_output), grad_output), at::Tensor()};
 }
 
 // Callers detach the metrics: compiled autograd knows no outputs without derivatives. Backward has
@@ -149,7 +148,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     const at::Tensor& divisor = saved[4];
     const at::AutoDispatchBelowAutograd below;
     if (context->needs_input_grad(0)) {
-      grads[0] = once_differentiable(
+      grads[0] = without_derivative(
           cross_entropy_backward(grad_outputs[0], arguments, statistics, divisor), grad_outputs[0]);
     }
     if (context->needs_input_grad(1)) {
@@ -159,7 +158,7 @@ struct GradientInBackward : Function<GradientInBackward> {
         shape[1] = 1;
         row_grads = row_grads.view_symint(shape);
       }
-      grads[1] = once_differentiable(target_gradient(arguments, row_grads), grad_outputs[0]);
+      grads[1] = without_derivative(target_gradient(arguments, row_grads), grad_outputs[0]);
     }
     return grads;
   }

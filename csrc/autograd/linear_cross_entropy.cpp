@@ -25,8 +25,6 @@ using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 using Metrics = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-constexpr const char* kOp = "linear_cross_entropy";
-
 LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
   const auto is_wanted = [](const at::Tensor& tensor) {
     return c10::GradMode::is_enabled() && tensor.requires_grad();
@@ -75,7 +73,8 @@ variable_list gradients_for(AutogradContext* context, const at::Tensor& grad_out
                             const LinearCrossEntropyGradients& gradients) {
   const auto& [of_hidden, of_weight, of_bias] = gradients;
   const auto once = [&](const at::Tensor& grad) {
-    return once_differentiable(kOp, "torch.nn.functional.cross_entropy", grad, grad_output);
+    return once_differentiable(kLinearCrossEntropy, "torch.nn.functional.cross_entropy", grad,
+                               grad_output);
   };
   variable_list grads(kInputs);
   const LinearGradientMask is_needed = needed(context);

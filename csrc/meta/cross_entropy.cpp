@@ -5,7 +5,7 @@ namespace ampfuse {
 
 namespace {
 
-constexpr CrossEntropyKernels kShapesAlone = {
+constexpr CrossEntropyKernels kCrossEntropyShapes = {
     [](const CrossEntropyArguments&, const at::Tensor&) {},
     [](const CrossEntropyArguments&, const std::optional<at::Tensor>&,
        const std::optional<at::Tensor>&, const CrossEntropyOutputs&) {},
@@ -16,7 +16,7 @@ constexpr CrossEntropyKernels kShapesAlone = {
 }  // namespace
 
 AMPFUSE_KERNELS(Meta, m) {
-  register_cross_entropy<kShapesAlone>(m);
+  register_cross_entropy<kCrossEntropyShapes>(m);
 }
 
 }  // namespace ampfuse

@@ -5,7 +5,7 @@ namespace ampfuse {
 
 namespace {
 
-constexpr LinearCrossEntropyKernels kShapesAlone = {
+constexpr LinearCrossEntropyKernels kLinearCrossEntropyShapes = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>&,
        const std::optional<at::Tensor>&, const LinearGradientMask& wanted, bool with_metrics) {
       auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
@@ -21,7 +21,7 @@ constexpr LinearCrossEntropyKernels kShapesAlone = {
 }  // namespace
 
 AMPFUSE_KERNELS(Meta, m) {
-  register_linear_cross_entropy<kShapesAlone>(m);
+  register_linear_cross_entropy<kLinearCrossEntropyShapes>(m);
 }
 
 }  // namespace ampfuse

@@ -13,6 +13,9 @@
 
 namespace ampfuse {
 
+/// What error messages call the op.
+inline constexpr const char* kCrossEntropy = "cross_entropy";
+
 struct CrossEntropyArguments {
   // [rows, classes], classes next to each other; or [batch, classes, places], places next to each
   // other, whose rows are [batch · places].

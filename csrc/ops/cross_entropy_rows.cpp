@@ -9,8 +9,6 @@ namespace ampfuse {
 
 namespace {
 
-constexpr const char* kOp = "cross_entropy";
-
 // Fewer places would fill too few of a vector's lanes, or of a warp's: they are copied to rows.
 constexpr int64_t kFewestPlaces = 16;
 // So are those of many classes: a thread goes through all classes of a place, or of a few.
@@ -52,20 +50,20 @@ at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
 void check_shapes(const at::Tensor& input, const at::Tensor& target,
                   const std::vector<c10::SymInt>& shape) {
   if (target.is_floating_point()) {
-    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), kOp,
+    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), kCrossEntropy,
                       ": target: expected indices (int64, int32 or uint8), or probabilities of the "
                       "shape of input, ",
                       input.sym_sizes(), ", got ", target.scalar_type(), " of shape ",
                       target.sym_sizes());
     return;
   }
-  check_class_dtype(kOp, target);
+  check_class_dtype(kCrossEntropy, target);
   // torch takes one index in a list for a single row, too.
   if (input.dim() == 1 && target.dim() == 1 && target.sym_size(0) == 1) return;
   TORCH_CHECK_VALUE(input.dim() < 2 || target.dim() < 1 || target.sym_size(0) == input.sym_size(0),
-                    kOp, ": Expected input batch_size (", input.sym_size(0),
+                    kCrossEntropy, ": Expected input batch_size (", input.sym_size(0),
                     ") to match target batch_size (", target.sym_size(0), ").");
-  TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kOp,
+  TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kCrossEntropy,
                     ": Expected target size ", c10::SymIntArrayRef(shape), ", got ",
                     target.sym_sizes());
 }
@@ -79,24 +77,27 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
   CrossEntropyArguments& arguments = call_.arguments;
   const at::Tensor& input = arguments.input;
   for (const at::Tensor& tensor : {input, arguments.target}) {
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kOp,
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kCrossEntropy,
                       ": expected strided tensors, got layout ", tensor.layout());
   }
-  TORCH_CHECK_VALUE(input.dim() > 0, kOp,
+  TORCH_CHECK_VALUE(input.dim() > 0, kCrossEntropy,
                     ": input: expected logits of shape [classes], [batch, classes] or "
                     "[batch, classes, d1, ...], got a single number");
-  TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kOp, ": target: expected device ",
-                    input.device(), " as input, got ", arguments.target.device());
-  TORCH_CHECK_VALUE(!denominator || arguments.reduction == at::Reduction::Mean, kOp,
+  TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kCrossEntropy,
+                    ": target: expected device ", input.device(), " as input, got ",
+                    arguments.target.device());
+  TORCH_CHECK_VALUE(!denominator || arguments.reduction == at::Reduction::Mean, kCrossEntropy,
                     ": denominator: is for reduction mean");
   shape_ = input.sym_sizes().vec();
   shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
   check_shapes(input, arguments.target, shape_);
-  call_.grad_scale = loss_number(kOp, "grad_scale", grad_scale, at::kFloat, input.device());
-  call_.denominator = loss_number(kOp, "denominator", denominator, at::kDouble, input.device());
-  arguments.weight =
-      loss_class_weight(kOp, "weight", arguments.weight, input.sym_size(input.dim() == 1 ? 0 : 1),
-                        loss_dtype(input), input.device());
+  call_.grad_scale =
+      loss_number(kCrossEntropy, "grad_scale", grad_scale, at::kFloat, input.device());
+  call_.denominator =
+      loss_number(kCrossEntropy, "denominator", denominator, at::kDouble, input.device());
+  arguments.weight = loss_class_weight(kCrossEntropy, "weight", arguments.weight,
+                                       input.sym_size(input.dim() == 1 ? 0 : 1), loss_dtype(input),
+                                       input.device());
   const bool in_places = has_places(input);
   if (arguments.has_probabilities()) {
     arguments.target =
@@ -106,7 +107,7 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
     arguments.target = arguments.target.contiguous();
   }
   arguments.input = rows_of(input, in_places);
-  check_cross_entropy(kOp, arguments);
+  check_cross_entropy(kCrossEntropy, arguments);
 }
 
 at::Tensor CrossEntropyRows::shaped(const at::Tensor& of_rows) const {
@@ -138,9 +139,10 @@ auto find(const char* name, const char* overload) {
 template <typename Op>
 auto call_with(const Op& op, const at::Tensor& input, const at::Tensor& target,
                const CrossEntropyOptions& options) {
-  return op.call(input, target, options.weight(), loss_reduction(kOp, options.reduction()),
-                 options.ignore_index(), options.label_smoothing(), options.grad_scale(),
-                 options.denominator(), options.z_loss(), options.softcap());
+  return op.call(input, target, options.weight(),
+                 loss_reduction(kCrossEntropy, options.reduction()), options.ignore_index(),
+                 options.label_smoothing(), options.grad_scale(), options.denominator(),
+                 options.z_loss(), options.softcap());
 }
 
 }  // namespace

@@ -12,7 +12,6 @@ namespace ampfuse {
 
 namespace {
 
-constexpr const char* kOp = "fused_adam";
 constexpr const char* kWriteBackGrads = "write_back_grads";  // the overload
 
 constexpr std::array<const char*, math::kAdamColumns> kNames = {
@@ -50,15 +49,16 @@ bool same_shape(const at::Tensor& a, const at::Tensor& b) {
 void check_column(const FusedAdamArguments& arguments, int column, size_t t) {
   const char* name = kNames[column];
   const at::Tensor& tensor = arguments.tensor(column, t);
-  check_strided(kOp, name, t, tensor);
+  check_strided(kFusedAdam, name, t, tensor);
   const at::Tensor& param = arguments.tensor(math::kParam, t);
-  check_device(kOp, name, t, tensor, kNames[math::kParam], arguments.tensor(math::kParam, 0));
+  check_device(kFusedAdam, name, t, tensor, kNames[math::kParam],
+               arguments.tensor(math::kParam, 0));
   const char* wanted = wanted_dtype(column, param.scalar_type(), tensor.scalar_type());
-  TORCH_CHECK_TYPE(*wanted == 0, kOp, ": ", name, "[", t, "]: expected ", wanted, ", got dtype ",
-                   tensor.scalar_type());
-  TORCH_CHECK_VALUE(same_shape(tensor, param), kOp, ": ", name, "[", t, "]: expected shape ",
+  TORCH_CHECK_TYPE(*wanted == 0, kFusedAdam, ": ", name, "[", t, "]: expected ", wanted,
+                   ", got dtype ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(same_shape(tensor, param), kFusedAdam, ": ", name, "[", t, "]: expected shape ",
                     param.sym_sizes(), " as params[", t, "], got ", tensor.sym_sizes());
-  if (arguments.is_written(column)) check_no_overlap(kOp, name, t, tensor);
+  if (arguments.is_written(column)) check_no_overlap(kFusedAdam, name, t, tensor);
 }
 
 // Kernels have one type for all moments of a tensor.
@@ -66,21 +66,21 @@ void check_moments_alike(const FusedAdamArguments& arguments, size_t t) {
   const at::ScalarType dtype = arguments.tensor(math::kExpAvg, t).scalar_type();
   for (const auto column : {math::kExpAvgSq, math::kMaxExpAvgSq}) {
     if (!arguments.has(column)) continue;
-    TORCH_CHECK_TYPE(arguments.tensor(column, t).scalar_type() == dtype, kOp, ": ", kNames[column],
-                     "[", t, "]: expected dtype ", dtype, " as exp_avgs[", t, "], got ",
-                     arguments.tensor(column, t).scalar_type());
+    TORCH_CHECK_TYPE(arguments.tensor(column, t).scalar_type() == dtype, kFusedAdam, ": ",
+                     kNames[column], "[", t, "]: expected dtype ", dtype, " as exp_avgs[", t,
+                     "], got ", arguments.tensor(column, t).scalar_type());
   }
 }
 
 void check_state_step(const FusedAdamArguments& arguments, size_t t) {
   const at::Tensor& step = arguments.state_steps[t].toTensor();
   const at::Tensor& param = arguments.tensor(math::kParam, t);
-  check_strided(kOp, "state_steps", t, step);
-  TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat, kOp, ": state_steps[", t,
+  check_strided(kFusedAdam, "state_steps", t, step);
+  TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat, kFusedAdam, ": state_steps[", t,
                    "]: expected dtype Float, got ", step.scalar_type());
-  TORCH_CHECK_VALUE(step.sym_numel() == 1, kOp, ": state_steps[", t,
+  TORCH_CHECK_VALUE(step.sym_numel() == 1, kFusedAdam, ": state_steps[", t,
                     "]: expected a tensor with one element, got shape ", step.sym_sizes());
-  TORCH_CHECK_VALUE(step.device() == param.device(), kOp, ": state_steps[", t,
+  TORCH_CHECK_VALUE(step.device() == param.device(), kFusedAdam, ": state_steps[", t,
                     "]: expected device ", param.device(), " as params[", t, "], got ",
                     step.device());
 }
@@ -88,7 +88,7 @@ void check_state_step(const FusedAdamArguments& arguments, size_t t) {
 void check_lengths(const FusedAdamArguments& arguments) {
   const auto check = [&arguments](const char* name, TensorRefs list, bool is_there) {
     const size_t expected = is_there ? arguments.count() : 0;
-    TORCH_CHECK_VALUE(list.size() == expected, kOp, ": ", name, ": expected ", expected,
+    TORCH_CHECK_VALUE(list.size() == expected, kFusedAdam, ": ", name, ": expected ", expected,
                       is_there ? " tensors, one for each of params, got " : " tensors, got ",
                       list.size());
   };
@@ -103,7 +103,7 @@ void check_lengths(const FusedAdamArguments& arguments) {
 
 void check_numbers(const math::AdamOptions& options) {
   const auto check = [](const char* name, double value, bool in_range, const char* range) {
-    TORCH_CHECK_VALUE(in_range, kOp, ": ", name, ": expected ", range, ", got ", value);
+    TORCH_CHECK_VALUE(in_range, kFusedAdam, ": ", name, ": expected ", range, ", got ", value);
   };
   check("beta1", options.beta1, options.beta1 >= 0 && options.beta1 < 1, "0 <= beta1 < 1");
   check("beta2", options.beta2, options.beta2 >= 0 && options.beta2 < 1, "0 <= beta2 < 1");
@@ -117,7 +117,7 @@ void check_scalars(const FusedAdamArguments& arguments) {
   if (arguments.count() > 0) first.push_back(arguments.tensor(math::kParam, 0));
   const auto check = [&first](const char* name, const std::optional<at::Tensor>& scalar,
                               std::initializer_list<at::ScalarType> dtypes) {
-    if (scalar) check_scalar(kOp, name, *scalar, dtypes, first, "params");
+    if (scalar) check_scalar(kFusedAdam, name, *scalar, dtypes, first, "params");
   };
   check("grad_scale", arguments.grad_scale, {at::kFloat});
   check("found_inf", arguments.found_inf, {at::kFloat});
@@ -162,12 +162,12 @@ FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
   arguments.grad_norm = optional();
   options.adopt_params = flag();
 
-  TORCH_CHECK_VALUE(arguments.total_norm.has_value() == max_norm.has_value(), kOp,
+  TORCH_CHECK_VALUE(arguments.total_norm.has_value() == max_norm.has_value(), kFusedAdam,
                     ": total_norm and max_norm: expected both or neither");
-  TORCH_CHECK_VALUE(arguments.total_norm || !arguments.grad_norm, kOp,
+  TORCH_CHECK_VALUE(arguments.total_norm || !arguments.grad_norm, kFusedAdam,
                     ": grad_norm: expected none without total_norm");
   TORCH_CHECK_VALUE(!arguments.grad_norm || !arguments.grad_norm->is_same(*arguments.total_norm),
-                    kOp, ": grad_norm: expected another tensor than total_norm");
+                    kFusedAdam, ": grad_norm: expected another tensor than total_norm");
   arguments.max_norm = max_norm.value_or(0);
   check_numbers(options);
   check_lengths(arguments);
@@ -213,7 +213,7 @@ namespace {
 // here too.
 void fused_adam_no_backend(const FusedAdamArguments& arguments) {
   for (size_t t = 0; t < arguments.count(); ++t) check_adam_tensor(arguments, t);
-  if (arguments.count() > 0) refuse_backend(kOp, {arguments.tensor(math::kParam, 0)});
+  if (arguments.count() > 0) refuse_backend(kFusedAdam, {arguments.tensor(math::kParam, 0)});
 }
 
 }  // namespace

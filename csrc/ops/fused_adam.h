@@ -11,6 +11,9 @@
 
 namespace ampfuse {
 
+/// What error messages call the op.
+inline constexpr const char* kFusedAdam = "fused_adam";
+
 /// A list of tensors where the dispatcher has put it: copies would count references, which for
 /// tensors that Python owns too takes Python's lock.
 using TensorRefs = c10::ArrayRef<c10::IValue>;

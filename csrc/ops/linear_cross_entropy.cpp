@@ -12,26 +12,25 @@ namespace ampfuse {
 
 namespace {
 
-constexpr const char* kOp = "linear_cross_entropy";
-
 using OptionalTensor = std::optional<at::Tensor>;
 
 void check_matrix(const char* name, const at::Tensor& matrix, at::Device device) {
-  TORCH_CHECK_VALUE(matrix.layout() == at::kStrided && matrix.dim() == 2, kOp, ": ", name,
-                    ": expected a strided matrix, got ", matrix.layout(), " of shape ",
+  TORCH_CHECK_VALUE(matrix.layout() == at::kStrided && matrix.dim() == 2, kLinearCrossEntropy, ": ",
+                    name, ": expected a strided matrix, got ", matrix.layout(), " of shape ",
                     matrix.sym_sizes());
-  TORCH_CHECK_TYPE(matrix.is_floating_point(), kOp, ": ", name, ": expected a floating dtype, got ",
-                   matrix.scalar_type());
-  TORCH_CHECK_VALUE(matrix.device() == device, kOp, ": ", name, ": expected device ", device,
-                    " as hidden, got ", matrix.device());
+  TORCH_CHECK_TYPE(matrix.is_floating_point(), kLinearCrossEntropy, ": ", name,
+                   ": expected a floating dtype, got ", matrix.scalar_type());
+  TORCH_CHECK_VALUE(matrix.device() == device, kLinearCrossEntropy, ": ", name,
+                    ": expected device ", device, " as hidden, got ", matrix.device());
 }
 
 void check_class_weight_of_all(const LinearCrossEntropyArguments& arguments) {
   const auto& class_weight = arguments.class_weight;
   const int64_t classes = arguments.shard->num_classes;
   TORCH_CHECK_VALUE(
-      !class_weight || (class_weight->dim() == 1 && class_weight->sym_size(0) == classes), kOp,
-      ": class_weight: expected [", classes, "], got ", class_weight->sym_sizes());
+      !class_weight || (class_weight->dim() == 1 && class_weight->sym_size(0) == classes),
+      kLinearCrossEntropy, ": class_weight: expected [", classes, "], got ",
+      class_weight->sym_sizes());
 }
 
 at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
@@ -75,29 +74,29 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
   const auto dtype = arguments.dtype;
   check_matrix("hidden", hidden, hidden.device());
   check_matrix("weight", weight, hidden.device());
-  TORCH_CHECK_VALUE(weight.sym_size(1) == hidden.sym_size(1), kOp, ": weight: expected [classes, ",
-                    hidden.sym_size(1), "] for hidden states of ", hidden.sym_size(1),
-                    " features, got ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(weight.sym_size(1) == hidden.sym_size(1), kLinearCrossEntropy,
+                    ": weight: expected [classes, ", hidden.sym_size(1), "] for hidden states of ",
+                    hidden.sym_size(1), " features, got ", weight.sym_sizes());
   TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) &&
                               bias->is_floating_point() && bias->device() == hidden.device()),
-                    kOp, ": bias: expected [", weight.sym_size(0), "] of a floating dtype on ",
-                    hidden.device(), ", got ", bias->scalar_type(), " of shape ", bias->sym_sizes(),
-                    " on ", bias->device());
+                    kLinearCrossEntropy, ": bias: expected [", weight.sym_size(0),
+                    "] of a floating dtype on ", hidden.device(), ", got ", bias->scalar_type(),
+                    " of shape ", bias->sym_sizes(), " on ", bias->device());
   TORCH_CHECK_TYPE(
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-      kOp, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
+      kLinearCrossEntropy, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
   TORCH_CHECK_TYPE(weight_grad_dtype == wide_dtype(dtype) ||
                        (dtype == at::kBFloat16 && weight_grad_dtype == dtype),
-                   kOp, ": weight_grad_dtype: expected ", wide_dtype(dtype),
+                   kLinearCrossEntropy, ": weight_grad_dtype: expected ", wide_dtype(dtype),
                    dtype == at::kBFloat16 ? " or BFloat16" : "", " for products of ", dtype,
                    ", got ", weight_grad_dtype);
-  TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kOp,
+  TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kLinearCrossEntropy,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
   if (arguments.shard) check_class_weight_of_all(arguments);
-  check_cross_entropy(kOp, arguments.loss());
-  check_cross_entropy_scalar(kOp, "grad_scale", grad_scale, at::kFloat, hidden);
-  check_cross_entropy_scalar(kOp, "denominator", denominator, at::kDouble, hidden);
+  check_cross_entropy(kLinearCrossEntropy, arguments.loss());
+  check_cross_entropy_scalar(kLinearCrossEntropy, "grad_scale", grad_scale, at::kFloat, hidden);
+  check_cross_entropy_scalar(kLinearCrossEntropy, "denominator", denominator, at::kDouble, hidden);
 }
 
 LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,

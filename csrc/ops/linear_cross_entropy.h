@@ -12,6 +12,9 @@
 
 namespace ampfuse {
 
+/// What error messages call the op.
+inline constexpr const char* kLinearCrossEntropy = "linear_cross_entropy";
+
 struct LinearCrossEntropyArguments {
   at::Tensor hidden;                       // [rows, features]
   at::Tensor weight;                       // [classes, features]

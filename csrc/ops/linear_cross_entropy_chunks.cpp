@@ -31,10 +31,9 @@ const c10::DispatchKeySet kAutocastKeys({c10::DispatchKey::AutocastCPU,
                                          c10::DispatchKey::AutocastCUDA});
 
 void check_all_memory(const LinearCrossEntropyArguments& arguments) {
-  constexpr const char* kOp = "linear_cross_entropy";
-  check_memory(kOp, "hidden", arguments.hidden);
-  check_memory(kOp, "weight", arguments.weight);
-  if (arguments.bias) check_memory(kOp, "bias", *arguments.bias);
+  check_memory(kLinearCrossEntropy, "hidden", arguments.hidden);
+  check_memory(kLinearCrossEntropy, "weight", arguments.weight);
+  if (arguments.bias) check_memory(kLinearCrossEntropy, "bias", *arguments.bias);
 }
 
 // What half gradients are multiplied by where nobody said what is to come: what makes them no

@@ -16,12 +16,10 @@ namespace ampfuse {
 
 namespace {
 
-constexpr const char* kOp = "linear_cross_entropy";
-
 using OptionalTensor = std::optional<at::Tensor>;
 
 std::vector<c10::SymInt> shape_of_rows(const at::Tensor& hidden) {
-  TORCH_CHECK_VALUE(hidden.dim() > 0, kOp,
+  TORCH_CHECK_VALUE(hidden.dim() > 0, kLinearCrossEntropy,
                     ": hidden: expected [..., features], got a single number");
   std::vector<c10::SymInt> shape = hidden.sym_sizes().vec();
   shape.pop_back();
@@ -40,7 +38,7 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
   }
   TORCH_CHECK_TYPE(weight.scalar_type() == hidden.scalar_type() &&
                        (!bias || bias->scalar_type() == hidden.scalar_type()),
-                   kOp,
+                   kLinearCrossEntropy,
                    ": expected hidden, weight and bias of one dtype, or autocast, got hidden of ",
                    hidden.scalar_type(), ", weight of ", weight.scalar_type(),
                    bias ? std::string(", bias of ") + at::toString(bias->scalar_type()) : "");
@@ -60,23 +58,24 @@ at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyInputs& inputs,
 at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c10::SymInt> shape,
                           const c10::SymInt& rows, at::ScalarType loss_dtype) {
   const at::Tensor& target = inputs.target;
-  TORCH_CHECK_VALUE(target.device() == inputs.hidden.device(), kOp, ": target: expected device ",
-                    inputs.hidden.device(), " as hidden, got ", target.device());
+  TORCH_CHECK_VALUE(target.device() == inputs.hidden.device(), kLinearCrossEntropy,
+                    ": target: expected device ", inputs.hidden.device(), " as hidden, got ",
+                    target.device());
   if (!target.is_floating_point()) {
-    check_class_dtype(kOp, target);
+    check_class_dtype(kLinearCrossEntropy, target);
     // torch takes one index in a list for a single row, too.
     const bool is_in_list = shape.empty() && target.dim() == 1 && target.sym_size(0) == 1;
-    TORCH_CHECK_VALUE(is_in_list || target.sym_sizes() == c10::SymIntArrayRef(shape), kOp,
-                      ": target: expected shape ", c10::SymIntArrayRef(shape),
+    TORCH_CHECK_VALUE(is_in_list || target.sym_sizes() == c10::SymIntArrayRef(shape),
+                      kLinearCrossEntropy, ": target: expected shape ", c10::SymIntArrayRef(shape),
                       " for hidden states of shape ", inputs.hidden.sym_sizes(), ", got ",
                       target.sym_sizes());
     return target.reshape({-1}).contiguous();
   }
-  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()), kOp,
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()), kLinearCrossEntropy,
                     ": target: has no derivative here: cross_entropy has");
   const c10::SymInt classes = inputs.weight.sym_size(0);
   shape.push_back(classes);
-  TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kOp,
+  TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kLinearCrossEntropy,
                     ": target: expected indices (int64, int32 or uint8), or probabilities of "
                     "shape ",
                     c10::SymIntArrayRef(shape), ", got ", target.scalar_type(), " of shape ",
@@ -106,19 +105,20 @@ OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::Scalar
   if (!buffer || !buffer->defined()) return std::nullopt;
   TORCH_CHECK_VALUE(buffer->sym_sizes() == weight.sym_sizes() &&
                         buffer->scalar_type() == loss_dtype && buffer->device() == weight.device(),
-                    kOp, ": accumulate_into: expected ", loss_dtype, " of shape ",
+                    kLinearCrossEntropy, ": accumulate_into: expected ", loss_dtype, " of shape ",
                     weight.sym_sizes(), " on ", weight.device(), ", got ", buffer->scalar_type(),
                     " of shape ", buffer->sym_sizes(), " on ", buffer->device());
   TORCH_CHECK_VALUE(
       buffer->layout() == at::kStrided && at::has_internal_overlap(*buffer) != at::MemOverlap::Yes,
-      kOp, ": accumulate_into: expected strided memory of its own, got ", buffer->layout());
+      kLinearCrossEntropy, ": accumulate_into: expected strided memory of its own, got ",
+      buffer->layout());
   for (const at::Tensor& other : {weight, inputs.hidden}) {
-    TORCH_CHECK_VALUE(!overlap(*buffer, other), kOp,
+    TORCH_CHECK_VALUE(!overlap(*buffer, other), kLinearCrossEntropy,
                       ": accumulate_into: is memory of the weight or the hidden states");
   }
-  TORCH_CHECK_VALUE(!buffer->requires_grad(), kOp,
+  TORCH_CHECK_VALUE(!buffer->requires_grad(), kLinearCrossEntropy,
                     ": accumulate_into: expected a tensor that does not require grad");
-  TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kOp,
+  TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kLinearCrossEntropy,
                     ": accumulate_into: the weight does not require grad");
   return buffer;
 }
@@ -129,11 +129,12 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& i
                                                bool with_metrics)
     : shape_(shape_of_rows(inputs.hidden)) {
   const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
-  TORCH_CHECK_VALUE(weight.dim() == 2, kOp, ": weight: expected [classes, features], got shape ",
-                    weight.sym_sizes());
-  TORCH_CHECK_VALUE(!inputs.denominator || inputs.reduction == at::Reduction::Mean, kOp,
-                    ": denominator: is for reduction mean");
-  TORCH_CHECK_VALUE(!(with_metrics && inputs.shard && inputs.target.is_floating_point()), kOp,
+  TORCH_CHECK_VALUE(weight.dim() == 2, kLinearCrossEntropy,
+                    ": weight: expected [classes, features], got shape ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(!inputs.denominator || inputs.reduction == at::Reduction::Mean,
+                    kLinearCrossEntropy, ": denominator: is for reduction mean");
+  TORCH_CHECK_VALUE(!(with_metrics && inputs.shard && inputs.target.is_floating_point()),
+                    kLinearCrossEntropy,
                     ": metrics: expected indices as targets, got a shard of probabilities");
   const at::ScalarType dtype = dtype_of_products(inputs);
   const at::ScalarType loss_dtype = wide_dtype(dtype);
@@ -145,11 +146,12 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& i
       {hidden.dim() == 2 ? hidden : hidden.reshape_symint({rows, hidden.sym_size(-1)}), weight,
        inputs.bias && inputs.bias->defined() ? inputs.bias : std::nullopt,
        rows_of_target(inputs, shape_, rows, loss_dtype),
-       loss_class_weight(kOp, "class_weight", inputs.class_weight, classes, loss_dtype, device),
+       loss_class_weight(kLinearCrossEntropy, "class_weight", inputs.class_weight, classes,
+                         loss_dtype, device),
        inputs.reduction, inputs.ignore_index, inputs.label_smoothing, inputs.z_loss, inputs.softcap,
        dtype, dtype_of_weight_gradient(inputs, dtype), inputs.chunk_rows, inputs.shard},
-      loss_number(kOp, "grad_scale", inputs.grad_scale, at::kFloat, device),
-      loss_number(kOp, "denominator", inputs.denominator, at::kDouble, device),
+      loss_number(kLinearCrossEntropy, "grad_scale", inputs.grad_scale, at::kFloat, device),
+      loss_number(kLinearCrossEntropy, "denominator", inputs.denominator, at::kDouble, device),
       checked_buffer(inputs, loss_dtype),
       with_metrics};
 }
@@ -183,7 +185,7 @@ auto call_with(const Op& op, const at::Tensor& hidden, const at::Tensor& weight,
                const LinearCrossEntropyOptions& options) {
   const ClassShardArguments shard(options.shard());
   return op.call(hidden, weight, target, bias, options.class_weight(),
-                 loss_reduction(kOp, options.reduction()), options.ignore_index(),
+                 loss_reduction(kLinearCrossEntropy, options.reduction()), options.ignore_index(),
                  options.label_smoothing(), options.grad_scale(), options.denominator(),
                  options.z_loss(), options.softcap(), options.chunk_rows(),
                  options.accumulate_into(), shard.group(), shard.numbers());

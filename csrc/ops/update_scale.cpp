@@ -12,20 +12,20 @@ namespace ampfuse {
 
 namespace {
 
-constexpr const char* kOp = "update_scale";
 constexpr size_t kArguments = 14;
 
 math::HysteresisRefill refill_named(std::string_view name) {
   if (name == "growth") return math::HysteresisRefill::kGrowth;
   // Of these two one says what refills, the other what it makes count: overflows in a row.
   if (name == "clean_step" || name == "consecutive") return math::HysteresisRefill::kCleanStep;
-  TORCH_CHECK_VALUE(false, kOp, ": hysteresis_refill: expected growth, clean_step or consecutive, ",
-                    "got ", name);
+  TORCH_CHECK_VALUE(false, kUpdateScale,
+                    ": hysteresis_refill: expected growth, clean_step or consecutive, ", "got ",
+                    name);
 }
 
 void check_policy(const math::ScalePolicy& policy) {
   const auto check = [](const char* name, auto value, bool in_range, const char* range) {
-    TORCH_CHECK_VALUE(in_range, kOp, ": ", name, ": expected ", range, ", got ", value);
+    TORCH_CHECK_VALUE(in_range, kUpdateScale, ": ", name, ": expected ", range, ", got ", value);
   };
   check("growth_factor", policy.growth_factor, policy.growth_factor >= 1, "at least 1");
   check("backoff_factor", policy.backoff_factor,
@@ -38,26 +38,26 @@ void check_policy(const math::ScalePolicy& policy) {
 // Refuses a tensor that is not of this shape and dtype, or elsewhere than the scale.
 void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t size,
                  const at::Tensor& scale) {
-  TORCH_CHECK_TYPE(tensor.defined(), kOp, ": ", name, ": expected a tensor, got none");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kOp, ": ", name,
+  TORCH_CHECK_TYPE(tensor.defined(), kUpdateScale, ": ", name, ": expected a tensor, got none");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kUpdateScale, ": ", name,
                     ": expected a strided tensor, got layout ", tensor.layout());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kOp, ": ", name, ": expected dtype ", dtype,
-                   ", got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(tensor.sym_numel() == size && tensor.is_contiguous(), kOp, ": ", name,
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kUpdateScale, ": ", name, ": expected dtype ",
+                   dtype, ", got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.sym_numel() == size && tensor.is_contiguous(), kUpdateScale, ": ", name,
                     ": expected a contiguous tensor with ", size, " elements, got shape ",
                     tensor.sym_sizes());
-  TORCH_CHECK_VALUE(tensor.device() == scale.device(), kOp, ": ", name, ": expected device ",
-                    scale.device(), " as scale, got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == scale.device(), kUpdateScale, ": ", name,
+                    ": expected device ", scale.device(), " as scale, got ", tensor.device());
 }
 
 void check_history(const at::Tensor& history, const at::Tensor& scale) {
-  TORCH_CHECK_TYPE(history.scalar_type() == at::kFloat, kOp,
+  TORCH_CHECK_TYPE(history.scalar_type() == at::kFloat, kUpdateScale,
                    ": history: expected dtype Float, got ", history.scalar_type());
   TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) > 0 &&
                         history.sym_size(1) == math::kScaleRecord && history.is_contiguous(),
-                    kOp, ": history: expected a contiguous tensor of shape [n, ",
+                    kUpdateScale, ": history: expected a contiguous tensor of shape [n, ",
                     math::kScaleRecord, "], n > 0, got shape ", history.sym_sizes());
-  TORCH_CHECK_VALUE(history.device() == scale.device(), kOp, ": history: expected device ",
+  TORCH_CHECK_VALUE(history.device() == scale.device(), kUpdateScale, ": history: expected device ",
                     scale.device(), " as scale, got ", history.device());
 }
 
@@ -90,7 +90,7 @@ UpdateScaleArguments update_scale_arguments(const torch::jit::Stack& stack) {
   arguments.norm = optional();
 
   check_policy(policy);
-  TORCH_CHECK_TYPE(arguments.scale.defined(), kOp, ": scale: expected a tensor, got none");
+  TORCH_CHECK_TYPE(arguments.scale.defined(), kUpdateScale, ": scale: expected a tensor, got none");
   const at::Tensor& scale = arguments.scale;
   check_state("scale", scale, at::kFloat, 1, scale);
   check_state("growth_tracker", arguments.growth_tracker, at::kInt, 1, scale);
@@ -129,7 +129,7 @@ void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
 namespace {
 
 void update_scale_no_backend(const UpdateScaleArguments& arguments) {
-  refuse_backend(kOp, {arguments.scale});
+  refuse_backend(kUpdateScale, {arguments.scale});
 }
 
 }  // namespace

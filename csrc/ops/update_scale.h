@@ -10,6 +10,9 @@
 
 namespace ampfuse {
 
+/// What error messages call the op.
+inline constexpr const char* kUpdateScale = "update_scale";
+
 /// The op's arguments, of which its schema has fourteen, checked.
 struct UpdateScaleArguments {
   at::Tensor scale;
