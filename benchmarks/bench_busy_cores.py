@@ -59,7 +59,9 @@ def busy(case: Case, tensors: int, threads: int, name: str) -> Case:
 
 def cases() -> list[Case]:
     (clip,) = (o for o in bench_grad_scaler.OPERATIONS if o.name == "step_clip")
-    adamw = bench_fused_adam.OPERATIONS[1]
+    (adamw,) = (
+        o for o in bench_fused_adam.OPERATIONS if (o.name, o.dtype) == ("step", torch.float32)
+    )
     found = []
     for tensors in TENSORS:
         name = f"{tensors}x1K"

@@ -25,7 +25,8 @@ def cores() -> int:
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """Keeps all cores busy with other processes, as the workers of a DataLoader do."""
-    worker = [sys.executable, "-c", "while True: pass"]
+    work = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    worker = [sys.executable, "-c", work]
     workers = [subprocess.Popen(worker) for _ in range(WORKERS_PER_CORE * cores())]
     try:
         yield

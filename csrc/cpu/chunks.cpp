@@ -17,11 +17,12 @@ constexpr int64_t kStride = math::kNormChunk + kEntry;  // effort from one chunk
 // A thread gets no less than this much effort, some 10 µs, since to wake one costs microseconds.
 //
 // Where other processes keep the cores busy it costs far more: the loop ends when its last thread
-// does, which waits for a time slice of milliseconds, longer than most lists take. Tensors of this
-// many elements are those that torch, too, shares among threads, one by one. A list without any is
-// visited by one thread: that of 1000 times 1K elements then takes what it takes on idle cores (0.3
-// ms), instead of 40 ms.
+// does, which waits for a time slice of milliseconds, longer than most lists take. So a list is
+// shared if it has tensors of more elements than this, which torch's multi-tensor functions share
+// among threads one by one, or if all of it takes longer than a slice. Others are visited by one
+// thread: 1000 tensors of 1K elements take 0.3 ms then, and took 40 on busy cores.
 constexpr int64_t kGrain = 32768;
+constexpr int64_t kLongList = int64_t{8} << 20;  // some 3 ms
 
 }  // namespace
 
@@ -44,7 +45,7 @@ Chunks::Chunks(std::vector<TensorRun> runs) : runs_(std::move(runs)) {
 
 void Chunks::parallel_for(const std::function<void(const Chunk&)>& visit) const {
   const int64_t effort = effort_.back();
-  if (!has_long_) {
+  if (!has_long_ && effort < kLongList) {
     visit_range(visit, 0, effort);
     return;
   }

@@ -48,10 +48,10 @@ const void* written_storage(const at::Tensor& tensor);
 /// Refuses a list of which two tensors share memory: parallel kernels would lose what one of them
 /// writes there. `storages` are those of the list's tensors, of which `tensor(index)` is one.
 ///
-/// Tensors of one storage are compared by where they begin and end. A tensor that leaves gaps may
-/// lie between the elements of another, and is refused only where it certainly shares an element:
-/// where it begins inside of a dense one, or at the first element of another. Storages that
-/// somebody laid over each other (torch.from_numpy of overlapping arrays) are not compared.
+/// Compared are tensors of one storage. A tensor that leaves gaps may lie between the elements of
+/// another, so that of these only two are refused: one that begins inside a dense tensor, and one
+/// of several that begin at the same element. Who passes strided tensors that overlap otherwise, or
+/// storages laid over each other (torch.from_numpy of overlapping arrays), gets wrong products.
 void check_disjoint(const char* op, const char* list, const std::vector<const void*>& storages,
                     const std::function<const at::Tensor&(size_t)>& tensor);
 

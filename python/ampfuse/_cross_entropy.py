@@ -258,8 +258,8 @@ def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:
     # Compiled, gradients are formed in backward, which is told.
     if scaler is None or torch.compiler.is_compiling() or not scaler.is_enabled():
         return None
-    if hasattr(scaler, "scale_tensor"):
-        return scaler.scale_tensor()  # type: ignore[no-any-return]
+    if hasattr(scaler, "_live_scale"):
+        return scaler._live_scale()  # type: ignore[no-any-return]
     one = torch.ones((), dtype=torch.float32, device=device)
     return scaler.scale(one)  # type: ignore[no-any-return]
 

@@ -6,7 +6,8 @@ waiting, so that on a GPU a warning may come some steps later.
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,9 +21,9 @@ STEPS_WATCHED = 3
 # Whoever clips scaled gradients on purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# Steps without the scaler, each after a loss that it scaled: more than one accumulated batch has
-# parts, during which another network may be trained.
-TOO_MANY_STEPS = 100
+# Steps without the scaler, each after a loss that it scaled: more than an accumulated batch has
+# parts, between which another network may take steps.
+TOO_MANY_STEPS = 1000
 
 CLIPPED_WHILE_SCALED = (
     "gradients were clipped to max_norm={max_norm:g} while they were still multiplied by the loss "
@@ -84,6 +85,7 @@ class Watch:
         self._clipped: tuple[float, Mirror] | None = None  # max_norm, and the scale
         self._norms: list[tuple[float, Mirror, Mirror]] = []  # limits, scaled norms, scales
         self._has_warned = False
+        self.is_scale_known = False  # to the program, which may divide gradients by it
 
     def note_scaled_loss(self) -> None:
         """The scaler has scaled a loss, and gradients that come are scaled."""
@@ -96,13 +98,16 @@ class Watch:
                 _only_scaled.add(self)
                 _first_steps.add(self)
 
-    def note_scale_is_known(self) -> None:
-        """The program has asked for the scale, and may divide gradients by it."""
-        self._steps_without = TOO_MANY_STEPS
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """To ask for the scale on the library's own behalf."""
+        was_known = self.is_scale_known
+        yield
+        self.is_scale_known = was_known
 
     def note_step_without_scaler(self) -> None:
         """An optimizer takes a step after the scaler has scaled losses."""
-        if not self._has_scaled:
+        if not self._has_scaled or self.is_scale_known:
             return
         self._has_scaled = False
         self._steps_without += 1
@@ -116,9 +121,9 @@ class Watch:
             _only_scaled.discard(self)
             if self._steps > STEPS_WATCHED:
                 _first_steps.discard(self)
-        if self._steps <= STEPS_WATCHED and self._clipped is None and has_number(scale):
-            limits = (max_norm_of(grad) for grad in grads)
-            max_norm = next((limit for limit in limits if limit is not None), None)
+        is_looking = self._steps <= STEPS_WATCHED and self._clipped is None
+        if is_looking and not self.is_scale_known and has_number(scale):
+            max_norm = first_limit(grads)
             if max_norm is not None:
                 self._clipped = (max_norm, sent(scale))
         self._report()
@@ -150,10 +155,15 @@ class Watch:
         warn_caller(text)
 
 
-def max_norm_of(grad: Tensor) -> float | None:
-    """What a gradient was clipped to, if nobody has written it since."""
-    clip = _clips[grad] if grad in _clips else None  # noqa: SIM401 (its get() has no types)
-    return clip.max_norm if clip is not None and clip.version == grad._version else None
+def first_limit(grads: Iterable[Tensor]) -> float | None:
+    """What the first of the gradients that were clipped, and not written since, was clipped to."""
+    with _lock:
+        for grad in grads:
+            clip = _clips[grad] if grad in _clips else None  # noqa: SIM401 (its get() has no types)
+            if clip is not None and clip.version == grad._version:
+                limit: float = clip.max_norm
+                return limit
+    return None
 
 
 def was_clipped(norm: float, limit: float, scale: float) -> bool:

@@ -163,6 +163,8 @@ def clip_grads_with_norm_(
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
     except (ValueError, TypeError) as error:
         raise _about_parameters(error, parameters) from None
+    if not torch.compiler.is_compiling():
+        note_clip(grads, float(max_norm))
 
 
 @torch.no_grad()

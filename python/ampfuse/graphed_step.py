@@ -124,7 +124,7 @@ class GraphedStep:
         for place, tensor in zip(self._sample, batch, strict=True):
             place.copy_(tensor, non_blocking=True)
         self._graph.replay()
-        self._written.note_step()
+        self._written.note_step(self._stepped)
         self._note_replay()
         return self._loss.clone()
 
@@ -284,7 +284,7 @@ class GraphedStep:
         ]
         self._known_columns = self.optimizer._columns
         self._stepped = [[self._masters()]]
-        self._written.note(self._stepped)
+        self._written.note_step(self._stepped)
         self._graph = graph
 
     def _masters(self) -> Columns:

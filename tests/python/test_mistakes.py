@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import sys
 import threading
 import warnings
 
 import ampfuse
 import pytest
 import torch
+from ampfuse import _mistakes
 from torch.nn import Parameter
 
 
@@ -40,15 +42,20 @@ class Loop:
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
 @pytest.mark.parametrize("unscaled_after", [False, True])
+@pytest.mark.parametrize("in_two_calls", [False, True])
 def test_clipping_gradients_that_are_still_scaled_is_warned_about_once(
-    device, make, unscaled_after
+    device, make, unscaled_after, in_two_calls
 ):
     loop = Loop(device, make)
 
     def iterate(times):
         for _ in range(times):
             loop.backward()
-            ampfuse.clip_grad_norm_([loop.param], 1.0)
+            if in_two_calls:
+                total_norm = ampfuse.get_total_norm([loop.param.grad])
+                ampfuse.clip_grads_with_norm_([loop.param], 1.0, total_norm)
+            else:
+                ampfuse.clip_grad_norm_([loop.param], 1.0)
             if unscaled_after:
                 loop.scaler.unscale_(loop.optimizer)
             loop.finish()
@@ -117,8 +124,9 @@ def test_steps_without_the_scaler_are_warned_about_once(device):
         for _ in range(times):
             loop.backward()
             loop.optimizer.step()
+            loop.scaler.state_dict()  # which asks for the scale, but not for the program
 
-    iterate(99)
+    iterate(999)
     with pytest.warns(UserWarning, match=r"none by scaler.step\(optimizer\)") as caught:
         iterate(1)
 
@@ -136,12 +144,32 @@ def test_torchs_clipping_on_top_of_max_grad_norm_is_right_at_scale_1(device):
         loop.finish()
 
 
-def test_a_program_that_unscales_by_itself_is_quiet(device):
+@pytest.mark.parametrize("way", ["get_scale", "scale_tensor"])
+def test_a_program_that_unscales_by_itself_is_quiet(device, way):
     loop = Loop(device, ampfuse.AdamW)
-    for _ in range(150):
+    for _ in range(1100):
         loop.backward()
-        loop.param.grad /= loop.scaler.get_scale()
+        loop.param.grad /= getattr(loop.scaler, way)()
         loop.optimizer.step()
+
+
+def test_a_small_limit_that_is_multiplied_by_the_scale_is_quiet(device):
+    loop = Loop(device)
+    for _ in range(5):
+        loop.backward()
+        ampfuse.clip_grad_norm_([loop.param], 5e-4 * loop.scaler.get_scale())
+        loop.finish()
+
+
+def test_a_network_that_steps_after_each_part_of_another_ones_batch_is_quiet(device):
+    loop, other = Loop(device, ampfuse.AdamW), Parameter(torch.ones(8, device=device))
+    optimizer = ampfuse.AdamW([other], lr=0.1)
+    for _ in range(128):
+        loop.scaler.scale(loop.param.sum()).backward()
+        optimizer.zero_grad()
+        other.sum().backward()
+        optimizer.step()
+    loop.finish()
 
 
 def test_another_network_that_is_trained_while_a_batch_accumulates_is_quiet(device):
@@ -186,25 +214,56 @@ def test_a_rehearsal_on_the_meta_device_is_quiet():
         loop.scaler.update()
 
 
-def test_threads_may_make_scalers_while_others_step(device):
-    loop, errors, done = Loop(device, ampfuse.AdamW), [], threading.Event()
+def test_threads_train_models_of_their_own(device):
+    errors = []
 
-    def make_scalers():
+    def train():
+        try:
+            for _ in range(30):
+                loop = Loop(device, ampfuse.AdamW)
+                for _ in range(4):
+                    loop.backward()
+                    loop.scaler.unscale_(loop.optimizer)
+                    ampfuse.clip_grad_norm_([loop.param], 1.0)
+                    loop.finish()
+                    loop.param.grad = torch.ones_like(loop.param)
+                    loop.optimizer.step()
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+
+
+def test_a_clipped_gradient_is_looked_up_while_another_thread_scales_a_loss(device):
+    grad, done = torch.ones(3, device=device), threading.Event()
+    watches = [_mistakes.Watch(), _mistakes.Watch()]
+
+    def scale_losses():
         while not done.is_set():
-            Loop(device).backward()
+            watches[1].note_scaled_loss()
 
-    thread = threading.Thread(target=make_scalers)
+    watches[0].note_scaled_loss()
+    thread, interval = threading.Thread(target=scale_losses), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     thread.start()
     try:
-        for _ in range(200):
-            loop.param.grad = torch.ones_like(loop.param)
-            loop.optimizer.step()
-    except RuntimeError as error:
-        errors.append(error)
+        for _ in range(3000):
+            _mistakes.note_clip([grad], 1.0)
+            assert _mistakes.first_limit([grad]) in (None, 1.0)
     finally:
         done.set()
         thread.join()
-    assert errors == []
+        sys.setswitchinterval(interval)
 
 
 def test_a_batch_of_many_parts_is_quiet(device):

@@ -169,7 +169,7 @@ def test_a_group_that_lacks_an_option_is_refused_before_anything_is_loaded(name)
     error = load_damaged(optimizer, params, saved)
 
     assert isinstance(error, KeyError)
-    assert f"{name} is missing" in str(error)
+    assert f"group 0 lacks {name}: expected lr, betas, eps and weight_decay" in str(error)
 
 
 class ListConfig(Sequence):
@@ -187,13 +187,16 @@ class ListConfig(Sequence):
 
 @pytest.mark.parametrize("betas", [[0.9, 0.95], ListConfig(0.9, 0.95), numpy.array([0.9, 0.95])])
 @pytest.mark.parametrize("flag", [True, 1, numpy.bool_(True)])
-def test_options_of_configuration_files_are_taken(betas, flag):
+def test_options_of_configuration_files_are_taken_and_saved(betas, flag, tmp_path):
     params, others = (parameters(torch.device("cpu"), torch.bfloat16) for _ in range(2))
 
-    trained(lambda p: ampfuse.AdamW(p, betas=betas, amsgrad=flag), params, range(3))
+    optimizer = trained(lambda p: ampfuse.AdamW(p, betas=betas, amsgrad=flag), params, range(3))
 
-    trained(lambda p: ampfuse.AdamW(p, betas=(0.9, 0.95), amsgrad=True), others, range(3))
+    plain = trained(lambda p: ampfuse.AdamW(p, betas=(0.9, 0.95), amsgrad=True), others, range(3))
     assert_same_bits(params, others)
+    assert optimizer.param_groups[0]["amsgrad"] is True
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    plain.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("step", [-5.0, torch.nan, torch.inf])
@@ -202,7 +205,7 @@ def test_counters_that_count_nothing_are_refused(step, as_tensor):
     params = parameters(torch.device("cpu"))
     optimizer = trained(ampfuse.AdamW, params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["step"] = torch.tensor(step) if as_tensor else step
+    saved["state"][0]["step"] = torch.tensor(float(step)) if as_tensor else step
 
     error = load_damaged(optimizer, params, saved)
 
@@ -219,7 +222,9 @@ def test_entries_of_the_programs_own_may_change_their_kind_while_graphs_are_kept
 
         optimizer.load_state_dict(saved)
 
-        assert optimizer.state[params[0]]["note"] is not None
+        kept = optimizer.state[params[0]]["note"]
+        assert type(kept) is type(entry)
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(entry))
 
 
 @EVERY_CONFIGURATION

@@ -291,7 +291,7 @@ def test_a_wrong_checkpoint_may_be_followed_by_a_right_one():
     optimizer = ampfuse.AdamW([param], lr=torch.tensor(0.1))
     right = optimizer.state_dict()
     param.grad = torch.ones(4)
-    with pytest.raises(KeyError, match="betas, eps is missing"):
+    with pytest.raises(KeyError, match="group 0 lacks betas and eps"):
         optimizer.load_state_dict(torch.optim.SGD([param]).state_dict())
     optimizer.load_state_dict(right)
     optimizer.step()

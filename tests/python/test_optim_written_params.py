@@ -5,6 +5,7 @@ Models are loaded, averaged, masked and swapped, through whatever names of the s
 
 import copy
 import warnings
+import weakref
 
 import ampfuse
 import pytest
@@ -302,3 +303,30 @@ def test_a_model_loaded_after_the_optimizer_is_taken_over(device):
     step_in_silence(optimizer)
 
     assert_same_bits(others, values)
+
+
+def test_gradients_and_state_are_not_kept_alive(device):
+    param = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
+    optimizer = still([param])
+    saved = copy.deepcopy(optimizer.state_dict())
+    state = optimizer.state[param]
+    alive = [weakref.ref(tensor) for tensor in (param.grad, *state.values())]
+
+    optimizer.zero_grad()
+    del state
+    optimizer.load_state_dict(saved)
+
+    assert [reference() for reference in alive] == [None] * len(alive)
+
+
+def test_parameters_that_share_a_version_counter_are_compared_only_if_written(device, monkeypatch):
+    flat = torch.ones(4, 300, device=device, dtype=torch.bfloat16)
+    alone = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
+    params = [alone, *(Parameter(flat[i]) for i in range(4))]
+    optimizer = still(params)
+    compared = []
+    monkeypatch.setattr(optimizer._written, "_adopt", compared.append)
+
+    train(optimizer, params, range(5))
+
+    assert compared == []

@@ -42,10 +42,14 @@ def new_threads(*arguments: int) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("count", [10, 1000, 10_000])
-def test_lists_of_small_tensors_wake_no_thread(count):
-    assert new_threads(count, 512) == 0
+@pytest.mark.parametrize(("count", "size"), [(10, 512), (1000, 1024), (10_000, 64), (20, 32768)])
+def test_lists_of_small_tensors_wake_no_thread(count, size):
+    assert new_threads(count, size) == 0
 
 
 def test_long_tensors_are_shared_among_threads():
-    assert new_threads(2, 500_000) == 3
+    assert new_threads(4, 32769) == 3
+
+
+def test_lists_that_take_milliseconds_are_shared_among_threads():
+    assert new_threads(10_000, 1024) == 3

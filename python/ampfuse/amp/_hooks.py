@@ -88,9 +88,17 @@ class Hooks(TorchGradScaler):
     def get_scale(self) -> float:
         """The scale on the host, which waits for it. 1 where the scaler is disabled."""
         if self._enabled and not torch.compiler.is_compiling():
-            self._watch.note_scale_is_known()
+            self._watch.is_scale_known = True
         scale: float = super().get_scale()
         return scale
+
+    def _live_scale(self) -> Tensor:
+        if not self._enabled:
+            return torch.ones((), dtype=torch.float32)
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and look for some that are not finite.
@@ -164,8 +172,8 @@ class Hooks(TorchGradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """As torch's hook of this name: a look at gradients that are scaled still."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        # A scale without a finite inverse overflows whatever gradients it brings: 1 or more for
-        # these, and 0 for larger ones, by one operator.
+        # A scale without a finite inverse overflows whatever gradients it brings. The quotient,
+        # rounded down, is not zero for exactly these scales.
         found_inf = LARGEST_WITHOUT_INVERSE // scale
         flags = self._unscale_grads_(optimizer, torch.ones_like(scale), found_inf, True)
         self._state_of(optimizer)["found_inf_per_device"] = flags

@@ -259,12 +259,9 @@ class GradScaler(Hooks):
 
     def scale_tensor(self) -> Tensor:
         """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""
-        if not self._enabled:
-            return torch.ones((), dtype=torch.float32)
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        assert self._scale is not None
-        return self._scale
+        if self._enabled and not torch.compiler.is_compiling():
+            self._watch.is_scale_known = True
+        return self._live_scale()
 
     # --- what happened --------------------------------------------------------------------------
 
@@ -306,7 +303,8 @@ class GradScaler(Hooks):
         if not self._enabled:
             return {}
         own = dict(zip(COUNTERS, self._memory.counts(), strict=True))
-        return {**super().state_dict(), **self._policy.options, **own}
+        with self._watch.unnoticed():
+            return {**super().state_dict(), **self._policy.options, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch's saved; what torch's has no entry for stays as it is.
@@ -322,8 +320,10 @@ class GradScaler(Hooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy, between updates: tensors are made anew where they are used."""
-        state = super().__getstate__()
-        if self._enabled:
+        if not self._enabled:
+            return super().__getstate__()
+        with self._watch.unnoticed():
+            state = super().__getstate__()
             state["_memory"] = Memory(self._memory.counts(), self._memory.length)
             state["_inspections"] = {}
             del state["_watch"]

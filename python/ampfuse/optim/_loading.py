@@ -203,8 +203,8 @@ def keep_options(
         missing = sorted(NEEDED - new.keys())
         if missing and option is own_option:
             raise KeyError(
-                f"loaded state dict: group {index}: expected Adam's {', '.join(sorted(NEEDED))}, "
-                f"and {', '.join(missing)} is missing: was another optimizer saved?"
+                f"loaded state dict: group {index} lacks {' and '.join(missing)}: expected lr, "
+                "betas, eps and weight_decay; was another optimizer saved?"
             )
         if missing:
             continue  # torch's Adam loads it, and takes no step
@@ -245,11 +245,7 @@ def check_saved(saved: Any, param: Tensor, group: dict[str, Any]) -> None:
         where = f"loaded state dict: {name} of parameter {index}"
         if name == "step":
             _check_number(where, value, param.is_meta)
-            is_on_host = not isinstance(value, Tensor) or (
-                type(value) is Tensor and value.device.type == "cpu"
-            )
-            if is_on_host and not 0 <= float(value) < float("inf"):
-                raise ValueError(f"{where}: expected a finite number from 0 on, got {float(value)}")
+            _check_counter(where, value)
         elif name in (*MOMENTS, "master_param"):
             _check_tensor(where, value, param.is_meta)
             _check_fits(where, value, param)
@@ -263,6 +259,14 @@ def _check_number(where: str, value: Any, may_be_meta: bool) -> None:
     _check_tensor(where, value, may_be_meta)
     if value.numel() != 1 or value.is_complex():
         raise ValueError(f"{where}: expected one real number, got {_described(value)}")
+
+
+def _check_counter(where: str, value: Any) -> None:
+    """Refuse what is no count of steps. One on a GPU is not looked at: the host would wait."""
+    if isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
+        return
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{where}: expected a finite number from 0 on, got {value}")
 
 
 def _check_tensor(where: str, value: Any, may_be_meta: bool) -> None:

@@ -80,6 +80,18 @@ def state_dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def plain(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with betas and flags of Python's own types: others cannot be saved and loaded."""
+    betas = group["betas"]
+    if not isinstance(betas, list | tuple) and are_two_numbers(betas):
+        group["betas"] = tuple(float(beta) for beta in betas)
+    names = ("amsgrad", "maximize", "decoupled_weight_decay", "master_weights", "write_back_grads")
+    for name in names:
+        if name in group and is_flag(group[name]):
+            group[name] = bool(group[name])
+    return group
+
+
 def check_first(options: dict[str, Any], option: Option) -> None:
     """Refuse what makes no sense to begin with; torch's words where torch refuses it too."""
     check_options(options, option)
@@ -141,7 +153,7 @@ def is_number(value: Any) -> bool:
 
 def are_two_numbers(value: Any) -> bool:
     """Whether it is a pair of numbers, in any kind of list: configuration files have their own."""
-    if isinstance(value, str | dict | Tensor):
+    if isinstance(value, str | dict | set | Tensor):
         return False
     try:
         return len(value) == 2 and all(map(is_number, value))

@@ -1,7 +1,6 @@
 """Parameters that something else than their optimizer writes: models loaded, averaged, masked."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -14,57 +13,28 @@ from ampfuse._warning import warn_caller
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
 
-
-@dataclass(frozen=True)
-class Marks:
-    """What writes to the tensors of one call of the op leave behind."""
-
-    params: tuple[int, int]  # versions, summed, and a hash of the addresses
-    steps: tuple[int, int]
-    columns: Columns = field(compare=False)
-    first_version: int = field(compare=False)
-
-    @classmethod
-    def of(cls, columns: Columns) -> "Marks":
-        """As they are now."""
-        params, steps = _C.writes(columns.params), _C.writes(columns.state_steps)
-        return cls(params, steps, columns, columns.params[0]._version)
-
-    def moved_by_a_step(self) -> "Marks":
-        """As they are after a step, which has written all of the tensors equally often."""
-        times = self.columns.params[0]._version - self.first_version
-        params = (self.params[0] + times * len(self.columns.params), self.params[1])
-        steps = (self.steps[0] + times * len(self.columns.state_steps), self.steps[1])
-        return replace(self, params=params, steps=steps)
-
-
-Writes = list[Marks]
+Writes = list[tuple[tuple[int, int], tuple[int, int]]]
+"""Of each call of the op what writes leave behind: of its parameters, and of its step counters."""
 
 
 class WrittenParams:
     """Has float32 masters take over what was written into their parameters.
 
     A write between two steps shows in the parameter's version counter or in its address, and then
-    every element is compared with its master. The step itself compares too (`adopt_params` of
-    `ops.fused_adam`): all elements on a CPU, some on a GPU. So what goes unnoticed is a write on a
-    GPU that neither shows nor reaches an element which the step compares.
+    every element is compared with its master: if both steps are eager and step the same parameters.
+    The step itself compares too (`adopt_params` of `ops.fused_adam`): all elements on a CPU, some
+    on a GPU. So what goes unnoticed is a write on a GPU that does not show and changes no element
+    which the step compares.
     """
 
     def __init__(self) -> None:
-        self._before_step: Writes | None = None
         self._after_step: Writes | None = None
         self._on_its_way: Mirror | None = None  # whether anything was written over
         self._has_warned = False
 
-    def note(self, columns: list[list[Columns]]) -> None:
-        """Take the parameters as they are now for those that the masters belong to."""
-        self._after_step = writes(columns)
-
-    def note_step(self) -> None:
+    def note_step(self, columns: list[list[Columns]]) -> None:
         """Take the writes of the step that was just taken for the optimizer's own."""
-        self._after_step = None
-        if self._before_step is not None:
-            self._after_step = [marks.moved_by_a_step() for marks in self._before_step]
+        self._after_step = writes(columns)
 
     def forget(self) -> None:
         """Know of no earlier step."""
@@ -72,10 +42,9 @@ class WrittenParams:
 
     def adopt(self, columns: list[list[Columns]]) -> None:
         """To be called before a step."""
-        self._before_step = writes(columns)
         if is_capturing():
             return
-        if have_changed(self._after_step, self._before_step):
+        if have_changed(self._after_step, writes(columns)):
             self._adopt(columns)
         if self._on_its_way is not None:
             self._warn(self._on_its_way.latest())
@@ -116,9 +85,9 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
 
     Compiled steps are taken unseen.
     """
-    if before is None or now is None or len(before) != len(now):
+    if before is None or now is None or before == now:
         return False
-    return before != now and [marks.steps for marks in before] == [marks.steps for marks in now]
+    return [steps for _, steps in before] == [steps for _, steps in now]
 
 
 def writes(columns: list[list[Columns]]) -> Writes | None:
@@ -126,6 +95,9 @@ def writes(columns: list[list[Columns]]) -> Writes | None:
     are. None where that cannot be known: tensors made in inference mode do not count writes.
     """
     try:
-        return [Marks.of(part) for part in with_float_masters(columns)]
+        return [
+            (_C.writes(part.params), _C.writes(part.state_steps))
+            for part in with_float_masters(columns)
+        ]
     except RuntimeError:
         return None

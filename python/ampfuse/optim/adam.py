@@ -66,10 +66,9 @@ class Adam(OwnNames, torch.optim.Adam):
     Masters are made at a parameter's first step. When something else writes a parameter later
     (loading a model, averaging models, masks), its master takes over the elements that were
     written, with a warning the first time. On a GPU the step compares one element in 128, and so
-    notices every write of 128 adjacent elements. It notices smaller and scattered ones where they
-    show on the host: write them under `torch.no_grad()` and not through `.data`, and call
-    `sync_masters_from_model()` after them if the next step is a compiled one, or one of a graph
-    that is not `GraphedStep`'s.
+    notices a write that changes 128 adjacent elements. It notices smaller and scattered ones under
+    `torch.no_grad()` (not through `.data`) between eager steps of the same parameters, or steps of
+    a `GraphedStep`; else call `sync_masters_from_model()` after them.
     Tensors that lie in memory in another order than their parameter are copied for the step.
 
     >>> import torch, ampfuse
@@ -126,7 +125,7 @@ class Adam(OwnNames, torch.optim.Adam):
                 "max_grad_norm": None,
                 "write_back_grads": write_back_grads,
             }
-        _options.check_first(defaults, self._option)
+        _options.check_first(_options.plain(defaults), self._option)
         _options.check_limit(max_grad_norm)
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
@@ -146,6 +145,7 @@ class Adam(OwnNames, torch.optim.Adam):
             if _options.has_torchs(group):  # another optimizer's, it may be
                 group = self.param_groups[-1] = _options.without_torchs(group)
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
+            _options.plain(group)
         try:
             _options.check_first(group, self._option)
             _options.check_params(group, len(self.param_groups) - 1, self._option)
@@ -260,7 +260,7 @@ class Adam(OwnNames, torch.optim.Adam):
                 of_device.write_back()
         if not torch.compiler.is_compiling():
             self._columns.note_step()
-            self._written.note_step()
+            self._written.note_step(columns)
 
     def _signal(self, name: str) -> Tensor | None:
         """`grad_scale` or `found_inf`, which a scaler sets for the duration of a step."""
