@@ -85,8 +85,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     betas = group["betas"]
     if not isinstance(betas, list | tuple) and are_two_numbers(betas):
         group["betas"] = tuple(float(beta) for beta in betas)
-    names = ("amsgrad", "maximize", "decoupled_weight_decay", "master_weights", "write_back_grads")
-    for name in names:
+    for name in ("amsgrad", "maximize", "decoupled_weight_decay", "write_back_grads"):
         if name in group and is_flag(group[name]):
             group[name] = bool(group[name])
     return group
