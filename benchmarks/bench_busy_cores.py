@@ -2,9 +2,9 @@
 
     python benchmarks/bench_busy_cores.py [--quick] [--cases '*_2_threads/1000x1K/*']
 
-The workers of a DataLoader do so. A parallel loop ends when its last thread does, and a thread
+The workers of a DataLoader do that. A parallel loop ends when its last thread does, and a thread
 whose core is taken waits for a time slice of milliseconds, many times as long as the loop may take.
-Each operation runs with 1, 2 and all threads of torch's, on 1K elements a tensor:
+Each operation runs on tensors of 1K elements, with torch set to 1, 2 and all threads:
 
 - step_clip  scale, unscale, look for overflow, clip, decide, update the scale (bench_grad_scaler)
 - adamw      unscale, look for overflow, clip, AdamW (bench_fused_adam)

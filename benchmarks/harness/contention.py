@@ -18,7 +18,7 @@ WORKERS_PER_CORE = 4
 
 
 def cores() -> int:
-    """Those that this process may run on."""
+    """How many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -13,7 +13,7 @@
 
 namespace ampfuse {
 
-/// What error messages call the op.
+/// The op's name in error messages.
 inline constexpr const char* kCrossEntropy = "cross_entropy";
 
 struct CrossEntropyArguments {

@@ -11,7 +11,7 @@
 
 namespace ampfuse {
 
-/// What error messages call the op.
+/// The op's name in error messages.
 inline constexpr const char* kFusedAdam = "fused_adam";
 
 /// A list of tensors where the dispatcher has put it: copies would count references, which for

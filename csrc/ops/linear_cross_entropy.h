@@ -12,7 +12,7 @@
 
 namespace ampfuse {
 
-/// What error messages call the op.
+/// The op's name in error messages.
 inline constexpr const char* kLinearCrossEntropy = "linear_cross_entropy";
 
 struct LinearCrossEntropyArguments {

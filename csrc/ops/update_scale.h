@@ -10,7 +10,7 @@
 
 namespace ampfuse {
 
-/// What error messages call the op.
+/// The op's name in error messages.
 inline constexpr const char* kUpdateScale = "update_scale";
 
 /// The op's arguments, of which its schema has fourteen, checked.

@@ -156,7 +156,7 @@ class Watch:
 
 
 def first_limit(grads: Iterable[Tensor]) -> float | None:
-    """What the first of the gradients that were clipped, and not written since, was clipped to."""
+    """The limit of the first gradient that was clipped and not written since, if there is one."""
     with _lock:
         for grad in grads:
             clip = _clips[grad] if grad in _clips else None  # noqa: SIM401 (its get() has no types)
@@ -167,7 +167,7 @@ def first_limit(grads: Iterable[Tensor]) -> float | None:
 
 
 def was_clipped(norm: float, limit: float, scale: float) -> bool:
-    """Whether it is the norm that clipping scaled gradients to this limit leaves."""
+    """Whether gradients of this norm were clipped to this limit while they were scaled."""
     return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
 
 

@@ -151,7 +151,7 @@ def is_number(value: Any) -> bool:
 
 
 def are_two_numbers(value: Any) -> bool:
-    """Whether it is a pair of numbers, in any kind of list: configuration files have their own."""
+    """Whether the value is a pair of numbers; configuration libraries have lists of their own."""
     if isinstance(value, str | dict | set | Tensor):
         return False
     try:
@@ -161,7 +161,7 @@ def are_two_numbers(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether it is a bool, numpy's included, or the integer 0 or 1."""
+    """Whether the value is a bool (numpy's included) or the integer 0 or 1."""
     is_one = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
     return is_one and value in (0, 1)
 

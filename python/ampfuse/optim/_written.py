@@ -14,7 +14,7 @@ from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
 
 Writes = list[tuple[tuple[int, int], tuple[int, int]]]
-"""Of each call of the op what writes leave behind: of its parameters, and of its step counters."""
+"""For each call of the op: the writes to its parameters, and those to its step counters."""
 
 
 class WrittenParams:
