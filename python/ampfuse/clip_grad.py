@@ -132,7 +132,13 @@ def get_total_norm(
     tensors = _as_list(tensors)
     norm_type = float(norm_type)
     if _is_ours(tensors, norm_type):
-        total_norm = _measured_norm(tensors, norm_type)
+        try:
+            total_norm = _measured_norm(tensors, norm_type)
+        except ValueError:
+            if all(tensor.layout == torch.strided for tensor in tensors):
+                raise
+            # Sparse gradients: torch has a norm of theirs from some version on.
+            return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     elif norm_type == 2 and _have_several_meshes(tensors):
         total_norm = norm_of_shards(tensors)
     else:
