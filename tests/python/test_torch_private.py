@@ -1,0 +1,100 @@
+"""What this library uses of torch that has no promise to stay: each by name, where it is now."""
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import ampfuse
+import pytest
+import torch
+
+MODULES = {
+    "torch": ["_C", "_dynamo"],
+    "torch._C": ["_functorch", "_get_tracing_state", "_jit_get_schemas_for_operator"],
+    "torch._C._functorch": ["maybe_current_level"],
+    "torch._compile": ["_disable_dynamo"],
+    "torch._dynamo": ["mark_static_address"],
+    "torch._dynamo.utils": ["counters"],
+    "torch._guards": ["TracingContext"],
+    "torch._subclasses.fake_tensor": ["FakeTensor"],
+    "torch._subclasses.functional_tensor": ["FunctionalTensor"],
+    "torch.amp.grad_scaler": ["_refresh_per_optimizer_state"],
+    "torch.autograd.forward_ad": ["_current_level"],
+    "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
+    "torch.overrides": ["_get_current_function_mode_stack"],
+    "torch.utils._device": ["DeviceContext"],
+}
+PARAMETER = torch.nn.Parameter(torch.ones(1))
+OPTIMIZER = torch.optim.SGD([PARAMETER])
+# The scheduler has the optimizer's own step say that it was called.
+torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
+OPTIMIZER.step()
+OBJECTS: dict[Any, list[str]] = {
+    torch.amp.GradScaler("cpu"): [
+        "_check_inf_per_device",
+        "_check_scale_growth_tracker",
+        "_enabled",
+        "_get_scale_async",
+        "_growth_tracker",
+        "_lazy_init_scale_growth_tracker",
+        "_maybe_opt_step",
+        "_per_optimizer_states",
+        "_scale",
+        "_unscale_grads_",
+    ],
+    OPTIMIZER: ["_opt_called", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"],
+    torch.nn.Module(): ["_buffers"],
+    PARAMETER: ["_values", "_version"],
+}
+# Looked up by torch where it is, and by nobody where it is not; and two of Python's own.
+OTHERS = {"_dynamo_marked_constant", "_getframe"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in MODULES.items() for name in names]
+)
+def test_module_has(module: str, name: str) -> None:
+    if module == "torch._C._functorch":  # no module that can be imported
+        assert hasattr(torch._C._functorch, name)
+    else:
+        assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        pytest.param(holder, name, id=f"{type(holder).__name__}-{name}")
+        for holder, names in OBJECTS.items()
+        for name in names
+    ],
+)
+def test_object_has(holder: Any, name: str) -> None:
+    assert hasattr(holder, name)
+
+
+def private_names_used() -> set[str]:
+    """Attributes with a leading underscore that ampfuse reads and does not itself define."""
+    used, own = set(), set()
+    for file in Path(ampfuse.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Attribute(value=value, attr=name, ctx=context):
+                    if isinstance(context, ast.Store) and ast.unparse(value) == "self":
+                        own.add(name)
+                    used.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    own.add(name)
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    own.add(name)
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    own.add(name)
+                case ast.ImportFrom(module=str(module), names=names):
+                    if module.startswith("torch"):
+                        used.update(alias.name for alias in names)
+    return {name for name in used - own if name.startswith("_") and not name.startswith("__")}
+
+
+def test_everything_private_is_listed_here() -> None:
+    listed = {name for names in [*MODULES.values(), *OBJECTS.values()] for name in names}
+    assert private_names_used() - listed - OTHERS == set()
