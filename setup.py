@@ -3,8 +3,8 @@
 torch is not a build requirement in pyproject.toml: an isolated build would fetch a second torch,
 and a library built against that one would not load into yours. Hence --no-build-isolation.
 
-Environment: AMPFUSE_WITH_CUDA (AUTO, ON, OFF), TORCH_CUDA_ARCH_LIST, CMAKE_ARGS, CMAKE_BUILD_TYPE
-(Release), AMPFUSE_BUILD_DIR (build/ in place, else build/wheel/).
+Environment: AMPFUSE_WITH_CUDA (AUTO, ON, OFF), TORCH_CUDA_ARCH_LIST, AMPFUSE_FETCH_NVCC (OFF, ON),
+CMAKE_ARGS, CMAKE_BUILD_TYPE (Release), AMPFUSE_BUILD_DIR (build/ in place, else build/wheel/).
 """
 
 import importlib
@@ -21,6 +21,7 @@ import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).resolve().parent
 
@@ -86,6 +87,15 @@ def torch_archs() -> str:
     return getattr(torch._C, "_cuda_getArchFlags", str)() or ""
 
 
+class TorchInVersion(egg_info):
+    """A wheel says in its name which torch it is for: ampfuse-0.1.0+torch2.11-….whl."""
+
+    def finalize_options(self) -> None:
+        if "sdist" not in self.distribution.commands:
+            self.tag_build = f"+torch{torch_minor}"
+        super().finalize_options()
+
+
 class FreshBuild(build_py):
     """Starts from nothing: what the sources no longer hold must not stay from an earlier wheel."""
 
@@ -107,12 +117,14 @@ class CMakeBuild(build_ext):
         build = Path(os.environ.get("AMPFUSE_BUILD_DIR", default_build))
         configure = [
             *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"--log-level={'STATUS' if self.verbose else 'NOTICE'}",
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
             f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
             f"-DAMPFUSE_TORCH_ARCHS={torch_archs()}",
             f"-DAMPFUSE_NVIDIA_PACKAGES={nvidia_packages()}",
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
+            f"-DAMPFUSE_FETCH_NVCC={os.environ.get('AMPFUSE_FETCH_NVCC', 'OFF')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DAMPFUSE_BUILD_PYTHON=ON",
             "-DAMPFUSE_BUILD_TESTS=OFF",
@@ -132,5 +144,5 @@ setup(
     install_requires=[f"torch=={torch_minor}.*"],
     # The one "extension" stands for everything CMake installs; setuptools never compiles it.
     ext_modules=[Extension("ampfuse._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuild, "egg_info": TorchInVersion},
 )

@@ -7,7 +7,11 @@ function(ampfuse_own_sources target)
   # Torch's headers take 6 s of a small file's 7, and 12 of one that has optimizers or autograd. So
   # eight files that read them once take a sixth of the time. Names in anonymous namespaces are
   # shared by the files of a batch, and must differ.
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ${AMPFUSE_UNITY} UNITY_BUILD_BATCH_SIZE 8)
+  set_target_properties(
+    ${target}
+    PROPERTIES UNITY_BUILD ${AMPFUSE_UNITY}
+               UNITY_BUILD_BATCH_SIZE 8
+               UNITY_BUILD_RELATIVE_PATHS ON)  # for ccache, to which other folders are others
   get_target_property(sources ${target} SOURCES)
   list(FILTER sources INCLUDE REGEX "\\.cu$")  # whose time is their own
   set_source_files_properties(${sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)

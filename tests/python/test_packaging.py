@@ -12,6 +12,7 @@ import ampfuse
 import pytest
 import torch
 from packaging_tools import (
+    PACKAGE,
     ROOT,
     SITE,
     EmptyEnvironment,
@@ -30,6 +31,12 @@ CHECK = """
 import ampfuse, torch
 norm = ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
 print(norm.item(), ampfuse.has_cuda(), ampfuse.__file__)
+"""
+
+AS_ON_A_GPU = """
+import ampfuse, torch
+op = torch.ops.ampfuse.multi_tensor_norm.default
+op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), [torch.ones(2)], 2.0)
 """
 
 
@@ -79,8 +86,10 @@ def test_cpu_build_with_a_cuda_torch_passes_the_cpu_tests(
     empty.pip_install(".", cwd=checkout, **found_again(checkout))
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
     assert out.startswith("5.0 False " + str(empty.site))
+    with pytest.raises(AssertionError, match=r"ampfuse::multi_tensor_norm: .* no CUDA kernels\. "):
+        run(empty.python, "-c", AS_ON_A_GPU, cwd=tmp_path, env=environment())
 
-    files = sorted((ROOT / "tests" / "python").glob("test_multi_tensor_*.py"))
+    files = sorted((ROOT / "tests" / "python").glob("test_multi_tensor_unscale*.py"))
     command = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-c", "/dev/null")
     markers = ("-W", "ignore::pytest.PytestUnknownMarkWarning")
     out = run(
@@ -99,11 +108,12 @@ def test_wheel_has_the_library_the_headers_and_the_cmake_package_once(wheel: Pat
     assert not [name for name in names if "test" in name]
 
 
-def test_wheel_asks_for_the_torch_it_was_built_for(wheel: Path) -> None:
+def test_wheel_names_the_torch_it_was_built_for_and_asks_for_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
         metadata = archive.read(name).decode()
     minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"+torch{minor}-cp" in wheel.name
     assert f"Requires-Dist: torch=={minor}.*\n" in metadata
 
 
@@ -171,7 +181,7 @@ def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path) -> None
 
 def copy_of_package(folder: Path) -> Path:
     package = folder / "ampfuse"
-    shutil.copytree(ROOT / "python" / "ampfuse", package)
+    shutil.copytree(PACKAGE, package)
     return package
 
 
@@ -235,8 +245,7 @@ def test_find_package_without_torch_is_a_matter_for_its_caller(tmp_path: Path) -
 
 
 def test_cpp_program_links_the_library_built_in_place_without_naming_torch(tmp_path: Path) -> None:
-    package = ROOT / "python" / "ampfuse"
-    assert "norm" in build_and_run_consumer(tmp_path, str(package))
+    assert "norm" in build_and_run_consumer(tmp_path, str(PACKAGE))
 
 
 def test_unbuilt_checkout_says_how_to_build(tmp_path: Path) -> None:
