@@ -1,0 +1,228 @@
+"""Trains a small language model in float32, with torch.amp and with ampfuse, and compares.
+
+    python examples/demo.py [--precision bfloat16|float16] [--steps 40] [--out demo.png]
+
+There are two programs: language_model/train_torch.py and language_model/train_ampfuse.py. The first
+runs three times: in float32, with torch.amp, and with torch.amp under `python -m ampfuse`, which
+puts ampfuse's parts in the place of torch's. All runs have the same seed and the same batches.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+PROGRAMS = Path(__file__).parent / "language_model"
+PARTS = {"forward": "#c3ccd4", "loss": "#d9542b", "backward": "#5b7c99", "optimizer": "#e6b450"}
+LINES: dict[str, dict[str, Any]] = {
+    "float32": {"color": "#a8b3bd"},
+    "torch.amp": {"color": "#5b7c99"},
+    "python -m ampfuse": {"color": "#e6b450"},
+    "ampfuse": {"color": "#d9542b"},
+}
+AVERAGED = 5  # losses of single batches jump
+LEARNED = 7.5  # the model starts at 11; one that knows how frequent words are is at 6.5
+
+
+def commands(precision: str) -> dict[str, list[str]]:
+    """What Python is started with for each run."""
+    plain, ours = (str(PROGRAMS / name) for name in ("train_torch.py", "train_ampfuse.py"))
+    return {
+        "float32": [plain, "--precision", "float32"],
+        "torch.amp": [plain, "--precision", precision],
+        "python -m ampfuse": ["-m", "ampfuse", "--quiet", plain, "--precision", precision],
+        "ampfuse": [ours, "--precision", precision],
+    }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run measured of itself."""
+
+    logits: list[int]  # their shape
+    losses: list[float]
+    ends: list[float]  # of steps, in seconds since the first began
+    seconds: float  # of a step
+    seconds_of: dict[str, float]  # of a step's parts
+    bytes_of: dict[str, int]  # at most, over what there was before the model
+
+    @property
+    def peak_bytes(self) -> int:
+        """At most, in any part."""
+        return max(self.bytes_of.values())
+
+    @property
+    def loss(self) -> float:
+        """At the end."""
+        last = self.losses[-AVERAGED:]
+        return sum(last) / len(last)
+
+
+def products_take(dtype: torch.dtype) -> float:
+    """Seconds of a product as in the backward pass of the last layer."""
+    left, right = torch.ones(64, 4096, dtype=dtype), torch.ones(4096, 128, dtype=dtype)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def sequences_for(device: str, precision: str) -> int:
+    """As much work in a step as is done in two minutes: less where torch's products are slow."""
+    if device != "cpu":
+        return 64
+    slow = products_take(getattr(torch, precision)) > 8 * products_take(torch.float32)
+    return 1 if slow else 16
+
+
+def run(command: list[str], after_step: Callable[[], None]) -> Figures:
+    """Run one program, in a process of its own, whose memory is nobody else's."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        program = subprocess.Popen(
+            [sys.executable, *command, "--report", str(report)], stdout=subprocess.PIPE, text=True
+        )
+        assert program.stdout is not None
+        for line in program.stdout:
+            if line.startswith("step "):
+                after_step()
+        if program.wait() != 0:
+            sys.exit(f"{' '.join(command)} failed: see above")
+        return Figures(**json.loads(report.read_text()))
+
+
+def table(results: dict[str, Figures], title: str) -> Table:
+    """A row for each run."""
+    drawn = Table(title=title)
+    drawn.add_column("run")
+    for heading in ("s per step", "× torch.amp", "peak MiB", "loss"):
+        drawn.add_column(heading, justify="right")
+    reference = results["torch.amp"].seconds
+    for name, figures in results.items():
+        drawn.add_row(
+            name,
+            f"{figures.seconds:.3f}",
+            f"{reference / figures.seconds:.2f}",
+            f"{figures.peak_bytes / 2**20:.0f}",
+            f"{figures.losses[0]:.2f} → {figures.loss:.2f}",
+        )
+    return drawn
+
+
+def gain(results: dict[str, Figures], precision: str) -> str:
+    """What was gained here and why."""
+    float32, torch_amp, patched, ours = results.values()
+    rows, classes = ours.logits
+    faster = torch_amp.seconds / ours.seconds
+    memory = ours.peak_bytes / torch_amp.peak_bytes
+    sentences = [
+        f"ampfuse trains {faster:.1f} times as fast as torch.amp here, in {memory:.0%} of its "
+        f"memory: it multiplies the last layer and takes the loss a few rows at a time, so that "
+        f"the {rows} × {classes} logits ({rows * classes / 2**18:.0f} MiB in float32) and their "
+        f"gradient are never all there. The unchanged program under python -m ampfuse is "
+        f"{torch_amp.seconds / patched.seconds:.1f} times as fast, in "
+        f"{patched.peak_bytes / torch_amp.peak_bytes:.0%} of the memory."
+    ]
+    if torch_amp.seconds > 1.1 * float32.seconds:
+        sentences.append(
+            f"This machine is slow at torch's products in {precision}: torch.amp takes "
+            f"{torch_amp.seconds / float32.seconds:.1f} times as long as float32."
+        )
+    if ours.seconds > 1.1 * float32.seconds:
+        sentences.append(
+            f"So mixed precision saves memory here, and no time: ampfuse takes "
+            f"{ours.seconds / float32.seconds:.1f} times as long as float32."
+        )
+    return " ".join(sentences)
+
+
+def plot(path: Path, results: dict[str, Figures], title: str) -> None:
+    """Draw the losses over time, and a step's time and memory by part."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplot_mosaic([["loss", "time"], ["loss", "memory"]], width_ratios=[5, 6])
+    for name, figures in results.items():
+        count = range(len(figures.losses))
+        windows = [figures.losses[max(0, i - AVERAGED + 1) : i + 1] for i in count]
+        means = [sum(window) / len(window) for window in windows]
+        axes["loss"].plot(figures.ends, means, label=name, linewidth=2, **LINES[name])
+    axes["loss"].set(xlabel="seconds", ylabel="loss", title="loss over time")
+    axes["loss"].legend(frameon=False)
+
+    rows = range(len(results))
+    height = 0.8 / len(PARTS)
+    left = [0.0] * len(results)
+    for index, (part, color) in enumerate(PARTS.items()):
+        seconds = [figures.seconds_of[part] for figures in results.values()]
+        axes["time"].barh(rows, seconds, 0.6, left, color=color, label=part)
+        left = [sum(pair) for pair in zip(left, seconds, strict=True)]
+        peaks = [figures.bytes_of[part] / 2**20 for figures in results.values()]
+        places = [row - 0.4 + (index + 0.5) * height for row in rows]
+        axes["memory"].barh(places, peaks, height, color=color)
+    axes["time"].set(title="seconds of a step")
+    axes["time"].legend(frameon=False, ncols=len(PARTS), fontsize="small")
+    axes["time"].set_ylim(len(results) - 0.5, -1.1)
+    axes["memory"].set(title="most memory in each part, MiB")
+    axes["memory"].invert_yaxis()
+    for name in ("time", "memory"):
+        axes[name].set_yticks(rows, list(results))
+    for each in axes.values():
+        each.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    """Run the programs; 1 when one of them did not learn."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description="Train in float32, with torch.amp, with ampfuse.")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--precision", choices=["bfloat16", "float16"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--sequences", type=int, help="of 64 words, in a step")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture")
+    given = parser.parse_args()
+    if given.steps < 2:
+        parser.error(f"--steps: at least 2, got {given.steps}")
+    precision = given.precision or ("bfloat16" if given.device == "cpu" else "float16")
+    sequences = given.sequences or sequences_for(given.device, precision)
+
+    console = Console()
+    options = ["--device", given.device, "--steps", str(given.steps)]
+    options += ["--sequences", str(sequences)]
+    columns = (TextColumn("{task.description:18}"), BarColumn(), TimeElapsedColumn())
+    results: dict[str, Figures] = {}
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=4 * given.steps)
+        for name, command in commands(precision).items():
+            progress.update(task, description=name)
+            results[name] = run([*command, *options], lambda: progress.advance(task))
+
+    rows, classes = results["ampfuse"].logits
+    title = f"{given.steps} steps of {rows} words out of {classes}, {precision}, {given.device}"
+    console.print(table(results, title))
+    console.print(gain(results, precision))
+    plot(given.out, results, title)
+    console.print(f"wrote {given.out}")
+    poor = [name for name, figures in results.items() if figures.loss > LEARNED]
+    if poor:
+        print(f"loss above {LEARNED} at the end: {', '.join(poor)}", file=sys.stderr)
+    return 1 if poor else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

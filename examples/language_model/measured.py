@@ -1,0 +1,120 @@
+"""What a training program is measured with: time and memory by part, and the losses over time."""
+
+import argparse
+import contextlib
+import json
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import text
+import torch
+from model import LENGTH, VOCABULARY
+from torch import Tensor
+
+MEASURED = 3  # steps at the end of a run in which the parts are measured
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The options of both programs."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--precision", default="float16" if on_gpu else "bfloat16")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} words, in a step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--report", type=Path, help="where the figures go, as JSON")
+    return parser.parse_args()
+
+
+class Measured:
+    """The batches of a run, and its figures."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._on_gpu = torch.device(options.device).type == "cuda"
+        self._text = text.words(VOCABULARY)
+        self._losses: list[Tensor] = []
+        self._ends: list[float] = []  # of steps, in seconds since the first began
+        self._seconds = defaultdict[str, list[float]](list)
+        self._peaks: dict[str, int] = {}
+        self._reset_peak()
+        self._before = self._peak()
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Words and targets of one step after the other, on the device."""
+        options = self._options
+        steps = options.steps + MEASURED
+        chosen = text.batches(self._text, steps, options.sequences, LENGTH)
+        self._start = time.perf_counter()
+        for words, targets in chosen:
+            yield words.to(options.device), targets.to(options.device)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the step; measured in the last steps alone, since that waits for a GPU."""
+        if len(self._ends) < self._options.steps:
+            yield
+            return
+        self._wait()
+        self._reset_peak()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self._seconds[name].append(time.perf_counter() - start)
+        self._peaks[name] = max(self._peak() - self._before, 0)
+
+    def ended_step(self, loss: Tensor) -> None:
+        """Keeps the loss, and says how far it is."""
+        self._losses.append(loss.detach())
+        done = len(self._losses)
+        if done <= self._options.steps:
+            if not self._on_gpu or done == self._options.steps:
+                self._wait()
+            self._ends.append(time.perf_counter() - self._start)
+            print(f"step {done} of {self._options.steps}", flush=True)
+
+    def report(self) -> None:
+        """Prints the figures, or writes them where `--report` says."""
+        losses = torch.stack(self._losses).tolist()[: self._options.steps]
+        steps = [b - a for a, b in zip(self._ends, self._ends[1:], strict=False)]
+        figures = {
+            "logits": [self._options.sequences * LENGTH, VOCABULARY],
+            "losses": losses,
+            "ends": self._ends,
+            "seconds": statistics.median(steps),
+            "seconds_of": {part: statistics.median(s) for part, s in self._seconds.items()},
+            "bytes_of": self._peaks,
+        }
+        if self._options.report:
+            self._options.report.write_text(json.dumps(figures))
+        else:
+            print(f"loss {losses[0]:.2f}, at the end {losses[-1]:.2f}")
+            print(f"{statistics.median(steps):.3f} s per step")
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _reset_peak(self) -> None:
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
+
+    def _peak(self) -> int:
+        """Bytes: of torch's tensors on a GPU, of the whole process on a CPU."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated()
+        try:
+            status = Path("/proc/self/status").read_text()
+            return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        except (OSError, IndexError):
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
