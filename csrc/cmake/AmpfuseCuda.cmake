@@ -1,24 +1,20 @@
 # Decides whether the CUDA kernels are built (AMPFUSE_CUDA) and for which architectures.
 #
+# AUTO builds them for the GPUs that are here, or for those that TORCH_CUDA_ARCH_LIST names, and stops
+# with what to do where it cannot. Without a GPU and without a list it builds none.
+#
 # nvcc is looked for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and among the
 # CUDA packages that pip installs: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
 
 set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders called nvidia, in which pip's CUDA packages are")
 set(AMPFUSE_TORCH_ARCHS "" CACHE STRING "What torch was built for, as torch._C._cuda_getArchFlags()")
+option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages where there is none of torch's CUDA" OFF)
 set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
-set(_ampfuse_refusal "")
 
-if(NOT AMPFUSE_WITH_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "AMPFUSE_WITH_CUDA: expected AUTO, ON or OFF, got ${AMPFUSE_WITH_CUDA}")
-elseif(AMPFUSE_WITH_CUDA STREQUAL "OFF")
-  set(_ampfuse_refusal "it was switched off")
-elseif(NOT AMPFUSE_TORCH_CUDA)
-  set(_ampfuse_refusal "torch ${AMPFUSE_TORCH_VERSION} is a CPU build")
-else()
-  # The first nvcc of torch's CUDA version, else the first of its major version, with which minor
-  # releases are compatible.
-  string(REGEX MATCH "^[0-9]+" AMPFUSE_CUDA_MAJOR "${AMPFUSE_TORCH_CUDA}")
+# Sets AMPFUSE_NVCC and AMPFUSE_CUDA_VERSION to the first nvcc of torch's CUDA version, else to the
+# first of its major version, with which minor releases are compatible. _ampfuse_seen lists all.
+macro(_ampfuse_find_nvcc)
   get_filename_component(_ampfuse_chosen "${CMAKE_CUDA_COMPILER}" DIRECTORY)
   get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
   find_program(_ampfuse_on_path nvcc NO_CACHE)
@@ -46,10 +42,61 @@ else()
       endif()
     endforeach()
   endforeach()
+  list(REMOVE_DUPLICATES _ampfuse_seen)
+endmacro()
+
+# --- Are kernels wanted? If not, _ampfuse_no_kernels says why. ------------------------------------
+
+set(_ampfuse_no_kernels "")
+set(_ampfuse_gpus "")
+find_program(_ampfuse_smi nvidia-smi NO_CACHE)
+if(_ampfuse_smi)
+  execute_process(COMMAND "${_ampfuse_smi}" --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE _ampfuse_text RESULT_VARIABLE _ampfuse_failed ERROR_QUIET)
+  if(_ampfuse_failed EQUAL 0)  # else the text is an error, with numbers of versions in it
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" _ampfuse_gpus "${_ampfuse_text}")
+    list(REMOVE_DUPLICATES _ampfuse_gpus)
+  endif()
+endif()
+list(JOIN _ampfuse_gpus ", " _ampfuse_gpus_text)
+
+if(NOT AMPFUSE_WITH_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "AMPFUSE_WITH_CUDA: expected AUTO, ON or OFF, got ${AMPFUSE_WITH_CUDA}")
+elseif(AMPFUSE_WITH_CUDA STREQUAL "OFF")
+  set(_ampfuse_no_kernels "it was switched off")
+elseif(NOT AMPFUSE_TORCH_CUDA AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
+  set(_ampfuse_no_kernels "torch ${AMPFUSE_TORCH_VERSION} is a CPU build")
+elseif(AMPFUSE_WITH_CUDA STREQUAL "ON")
+  set(_ampfuse_because "AMPFUSE_WITH_CUDA is ON")
+elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
+  set(_ampfuse_because "TORCH_CUDA_ARCH_LIST is $ENV{TORCH_CUDA_ARCH_LIST}")
+elseif(CMAKE_CUDA_ARCHITECTURES)
+  set(_ampfuse_because "CMAKE_CUDA_ARCHITECTURES is ${CMAKE_CUDA_ARCHITECTURES}")
+elseif(_ampfuse_gpus)
+  set(_ampfuse_because "there is a GPU here, of compute capability ${_ampfuse_gpus_text}")
+else()
+  set(_ampfuse_no_kernels "there is no GPU here, and TORCH_CUDA_ARCH_LIST names none")
+endif()
+
+# --- If so, with which nvcc? If there is none, _ampfuse_refusal says why. -------------------------
+
+set(_ampfuse_refusal "")
+if(_ampfuse_no_kernels)
+  set(_ampfuse_refusal "${_ampfuse_no_kernels}")
+elseif(NOT AMPFUSE_TORCH_CUDA)
+  set(_ampfuse_refusal "torch ${AMPFUSE_TORCH_VERSION} is a CPU build")
+else()
+  string(REGEX MATCH "^[0-9]+" AMPFUSE_CUDA_MAJOR "${AMPFUSE_TORCH_CUDA}")
+  _ampfuse_find_nvcc()
+  if(NOT AMPFUSE_CUDA_VERSION AND AMPFUSE_FETCH_NVCC)
+    find_package(Python REQUIRED COMPONENTS Interpreter)
+    execute_process(COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/fetch_nvcc.py
+                            ${AMPFUSE_TORCH_CUDA} COMMAND_ERROR_IS_FATAL ANY)
+    _ampfuse_find_nvcc()
+  endif()
   if(NOT _ampfuse_seen)
     set(_ampfuse_refusal "no nvcc was found")
   elseif(NOT AMPFUSE_CUDA_VERSION)
-    list(REMOVE_DUPLICATES _ampfuse_seen)
     list(JOIN _ampfuse_seen ", " _ampfuse_seen)
     set(_ampfuse_refusal
         "torch ${AMPFUSE_TORCH_VERSION} is built for CUDA ${AMPFUSE_TORCH_CUDA}, but ${_ampfuse_seen}")
@@ -60,6 +107,8 @@ endif()
 
 if(NOT _ampfuse_refusal)
   include(AmpfuseCudaArchitectures)
+endif()
+if(NOT _ampfuse_refusal)
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
   if(NOT EXISTS "${_ampfuse_toolkit}/lib64" AND EXISTS "${_ampfuse_toolkit}/lib")
@@ -93,11 +142,21 @@ endif()
 
 if(NOT _ampfuse_refusal)
   set(AMPFUSE_CUDA ON)
-  message(STATUS "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
+  message(NOTICE "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
                  "(torch ${AMPFUSE_TORCH_VERSION}, CUDA ${AMPFUSE_TORCH_CUDA})")
-elseif(AMPFUSE_WITH_CUDA STREQUAL "ON")
-  message(FATAL_ERROR "ampfuse: AMPFUSE_WITH_CUDA is ON, but ${_ampfuse_refusal}.")
-else()
+elseif(_ampfuse_no_kernels)
   set(AMPFUSE_CUDA_VERSION "")
-  message(STATUS "ampfuse: no CUDA kernels: ${_ampfuse_refusal} (torch ${AMPFUSE_TORCH_VERSION})")
+  message(NOTICE "ampfuse: no CUDA kernels: ${_ampfuse_refusal}")
+else()
+  set(_ampfuse_remedies "")
+  if(AMPFUSE_CUDA_MAJOR GREATER_EQUAL 13 AND NOT AMPFUSE_FETCH_NVCC)
+    string(APPEND _ampfuse_remedies "\n  - have nvcc fetched from Python packages: AMPFUSE_FETCH_NVCC=ON")
+  endif()
+  if(AMPFUSE_TORCH_CUDA)
+    string(APPEND _ampfuse_remedies "\n  - install the toolkit of CUDA ${AMPFUSE_TORCH_CUDA}; "
+                                    "CUDA_HOME says where it is")
+  endif()
+  string(APPEND _ampfuse_remedies "\n  - leave the kernels out: AMPFUSE_WITH_CUDA=OFF")
+  message(FATAL_ERROR "ampfuse: CUDA kernels are wanted, since ${_ampfuse_because}, but "
+                      "${_ampfuse_refusal}. Do one of these, and build again:${_ampfuse_remedies}")
 endif()

@@ -1,6 +1,7 @@
 # Sets CMAKE_CUDA_ARCHITECTURES: from TORCH_CUDA_ARCH_LIST ("8.0 9.0+PTX"), else as it was given, else
-# from what torch was built for. CMake wants 80-real for machine code alone and 90 for machine code
-# and PTX. Not cached: the next configuration decides anew.
+# for the GPUs that are here, and where there are none for what torch was built for. CMake wants
+# 80-real for machine code alone and 90 for machine code and PTX. Not cached: the next configuration
+# decides anew.
 
 execute_process(COMMAND "${AMPFUSE_NVCC}" --list-gpu-arch OUTPUT_VARIABLE _ampfuse_text)
 string(REGEX MATCHALL "[0-9]+" _ampfuse_compilable "${_ampfuse_text}")
@@ -25,6 +26,21 @@ if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQU
     endif()
     list(APPEND _ampfuse_wanted "${_ampfuse_number}${_ampfuse_kind}")
   endforeach()
+  set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}")
+elseif(NOT CMAKE_CUDA_ARCHITECTURES AND _ampfuse_gpus)
+  set(_ampfuse_wanted "")
+  foreach(_ampfuse_arch IN LISTS _ampfuse_gpus)
+    string(REPLACE "." "" _ampfuse_number "${_ampfuse_arch}")
+    if(_ampfuse_number IN_LIST _ampfuse_compilable)
+      list(APPEND _ampfuse_wanted "${_ampfuse_number}-real")
+    else()
+      message(NOTICE "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} does not compile for the GPU of compute "
+                     "capability ${_ampfuse_arch} that is here")
+    endif()
+  endforeach()
+  if(NOT _ampfuse_wanted)
+    set(_ampfuse_refusal "CUDA ${AMPFUSE_CUDA_VERSION} does not compile for it")
+  endif()
   set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}")
 elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   string(REGEX MATCHALL "[0-9]+" _ampfuse_archs "${AMPFUSE_TORCH_ARCHS}")

@@ -1,6 +1,6 @@
 """What the packaging tests need: a second checkout to build in, and an environment to install into.
 
-The second checkout is kept in build/packaging from run to run, so that only the first run compiles.
+The second checkout stays in the build folder from run to run, so that only the first run compiles.
 """
 
 import os
@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import ampfuse
 import torch
 
 # This interpreter's cmake and ninja, also where its environment is not active.
@@ -17,6 +18,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(torch.__file__).parents[1]
+PACKAGE = Path(ampfuse.__file__).parent
 
 
 def find_tool(name: str) -> str | None:
@@ -41,7 +43,7 @@ def run(*command: str | Path, **options: object) -> str:
 
 def second_checkout() -> Path:
     """The sources of this checkout, copied where they differ, times kept for ninja's sake."""
-    copy = ROOT / "build" / "packaging"
+    copy = Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging"))
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in listed.splitlines():
         source, target = ROOT / name, copy / name

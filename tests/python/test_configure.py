@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,25 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 TORCH = Path(torch.__file__).parent
 
 
-def configure(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def configure(
+    folder: Path, *options: str, gpus: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run CMake on a machine with GPUs of these compute capabilities, a line each."""
+    smi = folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir(exist_ok=True)
+    # Without a GPU the real one fails, and its error may hold numbers of versions.
+    answer = f"printf '{gpus}\\n'" if gpus else "echo 'NVML library version: 535.18'; exit 6"
+    smi.write_text(f"#!/bin/sh\n{answer}\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{os.environ['PATH']}"
+    variables = {"PATH": path, "TORCH_CUDA_ARCH_LIST": "", **variables}
     command = ["cmake", "-S", str(ROOT), "-B", str(folder / "build"), "-G", "Ninja", *options]
     return subprocess.run(command, text=True, capture_output=True, env=environment(**variables))
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """The error output, which CMake breaks into lines of its own."""
+    return " ".join(done.stderr.split())
 
 
 def pretend_torch(folder: Path, cuda: str) -> str:
@@ -38,35 +55,97 @@ def test_on_without_nvcc_fails_and_says_so(tmp_path: Path) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
     done = configure(tmp_path, *options, CUDA_HOME="")
     assert done.returncode != 0
-    assert "AMPFUSE_WITH_CUDA is ON, but no nvcc was found" in done.stderr
+    message = said(done)
+    assert "since AMPFUSE_WITH_CUDA is ON, but no nvcc was found" in message
 
 
 def test_on_with_a_torch_without_cuda_fails_and_says_so(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "None"))
     assert done.returncode != 0
-    assert "torch 2.11.0 is a CPU build" in done.stderr
+    assert "torch 2.11.0 is a CPU build" in said(done)
 
 
 @needs_nvcc
 def test_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'99.1'"))
     assert done.returncode != 0
-    message = " ".join(done.stderr.split())
+    message = said(done)
     assert "torch 2.11.0 is built for CUDA 99.1, but" in message
     assert "nvcc is of CUDA" in message
 
 
 def test_auto_goes_on_without_cuda_and_says_why(tmp_path: Path) -> None:
-    done = configure(tmp_path, pretend_torch(tmp_path, "None"))
+    done = configure(tmp_path, pretend_torch(tmp_path, "None"), gpus="9.0")
     assert done.returncode == 0, done.stderr
-    assert "ampfuse: no CUDA kernels: torch 2.11.0 is a CPU build" in done.stdout
+    assert "ampfuse: no CUDA kernels: torch 2.11.0 is a CPU build" in done.stderr
+
+
+def test_auto_builds_none_where_there_is_no_gpu(tmp_path: Path) -> None:
+    done = configure(tmp_path, pretend_torch(tmp_path, "'13.0'"))
+    assert done.returncode == 0, done.stderr
+    why = "there is no GPU here, and TORCH_CUDA_ARCH_LIST names none"
+    assert f"ampfuse: no CUDA kernels: {why}\n" in done.stderr
+
+
+@needs_nvcc
+def test_auto_builds_for_the_gpus_that_are_here(tmp_path: Path) -> None:
+    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="9.0\\n8.6\\n9.0")
+    assert done.returncode == 0, done.stderr
+    assert "kernels for 90-real;86-real (" in done.stderr
+
+
+@needs_nvcc
+def test_gpus_too_old_for_this_cuda_are_named_and_left_out(tmp_path: Path) -> None:
+    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="5.2\\n9.0")
+    assert done.returncode == 0, done.stderr
+    assert "does not compile for the GPU of compute capability 5.2" in said(done)
+    assert "kernels for 90-real (" in done.stderr
+    (tmp_path / "build" / "CMakeCache.txt").unlink()
+    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="5.2")
+    assert done.returncode != 0
+    assert "since there is a GPU here, of compute capability 5.2" in said(done)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "archs", "because"),
+    [
+        ("9.0", "", "there is a GPU here, of compute capability 9.0"),
+        ("", "8.6", "TORCH_CUDA_ARCH_LIST is 8.6"),
+    ],
+)
+def test_auto_without_nvcc_stops_and_says_what_to_do(
+    tmp_path: Path, gpus: str, archs: str, because: str
+) -> None:
+    options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
+    done = configure(tmp_path, *options, gpus=gpus, CUDA_HOME="", TORCH_CUDA_ARCH_LIST=archs)
+    assert done.returncode != 0
+    message = said(done)
+    assert f"CUDA kernels are wanted, since {because}, but no nvcc was found" in message
+    assert "have nvcc fetched from Python packages: AMPFUSE_FETCH_NVCC=ON" in message
+    assert "install the toolkit of CUDA 13.0" in message
+    assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in message
+
+
+def test_nvcc_is_fetched_where_that_is_asked_for(tmp_path: Path) -> None:
+    # An interpreter in place of Python's, which leaves a trace.
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$1" in *fetch_nvcc.py) echo "$2" > {tmp_path}/asked; '
+        f'exit 1;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc(), "-DAMPFUSE_FETCH_NVCC=ON"]
+    options += [f"-DPython_EXECUTABLE={python}"]
+    done = configure(tmp_path, *options, gpus="9.0", CUDA_HOME="")
+    assert done.returncode != 0
+    assert (tmp_path / "asked").read_text() == "13.0\n"
 
 
 def test_off_asks_for_no_toolkit(tmp_path: Path) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=OFF", f"-DAMPFUSE_TORCH_ROOT={TORCH}", without_nvcc()]
     done = configure(tmp_path, *options, CUDA_HOME="")
     assert done.returncode == 0, done.stderr
-    assert "ampfuse: no CUDA kernels: it was switched off" in done.stdout
+    assert "ampfuse: no CUDA kernels: it was switched off" in done.stderr
 
 
 @pytest.mark.parametrize("preset", ["dev", "release", "asan"])
@@ -97,7 +176,7 @@ def test_torch_cuda_arch_list_chooses_the_architectures(
 ) -> None:
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST=asked)
     assert done.returncode == 0, done.stderr
-    assert f"kernels for {got} (" in done.stdout
+    assert f"kernels for {got} (" in done.stderr
 
 
 @needs_nvcc
@@ -108,7 +187,7 @@ def test_torch_cuda_arch_list_chooses_the_architectures(
 def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str) -> None:
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST=asked)
     assert done.returncode != 0
-    assert answer in " ".join(done.stderr.split())
+    assert answer in said(done)
 
 
 @needs_nvcc
@@ -119,23 +198,23 @@ def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str
         ("", "75-real;80-real;86-real;90-real;100-real;120"),
     ],
 )
-def test_architectures_are_those_of_torch_by_default(
+def test_architectures_are_those_of_torch_where_no_gpu_is(
     tmp_path: Path, torch_archs: str, got: str
 ) -> None:
-    options = [f"-DAMPFUSE_TORCH_ROOT={TORCH}", f"-DAMPFUSE_TORCH_ARCHS={torch_archs}"]
-    done = configure(tmp_path, *options, TORCH_CUDA_ARCH_LIST="")
+    options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
+    done = configure(tmp_path, *options, f"-DAMPFUSE_TORCH_ARCHS={torch_archs}")
     assert done.returncode == 0, done.stderr
-    assert f"kernels for {got} (" in done.stdout
+    assert f"kernels for {got} (" in done.stderr
 
 
 @needs_nvcc
 def test_architectures_are_chosen_anew_each_time(tmp_path: Path) -> None:
-    torch_root = f"-DAMPFUSE_TORCH_ROOT={TORCH}"
-    configure(tmp_path, torch_root, TORCH_CUDA_ARCH_LIST="8.6")
-    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_80 sm_90", TORCH_CUDA_ARCH_LIST="")
-    assert "kernels for 80-real;90 (" in done.stdout
-    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_90 sm_100", TORCH_CUDA_ARCH_LIST="")
-    assert "kernels for 90-real;100 (" in done.stdout
+    options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
+    configure(tmp_path, *options, TORCH_CUDA_ARCH_LIST="8.6")
+    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_80 sm_90")
+    assert "kernels for 80-real;90 (" in done.stderr
+    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_90 sm_100")
+    assert "kernels for 90-real;100 (" in done.stderr
 
 
 @needs_nvcc
@@ -146,13 +225,14 @@ def test_nvcc_is_found_among_packages_of_another_environment(tmp_path: Path) -> 
     for name in toolkit.iterdir():
         (packages / "cu13" / name.name).symlink_to(name)
     options = [f"-DAMPFUSE_NVIDIA_PACKAGES={packages}", pretend_torch(tmp_path, "'13.0'")]
-    done = configure(tmp_path, *options, without_nvcc(), CUDA_HOME="")
+    done = configure(tmp_path, *options, without_nvcc(), gpus="9.0", CUDA_HOME="")
     assert done.returncode == 0, done.stderr
-    assert "ampfuse: CUDA 13.0 kernels" in done.stdout
+    assert "ampfuse: CUDA 13.0 kernels" in done.stderr
 
 
 @needs_nvcc
 def test_flags_of_the_user_reach_the_compiler(tmp_path: Path) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", CUDAFLAGS="-DFROM_THE_USER")
+    torch_root = f"-DAMPFUSE_TORCH_ROOT={TORCH}"
+    done = configure(tmp_path, torch_root, gpus="9.0", CUDAFLAGS="-DFROM_THE_USER")
     assert done.returncode == 0, done.stderr
     assert "-DFROM_THE_USER" in (tmp_path / "build" / "build.ninja").read_text()

@@ -33,6 +33,6 @@ def test_catch2_is_unpacked_where_there_is_no_environment_yet(
     apt_get.chmod(0o755)
     monkeypatch.setenv("PATH", f"{apt_get.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(environment, "SYSTEM_INCLUDES", [])
-    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(environment, "CATCH2", tmp_path / ".venv" / "catch2")
     environment.install_catch2()
     assert (tmp_path / ".venv" / "catch2" / "usr" / "include" / "catch2" / "catch.hpp").exists()

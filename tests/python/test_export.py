@@ -3,7 +3,7 @@
 import pytest
 import torch
 from export_model import Scored, batch, exported
-from packaging_tools import ROOT, environment, run
+from packaging_tools import PACKAGE, environment, run
 from torch.testing import assert_close
 
 MAIN = """
@@ -68,7 +68,7 @@ def test_a_package_runs_in_python_and_in_a_program_without_it(tmp_path, dtype):
 
     (tmp_path / "main.cpp").write_text(MAIN)
     (tmp_path / "CMakeLists.txt").write_text(CMAKE)
-    prefix = f"-DCMAKE_PREFIX_PATH={ROOT / 'python' / 'ampfuse'}"
+    prefix = f"-DCMAKE_PREFIX_PATH={PACKAGE}"
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", prefix)
     run("cmake", "--build", tmp_path / "build")
     name = str(dtype).removeprefix("torch.")

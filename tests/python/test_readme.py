@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging_tools import ROOT, environment, run
+from packaging_tools import PACKAGE, ROOT, environment, run
 
 
 def code_blocks(language: str) -> list[str]:
@@ -24,7 +24,7 @@ def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
     assert len(blocks) == 5
     script = tmp_path / "example.py"
     script.write_text(blocks[number])
-    package = environment(PYTHONPATH=str(ROOT / "python"))
+    package = environment(PYTHONPATH=str(PACKAGE.parent))
     assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == tensors
 
 
@@ -32,7 +32,7 @@ def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
 def test_cpp_quick_start_builds_and_runs(tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(code_block("cpp"))
     (tmp_path / "CMakeLists.txt").write_text(code_block("cmake"))
-    prefix = f"-DCMAKE_PREFIX_PATH={ROOT / 'python' / 'ampfuse'}"
+    prefix = f"-DCMAKE_PREFIX_PATH={PACKAGE}"
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", prefix)
     run("cmake", "--build", tmp_path / "build")
     assert "CPUFloatType" in run(tmp_path / "build" / "train", cwd=tmp_path, env=environment())

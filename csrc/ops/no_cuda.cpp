@@ -1,0 +1,28 @@
+// In a build without kernels for GPUs: what operators answer for tensors on one. torch's own error
+// would list every key of its dispatcher and not say what to do.
+#include "registration.h"
+
+namespace ampfuse {
+
+namespace {
+
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.schema().name(), ": this build of ampfuse has no CUDA kernels. Build it on a ",
+      "machine with a GPU, or set TORCH_CUDA_ARCH_LIST to the GPU's compute capability ",
+      "(\"9.0\"). `python -m ampfuse env` shows what was built");
+}
+
+}  // namespace
+
+AMPFUSE_KERNELS(CUDA, m) {
+  for (const char* const op :
+       {"cross_entropy_", "cross_entropy_backward", "cross_entropy_forward",
+        "cross_entropy_rescale_", "fused_adam", "fused_adam.write_back_grads",
+        "linear_cross_entropy_backward", "linear_cross_entropy_forward", "multi_tensor_clip",
+        "multi_tensor_norm", "multi_tensor_unscale", "multi_tensor_unscale_norm", "update_scale"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  }
+}
+
+}  // namespace ampfuse
