@@ -6,6 +6,7 @@
 #   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; make test compiles for 8.0 and 9.0 by default
 #   PYTHON=python3.12           the interpreter .venv is made from, when there is none yet
 
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 export TORCH ?=
 export VENV := .venv$(addprefix -,$(TORCH))
@@ -16,8 +17,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export AMPFUSE_FETCH_NVCC ?= ON
 export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
 export CTEST_PARALLEL_LEVEL ?= 2
-# Two processes, each with files of tests of its own, which share what a file makes once.
+# Two processes, each with files of tests of its own, which share what a file makes once. Threads of
+# theirs that spin while they wait would take the cores from each other: tests took twice as long.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
+test test-fast: export OMP_WAIT_POLICY ?= passive
 # What the packaging tests build, in a copy of this checkout, was compiled here before: of paths into
 # these folders ccache looks at what follows alone.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
@@ -39,7 +42,6 @@ GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
-.DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast bench wheel lint format build catch2 clean
 

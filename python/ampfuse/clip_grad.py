@@ -134,11 +134,13 @@ def get_total_norm(
     if _is_ours(tensors, norm_type):
         try:
             total_norm = _measured_norm(tensors, norm_type)
-        except ValueError:
+        except ValueError as error:
             if all(tensor.layout == torch.strided for tensor in tensors):
                 raise
-            # Sparse gradients: torch has a norm of theirs from some version on.
-            return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+            try:
+                return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+            except NotImplementedError:  # torch 2.11 has no norm of sparse tensors
+                raise error from None
     elif norm_type == 2 and _have_several_meshes(tensors):
         total_norm = norm_of_shards(tensors)
     else:

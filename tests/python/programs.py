@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-ENVIRONMENT = {**os.environ, "COLUMNS": "120", "PYTHONDONTWRITEBYTECODE": "1"}
+ENVIRONMENT = {**os.environ, "COLUMNS": "120"}
 
 
 class Programs:

@@ -1,7 +1,5 @@
 """clip_grad_norm_ and its parts where they leave torch's path, or the arguments are refused."""
 
-import re
-
 import ampfuse
 import pytest
 import torch
@@ -71,8 +69,8 @@ def test_sparse_gradient_has_a_norm_where_torch_gives_it_one(device):
     ours, theirs = sparse_gradient(device), sparse_gradient(device)
     try:
         expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
-    except NotImplementedError as error:  # torch 2.11
-        with pytest.raises(NotImplementedError, match=re.escape(str(error).splitlines()[0])):
+    except NotImplementedError:  # torch 2.11
+        with pytest.raises(ValueError, match=r"parameters\[0\].grad: expected a strided tensor"):
             ampfuse.clip_grad_norm_([ours], 1.0)
         return
 

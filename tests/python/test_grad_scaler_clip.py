@@ -168,15 +168,26 @@ def test_a_parameter_in_two_groups_is_clipped_as_after_unscale(device):
     torch.testing.assert_close(*results)
 
 
-def test_sparse_gradients_have_no_norm_to_clip_by():
-    """As with torch's clip_grad_norm_."""
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    scaler = ampfuse.GradScaler("cpu", 4.0)
+def sparse_gradient_scaled_by_4(scaler):
+    table = torch.nn.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, sparse=True)
     scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
-    optimizer = torch.optim.SparseAdam(table.parameters())
+    return table.weight, torch.optim.SparseAdam(table.parameters())
 
-    with pytest.raises(ValueError, match=r"parameters\[0\].grad: expected a strided tensor"):
-        scaler.clip_grad_norm_(optimizer, 0.5)
+
+def test_sparse_gradients_are_clipped_where_torch_gives_them_a_norm():
+    theirs, ours = torch.amp.GradScaler("cpu", 4.0), ampfuse.GradScaler("cpu", 4.0)
+    param, optimizer = sparse_gradient_scaled_by_4(theirs)
+    theirs.unscale_(optimizer)
+    our_param, our_optimizer = sparse_gradient_scaled_by_4(ours)
+    try:
+        norm = torch.nn.utils.clip_grad_norm_(param, 0.5)
+    except NotImplementedError:  # torch 2.11
+        with pytest.raises(ValueError, match=r"parameters\[0\].grad: expected a strided tensor"):
+            ours.clip_grad_norm_(our_optimizer, 0.5)
+        return
+
+    assert torch.equal(ours.clip_grad_norm_(our_optimizer, 0.5), norm)
+    torch.testing.assert_close(our_param.grad.to_dense(), param.grad.to_dense())
 
 
 @EVERY_LANGUAGE

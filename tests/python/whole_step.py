@@ -33,11 +33,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Returns logits; with `linear_loss` the loss itself, of which logits are never kept."""
 
-    def __init__(self, linear_loss=False, checkpointing=False):
+    def __init__(self, linear_loss=False, checkpointing=False, blocks=2):
         super().__init__()
         self.linear_loss, self.checkpointing = linear_loss, checkpointing
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
