@@ -27,9 +27,11 @@ export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export AMPFUSE_SECOND_CHECKOUT := $(CURDIR)/$(BUILD)/packaging
 BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel
 SOURCES := . $(BUILD)/packaging
-OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(BUILDS:%=$(CURDIR)/%/include)
+IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(name)))
+OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(IN_BUILDS)
 export CCACHE_BASEDIR := $(shell echo $(abspath $(OWN_FOLDERS)) | tr ' ' ':')
 export CCACHE_NOHASHDIR := 1
+export CCACHE_SLOPPINESS := pch_defines,time_macros
 BENCH_FLAGS ?= --quick
 # Tests of what is compiled once per instruction set run again as on a CPU without AVX-512. The
 # compiler is left out, whose own kernels crash when told of another CPU than it runs on.

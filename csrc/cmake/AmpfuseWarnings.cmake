@@ -3,18 +3,45 @@
 
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 
-function(ampfuse_own_sources target)
-  # Torch's headers take 6 s of a small file's 7, and 12 of one that has optimizers or autograd. So
-  # eight files that read them once take a sixth of the time. Names in anonymous namespaces are
-  # shared by the files of a batch, and must differ.
-  set_target_properties(
-    ${target}
-    PROPERTIES UNITY_BUILD ${AMPFUSE_UNITY}
-               UNITY_BUILD_BATCH_SIZE 8
-               UNITY_BUILD_RELATIVE_PATHS ON)  # for ccache, to which other folders are others
+# Replaces a target's C++ sources by files that include up to eight of them each. Torch's headers take
+# 6 s of a small file's 7, and 12 of one that has optimizers or autograd. Names in anonymous namespaces
+# are shared by the files of a batch, and must differ. CMake's own UNITY_BUILD includes by absolute
+# paths: for ccache the batches of another checkout would be other files.
+function(ampfuse_in_batches target)
   get_target_property(sources ${target} SOURCES)
-  list(FILTER sources INCLUDE REGEX "\\.cu$")  # whose time is their own
-  set_source_files_properties(${sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+  set(others "")
+  set(batched "")
+  foreach(source IN LISTS sources)
+    get_source_file_property(alone ${source} SKIP_UNITY_BUILD_INCLUSION)
+    if(source MATCHES "\\.cpp$" AND NOT alone)
+      list(APPEND batched ${source})
+    else()
+      list(APPEND others ${source})
+    endif()
+  endforeach()
+  list(LENGTH batched count)
+  math(EXPR batches "(${count} + 7) / 8")
+  math(EXPR size "(${count} + ${batches} - 1) / ${batches}")
+  set(folder ${PROJECT_BINARY_DIR}/batches)
+  foreach(number RANGE 1 ${batches})
+    math(EXPR start "(${number} - 1) * ${size}")
+    list(SUBLIST batched ${start} ${size} sources)
+    set(includes "")
+    foreach(source IN LISTS sources)
+      cmake_path(ABSOLUTE_PATH source)
+      file(RELATIVE_PATH source ${folder} ${source})
+      string(APPEND includes "#include \"${source}\"\n")
+    endforeach()
+    file(CONFIGURE OUTPUT ${folder}/${target}_${number}.cpp CONTENT "${includes}" @ONLY)
+    list(APPEND others ${folder}/${target}_${number}.cpp)
+  endforeach()
+  set_target_properties(${target} PROPERTIES SOURCES "${others}")
+endfunction()
+
+function(ampfuse_own_sources target)
+  if(AMPFUSE_UNITY)
+    ampfuse_in_batches(${target})
+  endif()
   # at::parallel_for is a header that runs serially, and says nothing, without -fopenmp.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${OpenMP_CXX_FLAGS}>)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>
