@@ -92,6 +92,7 @@ else()
     find_package(Python REQUIRED COMPONENTS Interpreter)
     execute_process(COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/fetch_nvcc.py
                             ${AMPFUSE_TORCH_CUDA} COMMAND_ERROR_IS_FATAL ANY)
+    list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # torch's may be elsewhere
     _ampfuse_find_nvcc()
   endif()
   if(NOT _ampfuse_seen)
