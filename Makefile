@@ -97,12 +97,13 @@ build: $(READY)  ## compile the library and install it into python/ampfuse
 ifeq ($(TORCH),)
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 else
-	@AMPFUSE_BUILD_DIR=$(BUILD) $(BIN)/python setup.py --quiet bdist_wheel --dist-dir $(BUILD)/dist
+	@rm -rf $(BUILD)/dist
+	@AMPFUSE_BUILD_DIR=$(BUILD) $(BIN)/python -W ignore setup.py --quiet bdist_wheel --dist-dir $(BUILD)/dist
 	@$(BIN)/python -m pip install --quiet --no-deps --no-index --force-reinstall $(BUILD)/dist/*.whl
 endif
 
 wheel: $(READY)  ## make a wheel in dist/, for this torch and this Python
-	@$(BIN)/python setup.py --quiet bdist_wheel --dist-dir dist
+	@$(BIN)/python -W ignore setup.py --quiet bdist_wheel --dist-dir dist
 	@ls dist
 
 clean:  ## remove what was built; environments stay
