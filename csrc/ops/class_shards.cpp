@@ -19,11 +19,14 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// Boxed, because torch changed the type of the group's name, a string, from str to Any.
+at::Tensor collective(const char* name, std::vector<c10::IValue> arguments) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(arguments);
+  return arguments.front().toTensor();  // the result has replaced them
+}
+
 at::Tensor finished(const at::Tensor& begun) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
-                             .typed<at::Tensor(const at::Tensor&)>();
-  return op.call(begun);
+  return collective("_c10d_functional::wait_tensor", {begun});
 }
 
 }  // namespace
@@ -59,12 +62,11 @@ at::Tensor targets_of_shard(const ClassShard& shard, const at::Tensor& targets,
 }
 
 at::Tensor gather(const ClassShard& shard, const at::Tensor& mine) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::all_gather_into_tensor", "")
-                             .typed<at::Tensor(const at::Tensor&, int64_t, std::string)>();
   std::vector<int64_t> shape = {shard.group_size};
   shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
-  return finished(op.call(mine, shard.group_size, shard.group)).view(shape);
+  const at::Tensor all =
+      collective("_c10d_functional::all_gather_into_tensor", {mine, shard.group_size, shard.group});
+  return finished(all).view(shape);
 }
 
 void Agreement::add(const char* name, double number) {
@@ -112,13 +114,10 @@ void Agreement::check(const ClassShard& shard, int64_t classes) const {
 }
 
 void ShardSums::begin(const ClassShard& shard, at::Tensor part, at::Tensor whole) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::all_reduce_", "")
-                             .typed<at::Tensor&(at::Tensor&, std::string, std::string)>();
   finish();
   part_ = std::move(part);
   whole_ = std::move(whole);
-  op.call(part_, "sum", shard.group);
+  collective("_c10d_functional::all_reduce_", {part_, "sum", shard.group});
 }
 
 void ShardSums::finish() {

@@ -135,11 +135,20 @@ AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
 Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
            std::unique_ptr<torch::optim::OptimizerOptions> defaults,
            std::optional<double> max_grad_norm)
-    : Optimizer(param_groups, std::move(defaults)), max_grad_norm(max_grad_norm) {
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
+      max_grad_norm(max_grad_norm) {
+  for (const auto& group : param_groups) add_param_group(group);
   optim::check_first(optim::checked_settings(this->defaults(), /*group=*/0));
   for (const auto& settings : checked_settings(param_groups_, max_grad_norm)) {
     optim::check_first(settings);
   }
+}
+
+void Adam::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  // torch 2.15 merges a group's options with the defaults, and only knows how to for its own
+  // classes of options: those of others are dropped.
+  if (group.has_options()) param_groups_.back().set_options(group.options().clone());
 }
 
 at::Tensor Adam::step(LossClosure closure) {

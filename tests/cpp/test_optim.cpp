@@ -179,6 +179,19 @@ TEST_CASE("groups step by their own options, which also say how weights decay") 
   check_same_bits(params, alone);
 }
 
+TEST_CASE("a group that is added keeps its own options") {
+  const auto params = parameters(torch::kCPU);
+  ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions(1e-3));
+  optimizer.add_param_group(
+      {{params[2]}, std::make_unique<ampfuse::AdamOptions>(ampfuse::AdamOptions(1e-1).eps(1e-6))});
+
+  const auto* options =
+      dynamic_cast<const ampfuse::AdamOptions*>(&optimizer.param_groups()[1].options());
+  REQUIRE(options != nullptr);
+  CHECK(options->lr() == 1e-1);
+  CHECK(options->eps() == 1e-6);
+}
+
 TEST_CASE("learning rates and weight decay may go below nothing, as torch's") {
   const auto params = parameters(torch::kCPU);
   const auto others = copies(params, torch::kDouble);

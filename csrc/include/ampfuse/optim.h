@@ -101,6 +101,10 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   explicit Adam(std::vector<at::Tensor> params, AdamOptions defaults = {})
       : Adam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
+  /// Adds a group, whose options, if it has any, are used as they are. Call it on an ampfuse::Adam:
+  /// torch's function of this name is not virtual, and drops the options in torch 2.15.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   /// Calls the closure, if there is one, with gradients enabled, and returns what it returned.
   at::Tensor step(LossClosure closure = nullptr) override;
 
