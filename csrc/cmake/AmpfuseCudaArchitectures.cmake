@@ -1,5 +1,5 @@
 # Sets CMAKE_CUDA_ARCHITECTURES: from TORCH_CUDA_ARCH_LIST ("8.0 9.0+PTX"), else as it was given, else
-# for the GPUs that are here, and where there are none for what torch was built for. CMake wants
+# for the GPUs that are here, and with AMPFUSE_WITH_CUDA=ON for all that torch was built for. CMake wants
 # 80-real for machine code alone and 90 for machine code and PTX. Not cached: the next configuration
 # decides anew.
 
@@ -27,7 +27,7 @@ if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQU
     list(APPEND _ampfuse_wanted "${_ampfuse_number}${_ampfuse_kind}")
   endforeach()
   set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}")
-elseif(NOT CMAKE_CUDA_ARCHITECTURES AND _ampfuse_gpus)
+elseif(NOT CMAKE_CUDA_ARCHITECTURES AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
   set(_ampfuse_wanted "")
   foreach(_ampfuse_arch IN LISTS _ampfuse_gpus)
     string(REPLACE "." "" _ampfuse_number "${_ampfuse_arch}")

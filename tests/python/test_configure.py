@@ -198,11 +198,12 @@ def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str
         ("", "75-real;80-real;86-real;90-real;100-real;120"),
     ],
 )
-def test_architectures_are_those_of_torch_where_no_gpu_is(
-    tmp_path: Path, torch_archs: str, got: str
+@pytest.mark.parametrize("gpus", ["", "8.6"])
+def test_on_builds_for_all_that_torch_serves_whatever_gpu_is_here(
+    tmp_path: Path, torch_archs: str, got: str, gpus: str
 ) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
-    done = configure(tmp_path, *options, f"-DAMPFUSE_TORCH_ARCHS={torch_archs}")
+    done = configure(tmp_path, *options, f"-DAMPFUSE_TORCH_ARCHS={torch_archs}", gpus=gpus)
     assert done.returncode == 0, done.stderr
     assert f"kernels for {got} (" in done.stderr
 
