@@ -31,7 +31,8 @@ IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(
 OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(IN_BUILDS)
 export CCACHE_BASEDIR := $(shell echo $(abspath $(OWN_FOLDERS)) | tr ' ' ':')
 export CCACHE_NOHASHDIR := 1
-export CCACHE_SLOPPINESS := pch_defines,time_macros
+# The precompiled header's source is as new as the configuration that wrote it, a moment before.
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 BENCH_FLAGS ?= --quick
 # Tests of what is compiled once per instruction set run again as on a CPU without AVX-512. The
 # compiler is left out, whose own kernels crash when told of another CPU than it runs on.
