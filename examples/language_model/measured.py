@@ -1,7 +1,8 @@
-"""What a training program is measured with: time and memory by part, and the losses over time."""
+"""Measures a training program: time and memory by part, and the loss over time."""
 
 import argparse
 import contextlib
+import itertools
 import json
 import resource
 import statistics
@@ -58,7 +59,7 @@ class Measured:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the step; measured in the last steps alone, since that waits for a GPU."""
+        """Measure a part of the step, in the last steps alone, since that waits for a GPU."""
         if len(self._ends) < self._options.steps:
             yield
             return
@@ -75,28 +76,27 @@ class Measured:
         self._losses.append(loss.detach())
         done = len(self._losses)
         if done <= self._options.steps:
-            if not self._on_gpu or done == self._options.steps:
-                self._wait()
+            self._wait()  # else a step's time would be what the host takes to start it
             self._ends.append(time.perf_counter() - self._start)
             print(f"step {done} of {self._options.steps}", flush=True)
 
     def report(self) -> None:
         """Prints the figures, or writes them where `--report` says."""
         losses = torch.stack(self._losses).tolist()[: self._options.steps]
-        steps = [b - a for a, b in zip(self._ends, self._ends[1:], strict=False)]
+        steps = [end - start for start, end in itertools.pairwise(self._ends)]
+        seconds = statistics.median(steps)
         figures = {
             "logits": [self._options.sequences * LENGTH, VOCABULARY],
             "losses": losses,
             "ends": self._ends,
-            "seconds": statistics.median(steps),
+            "seconds": seconds,
             "seconds_of": {part: statistics.median(s) for part, s in self._seconds.items()},
             "bytes_of": self._peaks,
         }
         if self._options.report:
             self._options.report.write_text(json.dumps(figures))
         else:
-            print(f"loss {losses[0]:.2f}, at the end {losses[-1]:.2f}")
-            print(f"{statistics.median(steps):.3f} s per step")
+            print(f"loss {losses[0]:.2f}, at the end {losses[-1]:.2f}; {seconds:.3f} s per step")
 
     def _wait(self) -> None:
         if self._on_gpu:
@@ -110,7 +110,7 @@ class Measured:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
 
     def _peak(self) -> int:
-        """Bytes: of torch's tensors on a GPU, of the whole process on a CPU."""
+        """The most bytes held: by torch's tensors on a GPU, by the whole process on a CPU."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated()
         try:

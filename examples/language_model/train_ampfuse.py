@@ -1,4 +1,4 @@
-"""Trains the language model with ampfuse: what differs from train_torch.py is marked.
+"""Trains the language model as train_torch.py does, with ampfuse.
 
 python train_ampfuse.py [--precision bfloat16|float16]
 """

@@ -1,7 +1,7 @@
 """Trains the language model as torch's tutorials do: autocast, GradScaler, clipping, AdamW.
 
 python train_torch.py [--precision float32|bfloat16|float16]
-python -m ampfuse train_torch.py     # the same program, with ampfuse in place of torch's parts
+python -m ampfuse train_torch.py     # the same program, whose optimizer and loss are ampfuse's
 """
 
 import torch
