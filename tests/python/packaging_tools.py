@@ -63,12 +63,16 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, **changes}
 
 
-def found_again(checkout: Path) -> dict[str, str]:
-    """What has ccache take a wheel's sources for those that `make build` compiled."""
+def found_again(build_dir: Path) -> dict[str, str]:
+    """The settings with which ccache finds what `make build` compiled.
+
+    The folder is as deep in its checkout as that of `make build`, since ccache makes paths
+    relative, and torch is not reached over a link.
+    """
+    torch_root = f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}"
     return {
-        # As deep as the folder of that build: ccache makes paths relative.
-        "AMPFUSE_BUILD_DIR": str(checkout / "wheel"),
-        "CMAKE_ARGS": "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
+        "AMPFUSE_BUILD_DIR": str(build_dir),
+        "CMAKE_ARGS": f"-DCMAKE_COMPILE_WARNING_AS_ERROR=ON {torch_root}",
     }
 
 

@@ -57,7 +57,7 @@ def empty(tmp_path: Path) -> EmptyEnvironment:
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", out)
-    env = environment(TORCH_CUDA_ARCH_LIST=ARCHITECTURES, **found_again(checkout))
+    env = environment(TORCH_CUDA_ARCH_LIST=ARCHITECTURES, **found_again(checkout / "wheel"))
     run(sys.executable, *command, cwd=checkout, env=env)
     return next(out.glob("ampfuse-*.whl"))
 
@@ -86,7 +86,7 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
 def test_cpu_build_with_a_cuda_torch_passes_the_cpu_tests(
     checkout: Path, empty: EmptyEnvironment, tmp_path: Path
 ) -> None:
-    empty.pip_install(".", cwd=checkout, **found_again(checkout))
+    empty.pip_install(".", cwd=checkout, **found_again(checkout / "wheel"))
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
     assert out.startswith("5.0 False " + str(empty.site))
     with pytest.raises(AssertionError, match=r"ampfuse::multi_tensor_norm: .* no CUDA kernels\. "):
@@ -163,7 +163,7 @@ def test_source_distribution_has_all_sources_and_configures(checkout: Path, tmp_
 def test_editable_install_runs_from_the_checkout(
     checkout: Path, empty: EmptyEnvironment, tmp_path: Path
 ) -> None:
-    empty.pip_install("-e", ".", cwd=checkout)
+    empty.pip_install("-e", ".", cwd=checkout, **found_again(checkout / "build"))
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
     assert out.split()[2].startswith(str(checkout))
 
