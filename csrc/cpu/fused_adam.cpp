@@ -79,7 +79,9 @@ void fused_adam_cpu(const FusedAdamArguments& arguments) {
 }  // namespace
 
 AMPFUSE_KERNELS(CPU, m) {
-  register_fused_adam<fused_adam_cpu>(m);
+  for (const char* overload : kFusedAdamOverloads) {
+    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_cpu>());
+  }
 }
 
 }  // namespace ampfuse

@@ -4,8 +4,7 @@
 
 #include <cmath>
 
-#include "../ops/cross_entropy_kernels.h"
-#include "../ops/registration.h"
+#include "../ops/cross_entropy.h"
 #include "cross_entropy_launch.h"
 #include "dispatch.h"
 #include "stream.h"
@@ -124,9 +123,5 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
 
 constexpr CrossEntropyKernels kCrossEntropyCuda = {weigh, forward, cross_entropy_backward_cuda,
                                                    cross_entropy_rescale_cuda};
-
-AMPFUSE_KERNELS(CUDA, m) {
-  register_cross_entropy<kCrossEntropyCuda>(m);
-}
 
 }  // namespace ampfuse

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "../ops/registration.h"
 #include "fused_adam_dispatch.h"
 #include "stream.h"
 
@@ -101,6 +100,8 @@ void launch_groups(const LaunchStream& stream, const FusedAdamArguments& argumen
   }
 }
 
+}  // namespace
+
 void fused_adam_cuda(const FusedAdamArguments& arguments) {
   if (arguments.count() == 0) return;
   const AdamTensors tensors(arguments);
@@ -114,12 +115,6 @@ void fused_adam_cuda(const FusedAdamArguments& arguments) {
   launch_groups<float>(stream, arguments, floats);
   launch_groups<double>(stream, arguments, doubles);
   tensors.write_back();
-}
-
-}  // namespace
-
-AMPFUSE_KERNELS(CUDA, m) {
-  register_fused_adam<fused_adam_cuda>(m);
 }
 
 }  // namespace ampfuse

@@ -1,8 +1,6 @@
 #include "multi_tensor_clip.cuh"
 
-#include "../ops/borrowed_list.h"
 #include "../ops/multi_tensor_clip.h"
-#include "../ops/registration.h"
 #include "elementwise_launch.h"
 #include "stream.h"
 
@@ -19,6 +17,8 @@ void clip(const LaunchStream& stream, const DenseRuns& dense, const norm_t* tota
   });
 }
 
+}  // namespace
+
 void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
   const DenseRuns dense("multi_tensor_clip", tensors, Complex::kAsReal, Use::kWrite);
   check_clip_norm(tensors, total_norm);
@@ -29,12 +29,6 @@ void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm
     clip(stream, dense, total_norm.const_data_ptr<float>(), max_norm);
   }
   dense.write_back();
-}
-
-}  // namespace
-
-AMPFUSE_KERNELS(CUDA, m) {
-  m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
 }
 
 }  // namespace ampfuse

@@ -1,12 +1,8 @@
 #include "multi_tensor_norm.cuh"
 
-#include "../ops/borrowed_list.h"
-#include "../ops/registration.h"
 #include "norm_launch.h"
 
 namespace ampfuse {
-
-namespace {
 
 NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
                                    std::optional<at::ScalarType> dtype) {
@@ -27,12 +23,6 @@ NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
                               /*clear_found_inf=*/true);
   });
   return outputs;
-}
-
-}  // namespace
-
-AMPFUSE_KERNELS(CUDA, m) {
-  m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
 }
 
 }  // namespace ampfuse

@@ -1,14 +1,10 @@
 #include "multi_tensor_unscale.cuh"
 
-#include "../ops/borrowed_list.h"
 #include "../ops/multi_tensor_unscale.h"
-#include "../ops/registration.h"
 #include "elementwise_launch.h"
 #include "norm_launch.h"
 
 namespace ampfuse {
-
-namespace {
 
 void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
@@ -47,13 +43,6 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
   });
   dense.write_back();
   return unscaled(outputs);
-}
-
-}  // namespace
-
-AMPFUSE_KERNELS(CUDA, m) {
-  m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());
-  m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cuda>());
 }
 
 }  // namespace ampfuse

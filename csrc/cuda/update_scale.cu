@@ -3,13 +3,10 @@
 #include <ATen/ops/amax.h>
 #include <ATen/ops/stack.h>
 
-#include "../ops/registration.h"
 #include "../ops/update_scale.h"
 #include "stream.h"
 
 namespace ampfuse {
-
-namespace {
 
 void update_scale_cuda(const UpdateScaleArguments& arguments) {
   std::vector<at::Tensor> found_infs;
@@ -22,12 +19,6 @@ void update_scale_cuda(const UpdateScaleArguments& arguments) {
   for (const at::Tensor& flag : found_infs)
     flags.flags[flags.count++] = flag.const_data_ptr<float>();
   stream.launch(update_scale_kernel, 1, flags, arguments.policy, arguments.memory());
-}
-
-}  // namespace
-
-AMPFUSE_KERNELS(CUDA, m) {
-  register_update_scale<update_scale_cuda>(m);
 }
 
 }  // namespace ampfuse

@@ -12,7 +12,9 @@ void fused_adam_meta(const FusedAdamArguments& arguments) {
 }  // namespace
 
 AMPFUSE_KERNELS(Meta, m) {
-  register_fused_adam<fused_adam_meta>(m);
+  for (const char* overload : kFusedAdamOverloads) {
+    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_meta>());
+  }
 }
 
 }  // namespace ampfuse

@@ -138,4 +138,25 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
 void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked,
                             const at::Tensor& grad_output);
 
+/// What a backend brings. The gradient, statistics and metrics are wanted where `outputs` has room
+/// for them; the gradient's room may be the logits' own, and of float logits it may be of 16 bits.
+struct CrossEntropyKernels {
+  /// Refuses targets that are no classes, now or later; what they weigh together, one double. Reads
+  /// no logits.
+  void (*weigh)(const CrossEntropyArguments& arguments, const at::Tensor& total);
+  void (*forward)(const CrossEntropyArguments& arguments,
+                  const std::optional<at::Tensor>& grad_scale,
+                  const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs);
+  void (*backward)(const CrossEntropyArguments& arguments, const at::Tensor& grad_output,
+                   const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
+  void (*rescale)(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output);
+  /// Whether the room of a gradient of 16 bits may be float logits' own, each row where its logits
+  /// begin.
+  bool narrows_in_place = false;
+};
+
+/// The backends.
+extern const CrossEntropyKernels kCrossEntropyCpu;
+extern const CrossEntropyKernels kCrossEntropyCuda;
+
 }  // namespace ampfuse

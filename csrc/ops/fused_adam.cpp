@@ -237,7 +237,9 @@ AMPFUSE_OPERATORS(m) {
 }
 
 AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
-  register_fused_adam<fused_adam_no_backend>(m);
+  for (const char* overload : kFusedAdamOverloads) {
+    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_no_backend>());
+  }
 }
 
 }  // namespace ampfuse

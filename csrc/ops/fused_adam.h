@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
-#include <torch/library.h>
 
 #include <array>
 #include <optional>
@@ -46,18 +45,10 @@ const char* adam_column_name(int column);
 /// Refuses a tensor whose columns do not fit together.
 void check_adam_tensor(const FusedAdamArguments& arguments, size_t t);
 
-template <void (*kKernel)(const FusedAdamArguments&)>
-void boxed_fused_adam(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  kKernel(fused_adam_arguments(op.schema(), *stack));
-  torch::jit::drop(*stack, op.schema().arguments().size());
-}
+/// The op's overloads, which have the same kernels.
+inline constexpr const char* kFusedAdamOverloads[] = {"fused_adam", "fused_adam.write_back_grads"};
 
-/// Makes a function a backend's kernel.
-template <void (*kKernel)(const FusedAdamArguments&)>
-void register_fused_adam(torch::Library& library) {
-  for (const char* overload : {"fused_adam", "fused_adam.write_back_grads"}) {
-    library.impl(overload, torch::CppFunction::makeFromBoxedFunction<&boxed_fused_adam<kKernel>>());
-  }
-}
+/// The CUDA kernel.
+void fused_adam_cuda(const FusedAdamArguments& arguments);
 
 }  // namespace ampfuse

@@ -33,4 +33,8 @@ NormOutputs empty_norm_outputs(at::TensorList tensors, std::optional<at::ScalarT
 /// What an empty list has: norm 0, nothing found.
 NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> dtype);
 
+/// The CUDA kernel.
+NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
+                                   std::optional<at::ScalarType> dtype);
+
 }  // namespace ampfuse

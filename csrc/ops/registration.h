@@ -14,6 +14,19 @@ namespace ampfuse {
 /// build registers nothing, and warns.
 bool is_only_build();
 
+template <auto kArguments, auto kKernel>
+void call_stack_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  kKernel(kArguments(op.schema(), *stack));
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+/// The kernel of an operator with so many arguments that kArguments(schema, stack) makes a struct
+/// of them. It returns nothing.
+template <auto kArguments, auto kKernel>
+torch::CppFunction stack_kernel() {
+  return torch::CppFunction::makeFromBoxedFunction<&call_stack_kernel<kArguments, kKernel>>();
+}
+
 }  // namespace ampfuse
 
 #define AMPFUSE_OPERATORS(m) AMPFUSE_OPERATORS_(m, C10_UID)

@@ -12,8 +12,6 @@ namespace ampfuse {
 
 namespace {
 
-constexpr size_t kArguments = 14;
-
 math::HysteresisRefill refill_named(std::string_view name) {
   if (name == "growth") return math::HysteresisRefill::kGrowth;
   // Of these two one says what refills, the other what it makes count: overflows in a row.
@@ -63,8 +61,9 @@ void check_history(const at::Tensor& history, const at::Tensor& scale) {
 
 }  // namespace
 
-UpdateScaleArguments update_scale_arguments(const torch::jit::Stack& stack) {
-  size_t next = stack.size() - kArguments;
+UpdateScaleArguments update_scale_arguments(const c10::FunctionSchema& schema,
+                                            const torch::jit::Stack& stack) {
+  size_t next = stack.size() - schema.arguments().size();
   const auto tensor = [&] { return stack[next++].toTensor(); };
   const auto optional = [&] { return stack[next++].toOptional<at::Tensor>(); };
   const auto number_or = [&](double otherwise) {
@@ -145,7 +144,7 @@ AMPFUSE_OPERATORS(m) {
 }
 
 AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
-  register_update_scale<update_scale_no_backend>(m);
+  m.impl("update_scale", stack_kernel<update_scale_arguments, update_scale_no_backend>());
 }
 
 }  // namespace ampfuse

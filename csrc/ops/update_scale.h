@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
-#include <torch/library.h>
 
 #include <optional>
 
@@ -26,19 +25,11 @@ struct UpdateScaleArguments {
   math::ScaleMemory memory() const;
 };
 
-UpdateScaleArguments update_scale_arguments(const torch::jit::Stack& stack);
+/// The arguments on top of the stack, checked.
+UpdateScaleArguments update_scale_arguments(const c10::FunctionSchema& schema,
+                                            const torch::jit::Stack& stack);
 
-template <void (*kKernel)(const UpdateScaleArguments&)>
-void boxed_update_scale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  kKernel(update_scale_arguments(*stack));
-  torch::jit::drop(*stack, op.schema().arguments().size());
-}
-
-/// Makes a function a backend's kernel.
-template <void (*kKernel)(const UpdateScaleArguments&)>
-void register_update_scale(torch::Library& library) {
-  library.impl("update_scale",
-               torch::CppFunction::makeFromBoxedFunction<&boxed_update_scale<kKernel>>());
-}
+/// The CUDA kernel.
+void update_scale_cuda(const UpdateScaleArguments& arguments);
 
 }  // namespace ampfuse

@@ -74,15 +74,19 @@ TEMPLATE_TEST_CASE("it does not matter how much of a row is kept", "", c10::BFlo
 
 TEMPLATE_TEST_CASE("losses of rows that are sure of their target keep their digits", "", c10::Half,
                    c10::BFloat16, float) {
-  // All others alike, so that what each exponential is off by does not average out.
-  for (int ahead = 16; ahead < 80; ++ahead) {
-    CAPTURE(ahead);
-    Batch<TestType> batch(1, 41, 1, {});
-    std::fill_n(batch.logits.data(), batch.classes, as_element<TestType>(0.5));
-    batch.logits.data()[batch.targets[0]] = as_element<TestType>(0.5 + 0.375 * ahead);
-    forward_on_host<TestType, WarpTeam, RowWork::kPlain>(batch);
-    const double exact = std::log1p(40 * std::exp(-0.375 * ahead));
-    CHECK(std::fabs(batch.losses[0] - exact) <= 1e-6 * exact);
+  // All other logits are equal, so that the errors of their exponentials do not average out.
+  const auto lead = [](int64_t row) { return 0.375 * static_cast<double>(16 + row); };
+  Batch<TestType> batch(64, 41, 1, {});
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    for (int c = 0; c < batch.classes; ++c) batch.logit(row, c) = as_element<TestType>(0.5);
+    batch.targets[row] = row % batch.classes;
+    batch.logit(row, row % batch.classes) = as_element<TestType>(0.5 + lead(row));
+  }
+  forward_on_host<TestType, WarpTeam, RowWork::kPlain>(batch);
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    CAPTURE(row);
+    const double exact = std::log1p(40 * std::exp(-lead(row)));
+    CHECK(std::fabs(batch.losses[row] - exact) <= 1e-6 * exact);
   }
 }
 

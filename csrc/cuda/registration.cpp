@@ -1,0 +1,27 @@
+// Registers the CUDA kernels with torch's dispatcher. It is a file of its own because nvcc reads a
+// .cu twice, and once more for each architecture: torch/library.h would add 17 s to every one.
+#include "../ops/registration.h"
+
+#include "../ops/borrowed_list.h"
+#include "../ops/fused_adam.h"
+#include "../ops/linear_cross_entropy_kernels.h"
+#include "../ops/multi_tensor_clip.h"
+#include "../ops/multi_tensor_unscale.h"
+#include "../ops/update_scale.h"
+
+namespace ampfuse {
+
+AMPFUSE_KERNELS(CUDA, m) {
+  register_cross_entropy<kCrossEntropyCuda>(m);
+  for (const char* overload : kFusedAdamOverloads) {
+    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_cuda>());
+  }
+  register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kClassShardsCuda>>(m);
+  m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
+  m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
+  m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());
+  m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cuda>());
+  m.impl("update_scale", stack_kernel<update_scale_arguments, update_scale_cuda>());
+}
+
+}  // namespace ampfuse
