@@ -19,8 +19,10 @@ export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
 export CTEST_PARALLEL_LEVEL ?= 2
 # Two processes, each with files of tests of its own, which share what a file makes once. Threads of
 # theirs that spin while they wait would take the cores from each other: tests took twice as long.
+# Nor does torch's compiler start processes of its own.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 test test-fast: export OMP_WAIT_POLICY ?= passive
+test test-fast: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # What the packaging tests build, in a copy of this checkout, was compiled here before: of paths into
 # these folders ccache looks at what follows alone.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
