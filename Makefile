@@ -3,7 +3,8 @@
 #
 #   TORCH=2.15.0                another torch, in .venv-2.15.0, with a build in build-2.15.0
 #   AMPFUSE_WITH_CUDA=OFF       no kernels for GPUs; by default there are those for the GPU here
-#   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; make test compiles for 8.0 and 9.0 by default
+#   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; by default make test compiles for 8.0, 9.0 and
+#                               the GPU here, and make wheel for all GPUs that torch serves
 #   PYTHON=python3.12           the interpreter .venv is made from, when there is none yet
 
 .DEFAULT_GOAL := help
@@ -15,16 +16,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export AMPFUSE_FETCH_NVCC ?= ON
-export CMAKE_ARGS ?= -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON
+override CMAKE_ARGS := -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON $(CMAKE_ARGS)
+export CMAKE_ARGS
 export CTEST_PARALLEL_LEVEL ?= 2
-# Two processes, each with files of tests of its own, which share what a file makes once. Threads of
-# theirs that spin while they wait would take the cores from each other: tests took twice as long.
-# Nor does torch's compiler start processes of its own.
+# Two processes run tests, and all tests of a file run in one of them, since they share fixtures. Their
+# OpenMP threads must not spin while they wait, which doubled the time, and torch's compiler must not
+# start worker processes of its own.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 test test-fast: export OMP_WAIT_POLICY ?= passive
 test test-fast: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
-# What the packaging tests build, in a copy of this checkout, was compiled here before: of paths into
-# these folders ccache looks at what follows alone.
+# The packaging tests build copies of what is compiled here. ccache compares paths relative to these
+# folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export AMPFUSE_SECOND_CHECKOUT := $(CURDIR)/$(BUILD)/packaging
 BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel
@@ -33,16 +35,17 @@ IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(
 OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(IN_BUILDS)
 export CCACHE_BASEDIR := $(shell echo $(abspath $(OWN_FOLDERS)) | tr ' ' ':')
 export CCACHE_NOHASHDIR := 1
-# The precompiled header's source is as new as the configuration that wrote it, a moment before.
+# CMake writes the precompiled header's source a moment before it is compiled, which ccache would take
+# for a source that changes meanwhile.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 BENCH_FLAGS ?= --quick
-# Tests of what is compiled once per instruction set run again as on a CPU without AVX-512. The
-# compiler is left out, whose own kernels crash when told of another CPU than it runs on.
+# Tests of code that is compiled once per instruction set run again as on a CPU without AVX-512, but
+# for those of torch.compile, whose kernels crash when torch is told of another CPU than it runs on.
 VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_entropy multi_tensor \
 	optim_masters optim_written_params,$(wildcard tests/python/test_$(subject)*.py))
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
 
-GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*')
+GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*')
 
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
@@ -53,11 +56,12 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Machine code is looked at, and kernels run on the CPU, where there is no GPU, too.
-test: export TORCH_CUDA_ARCH_LIST ?= $(if $(GPUS),,8.0 9.0)
-# What only runs needs no tests compiled.
-demo bench wheel: export CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
-test-fast: export CMAKE_ARGS += -DAMPFUSE_BUILD_CUDA_HOST=OFF
+# The tests read the kernels' machine code, and run the kernels on the CPU, also where there is no GPU.
+test: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
+# A wheel is for other machines.
+wheel: export AMPFUSE_WITH_CUDA ?= ON
+demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
+test-fast: override CMAKE_ARGS += -DAMPFUSE_BUILD_CUDA_HOST=OFF
 
 demo: build  ## train a language model in float32, with torch.amp and with ampfuse; draws demo.png
 	@echo "demo: training a small language model four times (2 minutes on 2 cores)"
@@ -94,19 +98,26 @@ format: $(READY)  ## format the sources
 catch2:
 	@$(PYTHON) tools/environment.py catch2
 
-# Another torch's library would be in the way of the first in python/ampfuse: it is installed.
+# All that setuptools writes goes to the build folder: beside the sources it would be taken for what
+# is installed for the first torch.
+MAKE_WHEEL = $(BIN)/python -W ignore setup.py --quiet egg_info --egg-base $(BUILD) \
+	build --build-base $(BUILD)/setuptools bdist_wheel --bdist-dir $(BUILD)/bdist
+
+# In python/ampfuse is the library for the first torch. Another torch's is installed as a wheel.
 build: $(READY)  ## compile the library and install it into python/ampfuse
-	@echo "build: compiling what has changed (all of it takes 2 minutes on 2 cores, kernels 5 more)"
+	@echo "build: compiling what has changed (on 2 cores the library takes 2 minutes; CUDA kernels and"
+	@echo "       C++ tests, where they are built, 5 more)"
 ifeq ($(TORCH),)
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 else
-	@rm -rf $(BUILD)/dist
-	@AMPFUSE_BUILD_DIR=$(BUILD) $(BIN)/python -W ignore setup.py --quiet bdist_wheel --dist-dir $(BUILD)/dist
+	@rm -rf $(BUILD)/dist && mkdir -p $(BUILD)
+	@AMPFUSE_BUILD_DIR=$(BUILD) $(MAKE_WHEEL) --dist-dir $(BUILD)/dist
 	@$(BIN)/python -m pip install --quiet --no-deps --no-index --force-reinstall $(BUILD)/dist/*.whl
 endif
 
 wheel: $(READY)  ## make a wheel in dist/, for this torch and this Python
-	@$(BIN)/python -W ignore setup.py --quiet bdist_wheel --dist-dir dist
+	@mkdir -p $(BUILD)
+	@AMPFUSE_BUILD_DIR=$(BUILD)/wheel $(MAKE_WHEEL) --dist-dir dist
 	@ls dist
 
 clean:  ## remove what was built; environments stay

@@ -87,6 +87,15 @@ def torch_archs() -> str:
     return getattr(torch._C, "_cuda_getArchFlags", str)() or ""
 
 
+def gpus() -> str:
+    """The compute capabilities of the GPUs that torch sees."""
+    if not torch.cuda.is_available():
+        return ""
+    devices = range(torch.cuda.device_count())
+    found = {torch.cuda.get_device_capability(device) for device in devices}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(found))
+
+
 class TorchInVersion(egg_info):
     """A wheel says in its name which torch it is for: ampfuse-0.1.0+torch2.11-….whl."""
 
@@ -122,6 +131,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
             f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
             f"-DAMPFUSE_TORCH_ARCHS={torch_archs()}",
+            f"-DAMPFUSE_GPUS={gpus()}",
             f"-DAMPFUSE_NVIDIA_PACKAGES={nvidia_packages()}",
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
             f"-DAMPFUSE_FETCH_NVCC={os.environ.get('AMPFUSE_FETCH_NVCC', 'OFF')}",

@@ -1,12 +1,14 @@
 # Decides whether the CUDA kernels are built (AMPFUSE_CUDA) and for which architectures.
 #
 # AUTO builds them for the GPUs that are here, or for those that TORCH_CUDA_ARCH_LIST names, and stops
-# with what to do where it cannot. Without a GPU and without a list it builds none.
+# with what to do where it cannot. Without a GPU and without a list it builds none. The GPUs are those
+# in AMPFUSE_GPUS, else those that nvidia-smi reports.
 #
 # nvcc is looked for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and among the
 # CUDA packages that pip installs: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
 
 set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders called nvidia, in which pip's CUDA packages are")
+set(AMPFUSE_GPUS "" CACHE STRING "Compute capabilities of the GPUs that torch sees (9.0;8.6)")
 set(AMPFUSE_TORCH_ARCHS "" CACHE STRING "What torch was built for, as torch._C._cuda_getArchFlags()")
 option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages where there is none of torch's CUDA" OFF)
 set(AMPFUSE_CUDA OFF)
@@ -17,6 +19,7 @@ set(AMPFUSE_CUDA_VERSION "")
 macro(_ampfuse_find_nvcc)
   get_filename_component(_ampfuse_chosen "${CMAKE_CUDA_COMPILER}" DIRECTORY)
   get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
+  unset(_ampfuse_on_path)
   find_program(_ampfuse_on_path nvcc NO_CACHE)
   get_filename_component(_ampfuse_on_path "${_ampfuse_on_path}" DIRECTORY)
   set(_ampfuse_packages "${AMPFUSE_TORCH_ROOT}/../nvidia" ${AMPFUSE_NVIDIA_PACKAGES})
@@ -49,10 +52,10 @@ endmacro()
 
 set(_ampfuse_because "")
 set(_ampfuse_refusal "")
-set(_ampfuse_gpus "")
+set(_ampfuse_gpus "${AMPFUSE_GPUS}")
 find_program(_ampfuse_smi nvidia-smi NO_CACHE)
-if(_ampfuse_smi)
-  execute_process(COMMAND "${_ampfuse_smi}" --query-gpu=compute_cap --format=csv,noheader
+if(_ampfuse_smi AND NOT _ampfuse_gpus AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
+  execute_process(COMMAND "${_ampfuse_smi}" --query-gpu=compute_cap --format=csv,noheader TIMEOUT 20
                   OUTPUT_VARIABLE _ampfuse_text RESULT_VARIABLE _ampfuse_failed ERROR_QUIET)
   if(_ampfuse_failed EQUAL 0)  # else the text is an error, with numbers of versions in it
     string(REGEX MATCHALL "[0-9]+\\.[0-9]+" _ampfuse_gpus "${_ampfuse_text}")
@@ -68,7 +71,7 @@ elseif(AMPFUSE_WITH_CUDA STREQUAL "OFF")
 elseif(AMPFUSE_WITH_CUDA STREQUAL "ON")
   set(_ampfuse_because "AMPFUSE_WITH_CUDA is ON")
 elseif(NOT AMPFUSE_TORCH_CUDA)
-  set(_ampfuse_because "")  # whoever has a CPU build of torch expects none
+  # Nobody who has a CPU build of torch expects kernels.
 elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
   set(_ampfuse_because "TORCH_CUDA_ARCH_LIST is $ENV{TORCH_CUDA_ARCH_LIST}")
 elseif(CMAKE_CUDA_ARCHITECTURES)
@@ -89,11 +92,13 @@ elseif(NOT _ampfuse_refusal)
   if(NOT AMPFUSE_CUDA_VERSION AND AMPFUSE_FETCH_NVCC)
     find_package(Python REQUIRED COMPONENTS Interpreter)
     execute_process(COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/fetch_nvcc.py
-                            ${AMPFUSE_TORCH_CUDA} COMMAND_ERROR_IS_FATAL ANY)
+                            ${AMPFUSE_TORCH_CUDA} RESULT_VARIABLE _ampfuse_failed)
     list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # torch's may be elsewhere
     _ampfuse_find_nvcc()
   endif()
-  if(NOT _ampfuse_seen)
+  if(NOT _ampfuse_seen AND _ampfuse_failed)
+    set(_ampfuse_refusal "no nvcc was found, and it could not be fetched (see above)")
+  elseif(NOT _ampfuse_seen)
     set(_ampfuse_refusal "no nvcc was found")
   elseif(NOT AMPFUSE_CUDA_VERSION)
     list(JOIN _ampfuse_seen ", " _ampfuse_seen)

@@ -1,5 +1,5 @@
-// In a build without kernels for GPUs: what operators answer for tensors on one. torch's own error
-// would list every key of its dispatcher and not say what to do.
+// In a build without CUDA kernels every operator refuses tensors on a GPU by one sentence. torch's
+// own error would list every key of its dispatcher and not say what to do.
 #include "registration.h"
 
 namespace ampfuse {
@@ -8,9 +8,9 @@ namespace {
 
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op.schema().name(), ": this build of ampfuse has no CUDA kernels. Build it on a ",
-      "machine with a GPU, or set TORCH_CUDA_ARCH_LIST to the GPU's compute capability ",
-      "(\"9.0\"). `python -m ampfuse env` shows what was built");
+      false, op.schema().name(), ": this build of ampfuse has no CUDA kernels. Build it again with ",
+      "TORCH_CUDA_ARCH_LIST set to the GPU's compute capability (\"9.0\"), or with ",
+      "AMPFUSE_WITH_CUDA=ON. `python -m ampfuse env` shows what was built");
 }
 
 }  // namespace

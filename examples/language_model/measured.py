@@ -6,6 +6,7 @@ import itertools
 import json
 import resource
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ class Measured:
         yield
         self._wait()
         self._seconds[name].append(time.perf_counter() - start)
-        self._peaks[name] = max(self._peak() - self._before, 0)
+        self._peaks[name] = max(self._peak() - self._before, self._peaks.get(name, 0))
 
     def ended_step(self, loss: Tensor) -> None:
         """Keeps the loss, and says how far it is."""
@@ -106,8 +107,10 @@ class Measured:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
             return
-        with contextlib.suppress(OSError):
+        try:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
+        except OSError as error:
+            print(f"memory is the most since the program started: {error}", file=sys.stderr)
 
     def _peak(self) -> int:
         """The most bytes held: by torch's tensors on a GPU, by the whole process on a CPU."""

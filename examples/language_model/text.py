@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+SKIPPED = {"site-packages", "dist-packages", "test", "tests"}  # folders
+
 
 def words(vocabulary: int) -> Tensor:
     """Each word as its rank among the frequent ones, from 1 on; 0 for rarer words."""
@@ -16,7 +18,7 @@ def words(vocabulary: int) -> Tensor:
     files = [
         file
         for file in sorted(library.rglob("*.py"))
-        if not {"site-packages", "dist-packages", "test", "tests"} & {*file.parts}
+        if not SKIPPED & {*file.relative_to(library).parts}
     ]
     text = "\n".join(file.read_text(errors="ignore") for file in files)
     found = re.findall(r"\w+|[^\w\s]|\n", text)

@@ -1,5 +1,7 @@
 """Loads libampfuse into the torch it was built for, and no other."""
 
+import contextlib
+import ctypes
 import json
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ import torch
 from ampfuse._warning import warn_caller
 
 PACKAGE = Path(__file__).parent
+DRIVER = "libcuda.so.1"
 
 
 def _minor(version: str) -> str:
@@ -63,9 +66,17 @@ def _other_build(library: Path) -> str | None:
     return others[0] if others else None
 
 
+def _driver_version() -> int:
+    """The newest CUDA that the driver serves: 13000 for 13.0, and 0 where there is no driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def warn_of_old_driver() -> None:
     """Kernels take 32,764 bytes of arguments, which drivers before 530 (CUDA 12.1) refuse."""
-    version = getattr(torch._C, "_cuda_getDriverVersion", int)()  # 0: there is no driver
+    version = _driver_version()
     if 0 < version < 12010:
         warn_caller(
             f"this NVIDIA driver serves CUDA {version // 1000}.{version % 1000 // 10}, and "

@@ -4,6 +4,7 @@ The second checkout stays in the build folder from run to run, so that only the 
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -63,13 +64,13 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, **changes}
 
 
-def found_again(build_dir: Path) -> dict[str, str]:
+def ccache_settings(build_dir: Path) -> dict[str, str]:
     """The settings with which ccache finds what `make build` compiled.
 
     The folder is as deep in its checkout as that of `make build`, since ccache makes paths
     relative, and torch is not reached over a link.
     """
-    torch_root = f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}"
+    torch_root = shlex.quote(f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}")
     return {
         "AMPFUSE_BUILD_DIR": str(build_dir),
         "CMAKE_ARGS": f"-DCMAKE_COMPILE_WARNING_AS_ERROR=ON {torch_root}",

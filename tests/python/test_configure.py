@@ -1,13 +1,14 @@
 """AMPFUSE_WITH_CUDA and TORCH_CUDA_ARCH_LIST: what CMake decides and what it says."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from packaging_tools import NVCC, ROOT, environment
+from packaging_tools import NVCC, ROOT, environment, run
 
 pytestmark = pytest.mark.slow
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
@@ -30,7 +31,7 @@ def configure(
     return subprocess.run(command, text=True, capture_output=True, env=environment(**variables))
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
+def error_text(done: subprocess.CompletedProcess[str]) -> str:
     """The error output, which CMake breaks into lines of its own."""
     return " ".join(done.stderr.split())
 
@@ -55,21 +56,21 @@ def test_on_without_nvcc_fails_and_says_so(tmp_path: Path) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
     done = configure(tmp_path, *options, CUDA_HOME="")
     assert done.returncode != 0
-    message = said(done)
+    message = error_text(done)
     assert "since AMPFUSE_WITH_CUDA is ON, but no nvcc was found" in message
 
 
 def test_on_with_a_torch_without_cuda_fails_and_says_so(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "None"))
     assert done.returncode != 0
-    assert "torch 2.11.0 is a CPU build" in said(done)
+    assert "torch 2.11.0 is a CPU build" in error_text(done)
 
 
 @needs_nvcc
 def test_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'99.1'"))
     assert done.returncode != 0
-    message = said(done)
+    message = error_text(done)
     assert "torch 2.11.0 is built for CUDA 99.1, but" in message
     assert "nvcc is of CUDA" in message
 
@@ -98,12 +99,30 @@ def test_auto_builds_for_the_gpus_that_are_here(tmp_path: Path) -> None:
 def test_gpus_too_old_for_this_cuda_are_named_and_left_out(tmp_path: Path) -> None:
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="5.2\\n9.0")
     assert done.returncode == 0, done.stderr
-    assert "does not compile for the GPU of compute capability 5.2" in said(done)
+    assert "does not compile for the GPU of compute capability 5.2" in error_text(done)
     assert "kernels for 90-real (" in done.stderr
     (tmp_path / "build" / "CMakeCache.txt").unlink()
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="5.2")
-    assert done.returncode != 0
-    assert "since there is a GPU here, of compute capability 5.2" in said(done)
+    assert done.returncode == 0, done.stderr
+    assert "ampfuse: no CUDA kernels: CUDA" in done.stderr
+    assert "does not compile for any GPU that is here" in done.stderr
+
+
+@needs_nvcc
+def test_gpus_that_torch_sees_count_where_nvidia_smi_reports_none(tmp_path: Path) -> None:
+    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", "-DAMPFUSE_GPUS=8.6;9.0")
+    assert done.returncode == 0, done.stderr
+    assert "kernels for 86-real;90-real (" in done.stderr
+
+
+def test_a_build_folder_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "build").symlink_to(tmp_path / "far" / "away")
+    done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=OFF", f"-DAMPFUSE_TORCH_ROOT={TORCH}")
+    assert done.returncode == 0, done.stderr
+    batch = tmp_path / "build" / "batches" / "ampfuse_1.cpp"
+    for name in re.findall(r'#include "(.*)"', batch.read_text()):
+        assert (tmp_path / "far" / "away" / "batches" / name).is_file()
 
 
 @pytest.mark.parametrize(
@@ -119,26 +138,49 @@ def test_auto_without_nvcc_stops_and_says_what_to_do(
     options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
     done = configure(tmp_path, *options, gpus=gpus, CUDA_HOME="", TORCH_CUDA_ARCH_LIST=archs)
     assert done.returncode != 0
-    message = said(done)
+    message = error_text(done)
     assert f"CUDA kernels are wanted, since {because}, but no nvcc was found" in message
     assert "have nvcc fetched from Python packages: AMPFUSE_FETCH_NVCC=ON" in message
     assert "install the toolkit of CUDA 13.0" in message
     assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in message
 
 
+def environment_whose_pip(folder: Path, script: str) -> str:
+    """The options of a build in an environment whose pip is a script that fetches nvcc."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
+    python = folder / "env" / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "pip").mkdir()
+    (site / "pip" / "__init__.py").touch()
+    (site / "pip" / "__main__.py").write_text(script)
+    return f"-DPython_EXECUTABLE={python}"
+
+
+@needs_nvcc
 def test_nvcc_is_fetched_where_that_is_asked_for(tmp_path: Path) -> None:
-    # An interpreter in place of Python's, which leaves a trace.
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\ncase "$1" in *fetch_nvcc.py) echo "$2" > {tmp_path}/asked; '
-        f'exit 1;; esac\nexec {sys.executable} "$@"\n'
+    python = environment_whose_pip(
+        tmp_path,
+        "import pathlib, sys, sysconfig\n"
+        "assert 'nvidia-cuda-nvcc==13.0.*' in sys.argv\n"
+        "nvidia = pathlib.Path(sysconfig.get_path('purelib'), 'nvidia')\n"
+        "nvidia.mkdir()\n"
+        f"(nvidia / 'cu13').symlink_to({str(Path(str(NVCC)).resolve().parents[1])!r})\n",
     )
-    python.chmod(0o755)
-    options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc(), "-DAMPFUSE_FETCH_NVCC=ON"]
-    options += [f"-DPython_EXECUTABLE={python}"]
+    options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc(), "-DAMPFUSE_FETCH_NVCC=ON", python]
+    done = configure(tmp_path, *options, gpus="9.0", CUDA_HOME="")
+    assert done.returncode == 0, done.stderr
+    assert "fetching nvcc 13.0 from Python packages" in done.stdout
+    assert "kernels for 90-real (" in done.stderr
+
+
+def test_nvcc_that_cannot_be_fetched_is_reported_with_what_to_do(tmp_path: Path) -> None:
+    python = environment_whose_pip(tmp_path, "import sys; sys.exit('no network')")
+    options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc(), "-DAMPFUSE_FETCH_NVCC=ON", python]
     done = configure(tmp_path, *options, gpus="9.0", CUDA_HOME="")
     assert done.returncode != 0
-    assert (tmp_path / "asked").read_text() == "13.0\n"
+    assert "no network" in done.stderr
+    assert "no nvcc was found, and it could not be fetched (see above)" in error_text(done)
+    assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in error_text(done)
 
 
 def test_off_asks_for_no_toolkit(tmp_path: Path) -> None:
@@ -151,6 +193,7 @@ def test_off_asks_for_no_toolkit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["dev", "release", "asan"])
 def test_presets_configure(tmp_path: Path, preset: str) -> None:
     command = ["cmake", "--preset", preset, "-B", tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
+    command += ["-DAMPFUSE_WITH_CUDA=OFF"]
     done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
 
@@ -187,7 +230,7 @@ def test_torch_cuda_arch_list_chooses_the_architectures(
 def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str) -> None:
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST=asked)
     assert done.returncode != 0
-    assert answer in said(done)
+    assert answer in error_text(done)
 
 
 @needs_nvcc

@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,14 +34,47 @@ def test_the_demo_prints_a_table_of_four_runs_and_draws_them(tmp_path: Path) -> 
     peaks = {name: float(row[2]) for name, row in cells.items()}
     assert peaks["ampfuse"] < peaks["torch.amp"]
     assert "ampfuse trains" in result.stdout
+    assert result.stderr == ""
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
 
 
-def test_the_demo_fails_when_a_run_has_not_learned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
-    demo = importlib.import_module("demo")
+    return importlib.import_module("demo")
+
+
+def runs(demo: ModuleType, seconds: list[float], losses: list[float]) -> dict[str, object]:
+    parts = dict.fromkeys(demo.PARTS, 2**20)
+    pairs = zip(seconds, losses, strict=True)
+    every = [demo.Figures([64, 50257], [loss], [1.0], time, parts, parts) for time, loss in pairs]
+    return dict(zip(RUNS, every, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slower", "sentences"),
+    [
+        ([3.0, 2.0, 1.0, 0.5], 0.8, ["4.0 times as fast as torch.amp", "2.0 times as fast"]),
+        ([1.0, 9.0, 9.0, 0.9], 80.0, ["multiplies bfloat16 matrices 80 times slower"]),
+        ([1.0, 9.0, 9.0, 2.0], 80.0, ["saves memory here, and no time: ampfuse takes 2.0 times"]),
+    ],
+)
+def test_the_demo_says_what_was_gained_and_why(
+    demo: ModuleType, seconds: list[float], slower: float, sentences: list[str]
+) -> None:
+    text = demo.gain(runs(demo, seconds, [6.0] * 4), "bfloat16", slower)
+
+    assert all(sentence in text for sentence in sentences)
+    assert ("times slower than" in text) == (slower > 1)
+    assert ("no time" in text) == (seconds[3] > seconds[0])
+
+
+def test_the_demo_fails_when_a_run_has_not_learned_or_not_as_the_others(
+    demo: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parts = dict.fromkeys(demo.PARTS, 1)
     figures = demo.Figures([64, 50257], [11.0, 10.5], [1.0, 2.0], 1.0, parts, parts)
     monkeypatch.setattr(demo, "run", lambda command, after_step: figures)
@@ -48,6 +82,10 @@ def test_the_demo_fails_when_a_run_has_not_learned(
 
     assert demo.main() == 1
     assert f"at the end: {', '.join(RUNS)}" in capsys.readouterr().err
+    alike = runs(demo, [1.0] * 4, [6.0, 6.1, 6.1, 6.2])
+    assert demo.shortcomings(alike, steps=40) == []
+    apart = runs(demo, [1.0] * 4, [6.0, 6.1, 6.1, 7.0])
+    assert demo.shortcomings(apart, steps=40) == ["the losses at the end differ by more than 0.3"]
 
 
 @pytest.mark.parametrize("program", ["train_torch.py", "train_ampfuse.py"])

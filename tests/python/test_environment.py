@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,15 +19,45 @@ dpkg-deb -b package catch2_2_all.deb
 """
 
 
-@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not Debian's kind of system")
-def test_catch2_is_unpacked_where_there_is_no_environment_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def environment() -> ModuleType:
     spec = importlib.util.spec_from_file_location("environment", ENVIRONMENT)
     assert spec is not None
     assert spec.loader is not None
-    environment = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(environment)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_extras_are_those_of_pyproject(environment: ModuleType) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ENVIRONMENT.parents[1] / "pyproject.toml").read_text())["project"]
+    listed = project["optional-dependencies"]
+    assert environment.extras() == sorted({n for e in environment.EXTRAS for n in listed[e]})
+
+
+@pytest.mark.parametrize("settings", ["", "global.index-url='https://mirror'"])
+def test_pip_installs_where_its_settings_name_an_index(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: str
+) -> None:
+    commands: list[list[str]] = []
+
+    def succeeds(command: list[str | Path]) -> bool:
+        commands.append([str(part) for part in command])
+        return True
+
+    monkeypatch.setattr(environment, "ask", lambda *command: settings)
+    monkeypatch.setattr(environment, "succeeds", succeeds)
+    monkeypatch.setattr(environment, "run", lambda *command: succeeds(list(command)))
+    environment.install_packages(Path("python"))
+    assert "torch==2.11.0" in commands[-1]
+    assert commands[-1][0].endswith("uv") == (settings == "")
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not Debian's kind of system")
+def test_catch2_is_unpacked_where_there_is_no_environment_yet(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     apt_get = tmp_path / "bin" / "apt-get"
     apt_get.parent.mkdir()
     apt_get.write_text(APT_GET)

@@ -15,8 +15,8 @@ from packaging_tools import (
     ROOT,
     SITE,
     EmptyEnvironment,
+    ccache_settings,
     environment,
-    found_again,
     run,
     second_checkout,
 )
@@ -57,7 +57,7 @@ def empty(tmp_path: Path) -> EmptyEnvironment:
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", out)
-    env = environment(TORCH_CUDA_ARCH_LIST=ARCHITECTURES, **found_again(checkout / "wheel"))
+    env = environment(TORCH_CUDA_ARCH_LIST=ARCHITECTURES, **ccache_settings(checkout / "wheel"))
     run(sys.executable, *command, cwd=checkout, env=env)
     return next(out.glob("ampfuse-*.whl"))
 
@@ -86,13 +86,16 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
 def test_cpu_build_with_a_cuda_torch_passes_the_cpu_tests(
     checkout: Path, empty: EmptyEnvironment, tmp_path: Path
 ) -> None:
-    empty.pip_install(".", cwd=checkout, **found_again(checkout / "wheel"))
+    empty.pip_install(".", cwd=checkout, **ccache_settings(checkout / "wheel"))
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
     assert out.startswith("5.0 False " + str(empty.site))
     with pytest.raises(AssertionError, match=r"ampfuse::multi_tensor_norm: .* no CUDA kernels\. "):
         run(empty.python, "-c", AS_ON_A_GPU, cwd=tmp_path, env=environment())
 
-    files = sorted((ROOT / "tests" / "python").glob("test_multi_tensor_unscale*.py"))
+    tests = ROOT / "tests" / "python"
+    files = sorted(tests.glob("test_multi_tensor_unscale*.py"))
+    answers = "test_every_op_answers_on_cuda_with_a_kernel_or_an_error_of_ours"
+    files.append(f"{tests / 'test_dispatcher.py'}::{answers}")
     command = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-c", "/dev/null")
     markers = ("-W", "ignore::pytest.PytestUnknownMarkWarning")
     out = run(
@@ -154,16 +157,27 @@ def test_source_distribution_has_all_sources_and_configures(checkout: Path, tmp_
     run("tar", "-xf", archive, "-C", tmp_path)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
 
-    listed = run("git", "ls-files", "csrc", "python", "*.toml", "setup.py", "LICENSE", cwd=ROOT)
+    listed = run(
+        "git",
+        "ls-files",
+        "csrc",
+        "python",
+        "*.toml",
+        "setup.py",
+        "LICENSE",
+        "tools/fetch_nvcc.py",
+        cwd=ROOT,
+    )
     assert [name for name in listed.splitlines() if not (unpacked / name).is_file()] == []
     torch_root = f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}"
-    run("cmake", "-S", unpacked, "-B", tmp_path / "build", "-G", "Ninja", torch_root)
+    options = (torch_root, "-DAMPFUSE_WITH_CUDA=OFF")
+    run("cmake", "-S", unpacked, "-B", tmp_path / "build", "-G", "Ninja", *options)
 
 
 def test_editable_install_runs_from_the_checkout(
     checkout: Path, empty: EmptyEnvironment, tmp_path: Path
 ) -> None:
-    empty.pip_install("-e", ".", cwd=checkout, **found_again(checkout / "build"))
+    empty.pip_install("-e", ".", cwd=checkout, **ccache_settings(checkout / "build"))
     out = run(empty.python, "-c", CHECK, cwd=tmp_path, env=environment())
     assert out.split()[2].startswith(str(checkout))
 

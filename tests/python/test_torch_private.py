@@ -9,9 +9,15 @@ import ampfuse
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[2]
 MODULES = {
     "torch": ["_C", "_dynamo"],
-    "torch._C": ["_functorch", "_get_tracing_state", "_jit_get_schemas_for_operator"],
+    "torch._C": [
+        "_cuda_getArchFlags",
+        "_functorch",
+        "_get_tracing_state",
+        "_jit_get_schemas_for_operator",
+    ],
     "torch._C._functorch": ["maybe_current_level"],
     "torch._compile": ["_disable_dynamo"],
     "torch._dynamo": ["mark_static_address"],
@@ -43,6 +49,8 @@ OBJECTS: dict[Any, list[str]] = {
         "_scale",
         "_unscale_grads_",
     ],
+    OPTIMIZER.step: ["_wrapped_by_lr_sched"],
+    torch.optim.Adam([PARAMETER], fused=True): ["_step_supports_amp_scaling"],
     OPTIMIZER: ["_opt_called", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"],
     torch.nn.Module(): ["_buffers"],
     PARAMETER: ["_values", "_version"],
@@ -55,6 +63,8 @@ OTHERS = {"_dynamo_marked_constant", "_getframe"}
     ("module", "name"), [(module, name) for module, names in MODULES.items() for name in names]
 )
 def test_module_has(module: str, name: str) -> None:
+    if name == "_cuda_getArchFlags" and torch.version.cuda is None:
+        pytest.skip("a CPU build of torch")
     assert hasattr(pkgutil.resolve_name(module), name)
 
 
@@ -71,9 +81,9 @@ def test_object_has(holder: Any, name: str) -> None:
 
 
 def private_names_used() -> set[str]:
-    """Attributes with a leading underscore that ampfuse reads and does not itself define."""
+    """Names with a leading underscore that ampfuse uses and does not itself define."""
     used, own = set(), set()
-    for file in Path(ampfuse.__file__).parent.rglob("*.py"):
+    for file in [*Path(ampfuse.__file__).parent.rglob("*.py"), ROOT / "setup.py"]:
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Attribute(value=value, attr=name, ctx=context):
@@ -88,10 +98,14 @@ def private_names_used() -> set[str]:
                     own.add(name)
                 case ast.ImportFrom(module=str(module), names=names):
                     if module.startswith("torch"):
-                        used.update(alias.name for alias in names)
+                        used.update(module.split("."), (alias.name for alias in names))
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, argument, *_]):
+                    if isinstance(argument, ast.Constant):
+                        used.add(argument.value)
     return {name for name in used - own if name.startswith("_") and not name.startswith("__")}
 
 
 def test_everything_private_is_listed_here() -> None:
     listed = {name for names in [*MODULES.values(), *OBJECTS.values()] for name in names}
+    listed.update(part for module in MODULES for part in module.split("."))
     assert private_names_used() - listed - OTHERS == set()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import ampfuse
 import pytest
-import torch
 from ampfuse import _library
 
 LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
@@ -50,8 +49,14 @@ def test_the_same_build_may_be_loaded_again():
 
 
 @pytest.mark.parametrize(("version", "is_old"), [(0, False), (12000, True), (12010, False)])
-def test_a_driver_that_refuses_the_kernels_is_warned_about(version, is_old, monkeypatch, recwarn):
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: version, raising=False)
+def test_a_driver_that_refuses_the_kernels_is_warned_about(
+    version, is_old, monkeypatch, recwarn, tmp_path
+):
+    source = tmp_path / "driver.c"
+    source.write_text(f"int cuDriverGetVersion(int* v) {{ *v = {version}; return 0; }}")
+    driver = tmp_path / "libcuda.so.1"
+    subprocess.run(["g++", "-x", "c", "-shared", "-o", driver, source], check=True)
+    monkeypatch.setattr(_library, "DRIVER", str(driver) if version else "no driver")
 
     _library.warn_of_old_driver()
 
