@@ -11,6 +11,9 @@ from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
+# Whether Python was told not to put the script's folder on the path, as it can be since 3.11.
+SAFE_PATH = getattr(sys.flags, "safe_path", False)
+
 
 class NoProgramError(Exception):
     """There is nothing to run, for the reason that it tells."""
@@ -29,7 +32,7 @@ def run_script(name: str, arguments: list[str]) -> BaseException | None:
         raise NoProgramError(f"cannot read {name}: {error.strerror}") from None
     file = os.path.abspath(name)
     sys.argv = [name, *arguments]
-    if not sys.flags.safe_path:
+    if not SAFE_PATH:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
     return _run(source, file, __file__=file, __loader__=SourceFileLoader("__main__", file))
 
@@ -38,7 +41,7 @@ def _run_standard_input(arguments: list[str]) -> BaseException | None:
     """As `python - arguments...`, which reads the whole program before it runs it."""
     source = sys.stdin.buffer.read() if sys.stdin else b""  # no stdin where it was closed
     sys.argv = ["-", *arguments]
-    if not sys.flags.safe_path:
+    if not SAFE_PATH:
         sys.path[0] = ""
     return _run(source, "<stdin>", __file__="<stdin>", __loader__=BuiltinImporter)
 
