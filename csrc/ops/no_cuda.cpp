@@ -8,7 +8,8 @@ namespace {
 
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op.schema().name(), ": this build of ampfuse has no CUDA kernels. Build it again with ",
+      false, op.schema().name(),
+      ": this build of ampfuse has no CUDA kernels. Build it again with ",
       "TORCH_CUDA_ARCH_LIST set to the GPU's compute capability (\"9.0\"), or with ",
       "AMPFUSE_WITH_CUDA=ON. `python -m ampfuse env` shows what was built");
 }
