@@ -139,7 +139,7 @@ def test_auto_without_nvcc_stops_and_says_what_to_do(
     done = configure(tmp_path, *options, gpus=gpus, CUDA_HOME="", TORCH_CUDA_ARCH_LIST=archs)
     assert done.returncode != 0
     message = error_text(done)
-    assert f"CUDA kernels are wanted, since {because}, but no nvcc was found" in message
+    assert f"CUDA kernels are wanted, since {because}, but no nvcc was found. Do" in message
     assert "have nvcc fetched from Python packages: AMPFUSE_FETCH_NVCC=ON" in message
     assert "install the toolkit of CUDA 13.0" in message
     assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in message
