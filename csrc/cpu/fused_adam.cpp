@@ -1,6 +1,6 @@
 #include "vec/fused_adam.h"
 #include "../ops/adam_tensors.h"
-#include "../ops/registration.h"
+#include "../ops/fused_adam_kernels.h"
 #include "chunks.h"
 
 namespace ampfuse {
@@ -79,9 +79,7 @@ void fused_adam_cpu(const FusedAdamArguments& arguments) {
 }  // namespace
 
 AMPFUSE_KERNELS(CPU, m) {
-  for (const char* overload : kFusedAdamOverloads) {
-    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_cpu>());
-  }
+  register_fused_adam<fused_adam_cpu>(m);
 }
 
 }  // namespace ampfuse

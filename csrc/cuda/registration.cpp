@@ -3,7 +3,7 @@
 #include "../ops/registration.h"
 
 #include "../ops/borrowed_list.h"
-#include "../ops/fused_adam.h"
+#include "../ops/fused_adam_kernels.h"
 #include "../ops/linear_cross_entropy_kernels.h"
 #include "../ops/multi_tensor_clip.h"
 #include "../ops/multi_tensor_unscale.h"
@@ -13,9 +13,7 @@ namespace ampfuse {
 
 AMPFUSE_KERNELS(CUDA, m) {
   register_cross_entropy<kCrossEntropyCuda>(m);
-  for (const char* overload : kFusedAdamOverloads) {
-    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_cuda>());
-  }
+  register_fused_adam<fused_adam_cuda>(m);
   register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kClassShardsCuda>>(m);
   m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
   m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());

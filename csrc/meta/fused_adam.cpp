@@ -1,5 +1,4 @@
-#include "../ops/fused_adam.h"
-#include "../ops/registration.h"
+#include "../ops/fused_adam_kernels.h"
 
 namespace ampfuse {
 
@@ -12,9 +11,7 @@ void fused_adam_meta(const FusedAdamArguments& arguments) {
 }  // namespace
 
 AMPFUSE_KERNELS(Meta, m) {
-  for (const char* overload : kFusedAdamOverloads) {
-    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_meta>());
-  }
+  register_fused_adam<fused_adam_meta>(m);
 }
 
 }  // namespace ampfuse

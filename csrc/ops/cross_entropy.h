@@ -138,11 +138,12 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
 void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked,
                             const at::Tensor& grad_output);
 
-/// What a backend brings. The gradient, statistics and metrics are wanted where `outputs` has room
-/// for them; the gradient's room may be the logits' own, and of float logits it may be of 16 bits.
+/// The functions that a backend implements. They fill those of the gradient, statistics and metrics
+/// whose tensors in `outputs` are not empty. The gradient may share the memory of the logits, and
+/// the gradient of float logits may have 16 bits.
 struct CrossEntropyKernels {
-  /// Refuses targets that are no classes, now or later; what they weigh together, one double. Reads
-  /// no logits.
+  /// Sets `total`, one double, to the sum of the targets' weights. Targets out of range raise an
+  /// error, here or in a later call. The logits are not read.
   void (*weigh)(const CrossEntropyArguments& arguments, const at::Tensor& total);
   void (*forward)(const CrossEntropyArguments& arguments,
                   const std::optional<at::Tensor>& grad_scale,
@@ -150,8 +151,8 @@ struct CrossEntropyKernels {
   void (*backward)(const CrossEntropyArguments& arguments, const at::Tensor& grad_output,
                    const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
   void (*rescale)(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output);
-  /// Whether the room of a gradient of 16 bits may be float logits' own, each row where its logits
-  /// begin.
+  /// Whether a 16-bit gradient may overwrite float logits, each of its rows starting where the
+  /// logits of that row start.
   bool narrows_in_place = false;
 };
 

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "registration.h"
+#include "fused_adam_kernels.h"
 #include "tensor_list.h"
 
 namespace ampfuse {
@@ -237,9 +237,7 @@ AMPFUSE_OPERATORS(m) {
 }
 
 AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
-  for (const char* overload : kFusedAdamOverloads) {
-    m.impl(overload, stack_kernel<fused_adam_arguments, fused_adam_no_backend>());
-  }
+  register_fused_adam<fused_adam_no_backend>(m);
 }
 
 }  // namespace ampfuse

@@ -45,9 +45,6 @@ const char* adam_column_name(int column);
 /// Refuses a tensor whose columns do not fit together.
 void check_adam_tensor(const FusedAdamArguments& arguments, size_t t);
 
-/// The op's overloads, which have the same kernels.
-inline constexpr const char* kFusedAdamOverloads[] = {"fused_adam", "fused_adam.write_back_grads"};
-
 /// The CUDA kernel.
 void fused_adam_cuda(const FusedAdamArguments& arguments);
 
