@@ -45,7 +45,9 @@ VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_
 	optim_masters optim_written_params,$(wildcard tests/python/test_$(subject)*.py))
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
 
-GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*')
+# Asked once, and only by the verbs that use it.
+GPUS = $(eval GPUS := $(shell \
+	nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*'))$(GPUS)
 
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
@@ -98,26 +100,26 @@ format: $(READY)  ## format the sources
 catch2:
 	@$(PYTHON) tools/environment.py catch2
 
-# All that setuptools writes goes to the build folder: beside the sources it would be taken for what
-# is installed for the first torch.
-MAKE_WHEEL = $(BIN)/python -W ignore setup.py --quiet egg_info --egg-base $(BUILD) \
-	build --build-base $(BUILD)/setuptools bdist_wheel --bdist-dir $(BUILD)/bdist
+# $(call make_wheel,build folder,folder of the wheel). All that setuptools writes goes to the build
+# folder: beside the sources it would be taken for what is installed for the first torch.
+make_wheel = mkdir -p $(BUILD) && AMPFUSE_BUILD_DIR=$(1) $(BIN)/python -W ignore setup.py \
+	--quiet egg_info --egg-base $(BUILD) build --build-base $(BUILD)/setuptools \
+	bdist_wheel --bdist-dir $(BUILD)/bdist --dist-dir $(2)
 
-# In python/ampfuse is the library for the first torch. Another torch's is installed as a wheel.
+# python/ampfuse holds the library for the first torch. Another torch's is installed as a wheel.
 build: $(READY)  ## compile the library and install it into python/ampfuse
 	@echo "build: compiling what has changed (on 2 cores the library takes 2 minutes; CUDA kernels and"
 	@echo "       C++ tests, where they are built, 5 more)"
 ifeq ($(TORCH),)
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 else
-	@rm -rf $(BUILD)/dist && mkdir -p $(BUILD)
-	@AMPFUSE_BUILD_DIR=$(BUILD) $(MAKE_WHEEL) --dist-dir $(BUILD)/dist
+	@rm -rf $(BUILD)/dist
+	@$(call make_wheel,$(BUILD),$(BUILD)/dist)
 	@$(BIN)/python -m pip install --quiet --no-deps --no-index --force-reinstall $(BUILD)/dist/*.whl
 endif
 
 wheel: $(READY)  ## make a wheel in dist/, for this torch and this Python
-	@mkdir -p $(BUILD)
-	@AMPFUSE_BUILD_DIR=$(BUILD)/wheel $(MAKE_WHEEL) --dist-dir dist
+	@$(call make_wheel,$(BUILD)/wheel,dist)
 	@ls dist
 
 clean:  ## remove what was built; environments stay
