@@ -211,9 +211,11 @@ def main() -> int:
     given = parser.parse_args()
     if given.steps < 2:
         parser.error(f"--steps: at least 2, got {given.steps}")
-    precision = given.precision or ("bfloat16" if given.device == "cpu" else "float16")
-    slower = slowness(precision) if given.device == "cpu" else 1
-    sequences = given.sequences or (64 if given.device != "cpu" else 1 if slower > SLOW else 16)
+    on_cpu = given.device == "cpu"
+    precision = given.precision or ("bfloat16" if on_cpu else "float16")
+    slower = slowness(precision) if on_cpu else 1
+    usual = 16 if on_cpu else 64
+    sequences = given.sequences or (1 if slower > SLOW else usual)
 
     console = Console()
     options = ["--device", given.device, "--steps", str(given.steps)]

@@ -95,10 +95,10 @@ def install_packages(python: Path) -> None:
         torch = f"torch=={ASKED or PINNED}"
         say(f"installing {torch} and what builds and tests (about 3 GB; half a minute to minutes)")
         packages.insert(0, torch)
-        # uv installs in half a minute what takes pip two minutes, but it ignores pip's settings:
-        # where these name another index, pip installs, and also where uv fails. Python may be told
-        # to write no bytecode, as in many containers; each process would then compile torch's
-        # Python files again, and take 3 s in place of 1.6 to import torch.
+        # uv takes half a minute for what pip does in two, but it ignores pip's settings. So pip is
+        # used if its settings name another index, and if uv fails. Bytecode is compiled here
+        # because many containers forbid Python to write it later: every process would then compile
+        # torch's Python files again, and take 3 s in place of 1.6 s to import torch.
         uv = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--compile-bytecode"]
         if "index" not in ask(python, "-m", "pip", "config", "list") and (
             succeeds([*pip, "uv"]) and succeeds([*uv, "--python", python, *packages])

@@ -6,8 +6,8 @@ import itertools
 import json
 import resource
 import statistics
-import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +110,7 @@ class Measured:
         try:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
         except OSError as error:
-            print(f"memory is the most since the program started: {error}", file=sys.stderr)
+            warnings.warn(f"memory is the most since the program started: {error}", stacklevel=1)
 
     def _peak(self) -> int:
         """The most bytes held: by torch's tensors on a GPU, by the whole process on a CPU."""

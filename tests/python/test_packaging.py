@@ -23,7 +23,8 @@ from packaging_tools import (
 
 pytestmark = pytest.mark.slow
 
-# Those of the tested build, whose kernels ccache has: CMake's "80-real 90" is "8.0 9.0+PTX".
+# The architectures of the tested build, whose kernels are in ccache already. CMake calls them
+# "80-real 90", and TORCH_CUDA_ARCH_LIST "8.0 9.0+PTX".
 ARCHITECTURES = re.sub(
     r"(\d+)(\d[af]?)(-real)?",
     lambda arch: f"{arch[1]}.{arch[2]}" + ("" if arch[3] else "+PTX"),

@@ -11,7 +11,7 @@ from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-# Whether Python was told not to put the script's folder on the path, as it can be since 3.11.
+# True if Python was started with -P, which keeps the script's folder off sys.path (3.11 and newer).
 SAFE_PATH = getattr(sys.flags, "safe_path", False)
 
 
