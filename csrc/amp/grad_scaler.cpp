@@ -15,8 +15,8 @@
 
 #include <typeinfo>
 
-#include "../ops/device_scalars.h"
 #include "../ops/fused_adam.h"
+#include "../tensors/device_scalars.h"
 #include "scale_policy.h"
 #include "scaler_state.h"
 

@@ -5,8 +5,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "../ops/device_scalars.h"
-#include "../ops/tensor_list.h"
+#include "../tensors/device_scalars.h"
+#include "../tensors/tensor_list.h"
 
 namespace ampfuse::amp {
 

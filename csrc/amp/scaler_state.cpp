@@ -5,7 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ampfuse/multi_tensor_norm.h>
 
-#include "../ops/device_scalars.h"
+#include "../tensors/device_scalars.h"
 #include "scale_policy.h"
 
 namespace ampfuse::amp {

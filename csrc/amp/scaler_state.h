@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gradients.h"
-#include "scale_memory.h"
+#include "scaler_history.h"
 
 namespace ampfuse::amp {
 

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "../ops/registration.h"
-#include "baked_gradient.h"
-#include "cross_entropy_again.h"
+#include "cross_entropy_double_backward.h"
+#include "cross_entropy_rescale.h"
 #include "mutating.h"
 #include "once_differentiable.h"
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../ops/registration.h"
-#include "baked_gradient.h"
+#include "cross_entropy_rescale.h"
 #include "once_differentiable.h"
 
 namespace ampfuse {
@@ -138,9 +138,9 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     data["dtype"] = arguments.dtype;
     data["weight_grad_dtype"] = arguments.weight_grad_dtype;
     data["chunk_rows"] = arguments.chunk_rows;
-    if (const ClassShardArguments shard(arguments.shard); shard.group()) {
+    if (const VocabShardArguments shard(arguments.shard); shard.group()) {
       data["group"] = std::string(*shard.group());
-      data["class_shard"] = shard.numbers()->vec();
+      data["vocab_shard"] = shard.numbers()->vec();
     }
     return loss_and_metrics(outputs);
   }
@@ -156,9 +156,9 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     // Hooks may have brought them back with other strides.
     OptionalTensor class_weight = optional(saved[4]);
     if (class_weight) class_weight = class_weight->contiguous();
-    std::optional<ClassShard> shard;
+    std::optional<VocabShard> shard;
     if (const auto group = data.find("group"); group != data.end()) {
-      shard = class_shard_of(group->second.toStringView(), data["class_shard"].toIntVector());
+      shard = vocab_shard_of(group->second.toStringView(), data["vocab_shard"].toIntVector());
     }
     const LinearCrossEntropyArguments arguments = {
         .hidden = saved[0],
@@ -210,10 +210,10 @@ at::Tensor linear_cross_entropy_composite(
     int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
     std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into,
-    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard) {
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef vocab_shard) {
   return std::get<0>(of_rows({{hidden, weight, target, bias, class_weight, reduction, ignore_index,
                                label_smoothing, grad_scale, denominator, z_loss, softcap,
-                               chunk_rows, accumulate_into, class_shard_of(group, class_shard)},
+                               chunk_rows, accumulate_into, vocab_shard_of(group, vocab_shard)},
                               /*with_metrics=*/false}));
 }
 
@@ -223,10 +223,10 @@ Metrics linear_cross_entropy_metrics_composite(
     int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
     std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into,
-    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard) {
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef vocab_shard) {
   return of_rows({{hidden, weight, target, bias, class_weight, reduction, ignore_index,
                    label_smoothing, grad_scale, denominator, z_loss, softcap, chunk_rows,
-                   accumulate_into, class_shard_of(group, class_shard)},
+                   accumulate_into, vocab_shard_of(group, vocab_shard)},
                   /*with_metrics=*/true});
 }
 

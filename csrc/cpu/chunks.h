@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "../ops/tensor_list.h"
+#include "../tensors/tensor_list.h"
 
 namespace ampfuse {
 

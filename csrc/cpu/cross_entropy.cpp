@@ -5,7 +5,7 @@
 #include "../ops/cross_entropy_kernels.h"
 #include "../ops/registration.h"
 #include "cross_entropy_passes.h"
-#include "fresh_memory.h"
+#include "cross_entropy_prefault.h"
 #include "vec/multi_tensor_scale.h"
 
 namespace ampfuse {

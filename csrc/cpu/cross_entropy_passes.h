@@ -1,7 +1,7 @@
 // The passes over a call's rows: row by row, or tile by tile.
 #pragma once
 
-#include "../math/class_shards.h"
+#include "../math/cross_entropy_shards.h"
 #include "cross_entropy_rows.h"
 
 namespace ampfuse {

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "../ops/cross_entropy.h"
-#include "row_memory.h"
-#include "vec/class_indices.h"
+#include "cross_entropy_row_layout.h"
+#include "vec/cross_entropy_indices.h"
 
 namespace ampfuse {
 

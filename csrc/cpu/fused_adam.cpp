@@ -1,6 +1,6 @@
 #include "vec/fused_adam.h"
-#include "../ops/adam_tensors.h"
 #include "../ops/fused_adam_kernels.h"
+#include "../ops/fused_adam_tensors.h"
 #include "chunks.h"
 
 namespace ampfuse {

@@ -1,9 +1,9 @@
 #include "../ops/multi_tensor_clip.h"
 
 #include "../math/multi_tensor_clip.h"
-#include "../ops/borrowed_list.h"
 #include "../ops/registration.h"
-#include "../ops/tensor_list.h"
+#include "../tensors/borrowed_list.h"
+#include "../tensors/tensor_list.h"
 #include "chunks.h"
 #include "vec/multi_tensor_scale.h"
 

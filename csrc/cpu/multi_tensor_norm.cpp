@@ -2,9 +2,9 @@
 
 #include <ATen/Dispatch.h>
 
-#include "../ops/borrowed_list.h"
 #include "../ops/registration.h"
-#include "../ops/tensor_list.h"
+#include "../tensors/borrowed_list.h"
+#include "../tensors/tensor_list.h"
 #include "vec/multi_tensor_norm.h"
 
 namespace ampfuse {

@@ -2,9 +2,9 @@
 
 #include <atomic>
 
-#include "../ops/borrowed_list.h"
 #include "../ops/registration.h"
-#include "../ops/tensor_list.h"
+#include "../tensors/borrowed_list.h"
+#include "../tensors/tensor_list.h"
 #include "multi_tensor_norm.h"
 #include "vec/multi_tensor_norm.h"
 #include "vec/multi_tensor_scale.h"

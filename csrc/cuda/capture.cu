@@ -1,6 +1,6 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
-#include "../ops/capture.h"
+#include "../tensors/capture.h"
 
 namespace ampfuse {
 

@@ -5,10 +5,10 @@
 #include <cmath>
 
 #include "../ops/cross_entropy.h"
+#include "cross_entropy_bad_target.h"
 #include "cross_entropy_launch.h"
 #include "dispatch.h"
 #include "stream.h"
-#include "target_complaint.h"
 
 namespace ampfuse {
 
@@ -35,7 +35,7 @@ at::Tensor launch_weigh(const LaunchStream& stream, const CrossEntropyTable<scal
 }
 
 CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
-                                   const TargetComplaints& complaints, const at::Tensor& divisor) {
+                                   const BadTargets& bad_targets, const at::Tensor& divisor) {
   const bool is_weighed = weights.numel() > 0;
   return {nullptr,
           nullptr,
@@ -45,21 +45,21 @@ CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
           /*limit=*/INFINITY,
           nullptr,
           divisor.mutable_data_ptr<double>(),
-          complaints.on_device(),
-          complaints.are_fatal()};
+          bad_targets.on_device(),
+          bad_targets.are_fatal()};
 }
 
 void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
   check_target_memory(arguments);
   const LaunchStream stream(total);
-  TargetComplaints& complaints = target_complaints(total.device());
-  complaints.raise_earlier();
+  BadTargets& bad_targets = bad_targets_of(total.device());
+  bad_targets.raise_earlier();
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
     at::Tensor kept;
     const auto table = table_of<scalar_t>(arguments, kept);
     const at::Tensor weights = launch_weigh(stream, table, total.options());
     stream.launch_blocks(cross_entropy_total_kernel<scalar_t>, 1, kThreads, 0, table,
-                         reduction_of(/*is_mean=*/true, weights, complaints, total));
+                         reduction_of(/*is_mean=*/true, weights, bad_targets, total));
   });
 }
 
@@ -71,8 +71,8 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const int64_t rows = arguments.rows().expect_int();
   const LaunchStream stream(input);
   const DeviceRoom room = device_room(stream);
-  TargetComplaints& complaints = target_complaints(input.device());
-  if (!arguments.is_weighed) complaints.raise_earlier();
+  BadTargets& bad_targets = bad_targets_of(input.device());
+  if (!arguments.is_weighed) bad_targets.raise_earlier();
   const bool is_each = arguments.reduction == at::Reduction::None;
   const bool with_metrics = lse.numel() > 0;
   const bool with_grad = grad.numel() > 0;
@@ -84,7 +84,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     const at::Tensor weights =
         arguments.is_weighed ? at::empty({0}, doubles) : launch_weigh(stream, table, doubles);
     CrossEntropyReduction reduction =
-        reduction_of(arguments.reduction == at::Reduction::Mean, weights, complaints, divisor);
+        reduction_of(arguments.reduction == at::Reduction::Mean, weights, bad_targets, divisor);
     if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
     if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
     reduction.limit = arguments.gradient_limit;

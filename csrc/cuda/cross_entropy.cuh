@@ -17,7 +17,7 @@
 // itemsize·(1 − kept / row).
 #pragma once
 
-#include "cross_entropy_place.cuh"
+#include "cross_entropy_positions.cuh"
 
 namespace ampfuse {
 
@@ -70,10 +70,10 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
       *reduction.divisor = divisor;
       if (bad_row < table.rows) {
         if (reduction.trap) __trap();
-        reduction.complaint->row = bad_row;
-        reduction.complaint->target = table.index(bad_row);
+        reduction.bad_target->row = bad_row;
+        reduction.bad_target->target = table.index(bad_row);
         __threadfence_system();  // the host may look at any time
-        reduction.complaint->is_set = 1;
+        reduction.bad_target->is_set = 1;
       }
     }
   }

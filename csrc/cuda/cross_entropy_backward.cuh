@@ -1,7 +1,7 @@
 // The gradient of a cross-entropy in backward: from the logits, or from the one that forward left.
 #pragma once
 
-#include "cross_entropy_place.cuh"
+#include "cross_entropy_positions.cuh"
 
 namespace ampfuse {
 

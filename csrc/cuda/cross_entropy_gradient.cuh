@@ -1,8 +1,8 @@
 // One row of a cross-entropy: the pass that writes its gradient.
 #pragma once
 
+#include "cross_entropy_rounding.cuh"
 #include "cross_entropy_row.cuh"
-#include "rounding.cuh"
 
 namespace ampfuse {
 

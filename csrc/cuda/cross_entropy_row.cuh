@@ -1,8 +1,8 @@
 // One row of a cross-entropy: the pass over its logits that tells what there is to know of it.
 #pragma once
 
+#include "cross_entropy_rounding.cuh"
 #include "cross_entropy_table.cuh"
-#include "rounding.cuh"
 #include "team.cuh"
 #include "vectorized.cuh"
 

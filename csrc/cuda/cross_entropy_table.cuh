@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../math/cross_entropy.h"
-#include "row_exponential.cuh"
+#include "cross_entropy_exponential.cuh"
 
 namespace ampfuse {
 
@@ -105,7 +105,7 @@ struct CrossEntropyTable {
 };
 
 // A target that is no class, in memory that the host reads whenever it likes.
-struct TargetComplaint {
+struct BadTarget {
   int64_t row;
   int64_t target;
   int is_set;
@@ -128,7 +128,7 @@ struct CrossEntropyReduction {
   float limit;  // of what gradients are multiplied by
   float* baked;
   double* divisor;
-  TargetComplaint* complaint;
+  BadTarget* bad_target;
   bool trap;  // stop the device instead
 };
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../math/complex.h"
-#include "../ops/tensor_list.h"
+#include "../tensors/tensor_list.h"
 
 namespace ampfuse {
 

@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "../math/fused_adam.h"
-#include "../math/remainder.h"
+#include "../math/fused_adam_remainder.h"
 #include "multi_tensor.cuh"
 #include "vectorized.cuh"
 

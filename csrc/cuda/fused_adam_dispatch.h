@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "../ops/adam_tensors.h"
+#include "../ops/fused_adam_tensors.h"
 #include "fused_adam.cuh"
 
 namespace ampfuse {

@@ -1,7 +1,7 @@
 #include "multi_tensor_clip.cuh"
 
 #include "../ops/multi_tensor_clip.h"
-#include "elementwise_launch.h"
+#include "multi_tensor_elementwise.h"
 #include "stream.h"
 
 namespace ampfuse {

@@ -1,6 +1,6 @@
 #include "multi_tensor_norm.cuh"
 
-#include "norm_launch.h"
+#include "multi_tensor_norm_launch.h"
 
 namespace ampfuse {
 

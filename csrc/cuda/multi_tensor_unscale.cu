@@ -1,8 +1,8 @@
 #include "multi_tensor_unscale.cuh"
 
 #include "../ops/multi_tensor_unscale.h"
-#include "elementwise_launch.h"
-#include "norm_launch.h"
+#include "multi_tensor_elementwise.h"
+#include "multi_tensor_norm_launch.h"
 
 namespace ampfuse {
 

@@ -2,19 +2,19 @@
 // .cu twice, and once more for each architecture: torch/library.h would add 17 s to every one.
 #include "../ops/registration.h"
 
-#include "../ops/borrowed_list.h"
 #include "../ops/fused_adam_kernels.h"
 #include "../ops/linear_cross_entropy_kernels.h"
 #include "../ops/multi_tensor_clip.h"
 #include "../ops/multi_tensor_unscale.h"
 #include "../ops/update_scale.h"
+#include "../tensors/borrowed_list.h"
 
 namespace ampfuse {
 
 AMPFUSE_KERNELS(CUDA, m) {
   register_cross_entropy<kCrossEntropyCuda>(m);
   register_fused_adam<fused_adam_cuda>(m);
-  register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kClassShardsCuda>>(m);
+  register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kVocabShardsCuda>>(m);
   m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
   m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
   m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());

@@ -7,8 +7,8 @@
 
 #include <cmath>
 
-#include "device_scalars.h"
-#include "tensor_list.h"
+#include "../tensors/device_scalars.h"
+#include "../tensors/tensor_list.h"
 
 namespace ampfuse {
 

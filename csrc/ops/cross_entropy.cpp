@@ -4,8 +4,8 @@
 #include <ATen/ops/empty.h>
 
 #include "../math/cross_entropy.h"
+#include "../tensors/tensor_list.h"
 #include "registration.h"
-#include "tensor_list.h"
 
 namespace ampfuse {
 

@@ -3,7 +3,7 @@
 #include <ampfuse/cross_entropy.h>
 
 #include "cross_entropy.h"
-#include "loss_inputs.h"
+#include "cross_entropy_inputs.h"
 
 namespace ampfuse {
 

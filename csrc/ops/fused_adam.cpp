@@ -5,8 +5,8 @@
 
 #include <cmath>
 
+#include "../tensors/tensor_list.h"
 #include "fused_adam_kernels.h"
-#include "tensor_list.h"
 
 namespace ampfuse {
 

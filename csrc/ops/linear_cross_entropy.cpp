@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "registration.h"
-#include "wide_product.h"
 
 namespace ampfuse {
 
@@ -47,7 +46,7 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
   if (shard && is_whole && weights) {
     weights = weights->narrow_symint(0, shard->first_class, weight.sym_size(0));
   }
-  at::Tensor logits = at::empty({0}, hidden.options().dtype(wide_dtype(dtype)));
+  at::Tensor logits = at::empty({0}, hidden.options().dtype(accumulate_dtype(dtype)));
   const std::vector<c10::SymInt> sizes = {hidden.sym_size(0), classes};
   const std::vector<c10::SymInt> strides = {classes, 1};
   logits.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
@@ -63,6 +62,10 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
   here.ignore_index = kIgnoredTarget;
   if (class_weight) here.weight = class_weight->narrow(0, shard->first_class, weight.size(0));
   return here;
+}
+
+at::ScalarType accumulate_dtype(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }
 
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
@@ -86,9 +89,9 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
       kLinearCrossEntropy, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
-  TORCH_CHECK_TYPE(weight_grad_dtype == wide_dtype(dtype) ||
+  TORCH_CHECK_TYPE(weight_grad_dtype == accumulate_dtype(dtype) ||
                        (dtype == at::kBFloat16 && weight_grad_dtype == dtype),
-                   kLinearCrossEntropy, ": weight_grad_dtype: expected ", wide_dtype(dtype),
+                   kLinearCrossEntropy, ": weight_grad_dtype: expected ", accumulate_dtype(dtype),
                    dtype == at::kBFloat16 ? " or BFloat16" : "", " for products of ", dtype,
                    ", got ", weight_grad_dtype);
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kLinearCrossEntropy,
@@ -102,7 +105,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
 LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,
                                                    const LinearGradientMask& wanted) {
   const auto options = arguments.hidden.options();
-  const auto sums = options.dtype(wide_dtype(arguments.dtype));
+  const auto sums = options.dtype(accumulate_dtype(arguments.dtype));
   return {empty_if(wanted[0], arguments.hidden.sym_sizes().vec(), options),
           empty_if(wanted[1], arguments.weight.sym_sizes().vec(),
                    options.dtype(arguments.weight_grad_dtype)),
@@ -145,7 +148,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyA
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("ampfuse::linear_cross_entropy_forward", "")
                              .typed<LinearCrossEntropyForward>();
-  const ClassShardArguments shard(a.shard);
+  const VocabShardArguments shard(a.shard);
   return op.call(a.hidden, a.weight, a.bias, a.target, a.class_weight, a.reduction, a.ignore_index,
                  a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap,
                  number_of(a.dtype), number_of(a.weight_grad_dtype), a.chunk_rows, shard.group(),
@@ -160,7 +163,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("ampfuse::linear_cross_entropy_backward", "")
                              .typed<LinearCrossEntropyBackward>();
-  const ClassShardArguments shard(a.shard);
+  const VocabShardArguments shard(a.shard);
   return op.call(grad_output, a.hidden, a.weight, a.bias, a.target, a.class_weight, statistics,
                  divisor, a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap,
                  number_of(a.dtype), number_of(a.weight_grad_dtype), a.chunk_rows, shard.group(),
@@ -174,24 +177,24 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
-      "Tensor? accumulate_into=None, str? group=None, int[]? class_shard=None) -> Tensor",
+      "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "linear_cross_entropy.metrics(Tensor hidden, Tensor weight, Tensor target, "
       "Tensor? bias=None, *, Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
-      "Tensor? accumulate_into=None, str? group=None, int[]? class_shard=None) -> "
+      "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
-  // Rows, without autograd; products in `dtype`. `class_shard`, of a group of processes:
+  // Rows, without autograd; products in `dtype`. `vocab_shard`, of a group of processes:
   // [group_size, first_class, num_classes]. Dtypes are numbers, c10's: what a package compiled
   // ahead of time has as a ScalarType comes as another one (torch 2.11).
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
       "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, int dtype, "
-      "int weight_grad_dtype, int? chunk_rows, str? group, int[]? class_shard, "
+      "int weight_grad_dtype, int? chunk_rows, str? group, int[]? vocab_shard, "
       "bool[3] output_mask, bool with_metrics) -> (Tensor loss, Tensor grad_hidden, Tensor "
       "grad_weight, "
       "Tensor grad_bias, Tensor baked, Tensor statistics, Tensor divisor, Tensor lse, Tensor "
@@ -202,7 +205,7 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
       "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
       "int dtype, int weight_grad_dtype, int? chunk_rows, str? group, "
-      "int[]? class_shard, bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor "
+      "int[]? vocab_shard, bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor "
       "grad_bias)",
       {at::Tag::pt2_compliant_tag});
 }

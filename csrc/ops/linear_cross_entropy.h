@@ -7,8 +7,8 @@
 #include <tuple>
 #include <vector>
 
-#include "class_shards.h"
 #include "cross_entropy_kernels.h"
+#include "cross_entropy_shards.h"
 
 namespace ampfuse {
 
@@ -29,7 +29,7 @@ struct LinearCrossEntropyArguments {
   at::ScalarType dtype;              // that is multiplied in
   at::ScalarType weight_grad_dtype;  // that one where it is bfloat16, or its wide one
   std::optional<int64_t> chunk_rows;
-  std::optional<ClassShard>
+  std::optional<VocabShard>
       shard;  // where weight, bias and probabilities are those of some classes
 
   /// Of what gradients of logits are multiplied by: half ones are multiplied by weights and added
@@ -59,7 +59,7 @@ struct LinearCrossEntropyInputs {
   std::optional<double> softcap;
   std::optional<int64_t> chunk_rows;
   const std::optional<at::Tensor>& accumulate_into;
-  std::optional<ClassShard> shard;
+  std::optional<VocabShard> shard;
 };
 
 struct LinearCrossEntropyCall {
@@ -106,6 +106,10 @@ using LinearCrossEntropyOutputs =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                at::Tensor, at::Tensor, at::Tensor>;
 
+/// The dtype of products of matrices of this dtype: float for 16 bits, whose sums are floats anyway
+/// and would only be rounded to be stored.
+at::ScalarType accumulate_dtype(at::ScalarType dtype);
+
 /// Refuses what could not be computed.
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                                 const std::optional<at::Tensor>& grad_scale,
@@ -119,14 +123,14 @@ LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments
 void put_gradients(LinearCrossEntropyOutputs& outputs, LinearCrossEntropyGradients gradients);
 
 /// By chunks of rows, with a backend's kernels.
-LinearCrossEntropyOutputs linear_cross_entropy_by_chunk(
-    const CrossEntropyKernels& kernels, const ClassShardKernels& shard_kernels,
+LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
+    const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
     const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
     const std::optional<at::Tensor>& denominator, const LinearGradientMask& wanted,
     bool with_metrics);
 
 /// For one number from upstream for each row, from logits that are computed once more.
-LinearCrossEntropyGradients linear_cross_entropy_again_by_chunk(
+LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     const CrossEntropyKernels& kernels, const at::Tensor& grad_output,
     const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
     const at::Tensor& divisor, const LinearGradientMask& wanted);

@@ -21,18 +21,18 @@ struct LinearCrossEntropyKernels {
 };
 
 /// By chunks.
-template <const CrossEntropyKernels& kKernels, const ClassShardKernels& kShardKernels>
+template <const CrossEntropyKernels& kKernels, const VocabShardKernels& kShardKernels>
 inline constexpr LinearCrossEntropyKernels kByChunk = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
        const std::optional<at::Tensor>& denominator, const LinearGradientMask& wanted,
        bool with_metrics) {
-      return linear_cross_entropy_by_chunk(kKernels, kShardKernels, arguments, grad_scale,
-                                           denominator, wanted, with_metrics);
+      return linear_cross_entropy_forward_by_chunk(kKernels, kShardKernels, arguments, grad_scale,
+                                                   denominator, wanted, with_metrics);
     },
     [](const at::Tensor& grad_output, const LinearCrossEntropyArguments& arguments,
        const at::Tensor& statistics, const at::Tensor& divisor, const LinearGradientMask& wanted) {
-      return linear_cross_entropy_again_by_chunk(kKernels, grad_output, arguments, statistics,
-                                                 divisor, wanted);
+      return linear_cross_entropy_backward_by_chunk(kKernels, grad_output, arguments, statistics,
+                                                    divisor, wanted);
     }};
 
 namespace linear_cross_entropy_kernels {
@@ -46,7 +46,7 @@ LinearCrossEntropyOutputs forward(
     int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, double z_loss, std::optional<double> softcap, int64_t dtype,
     int64_t weight_grad_dtype, std::optional<int64_t> chunk_rows,
-    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard,
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef vocab_shard,
     LinearGradientMask wanted, bool with_metrics) {
   const LinearCrossEntropyArguments arguments = {
       .hidden = hidden,
@@ -62,7 +62,7 @@ LinearCrossEntropyOutputs forward(
       .dtype = static_cast<at::ScalarType>(dtype),
       .weight_grad_dtype = static_cast<at::ScalarType>(weight_grad_dtype),
       .chunk_rows = chunk_rows,
-      .shard = class_shard_of(group, class_shard)};
+      .shard = vocab_shard_of(group, vocab_shard)};
   check_linear_cross_entropy(arguments, grad_scale, denominator);
   return kKernels.forward(arguments, grad_scale, denominator, wanted, with_metrics);
 }
@@ -74,7 +74,7 @@ LinearCrossEntropyGradients backward(
     const at::Tensor& statistics, const at::Tensor& divisor, int64_t reduction,
     int64_t ignore_index, double label_smoothing, double z_loss, std::optional<double> softcap,
     int64_t dtype, int64_t weight_grad_dtype, std::optional<int64_t> chunk_rows,
-    std::optional<c10::string_view> group, at::OptionalIntArrayRef class_shard,
+    std::optional<c10::string_view> group, at::OptionalIntArrayRef vocab_shard,
     LinearGradientMask wanted) {
   const LinearCrossEntropyArguments arguments = {
       .hidden = hidden,
@@ -90,7 +90,7 @@ LinearCrossEntropyGradients backward(
       .dtype = static_cast<at::ScalarType>(dtype),
       .weight_grad_dtype = static_cast<at::ScalarType>(weight_grad_dtype),
       .chunk_rows = chunk_rows,
-      .shard = class_shard_of(group, class_shard)};
+      .shard = vocab_shard_of(group, vocab_shard)};
   check_linear_cross_entropy(arguments, std::nullopt, std::nullopt);
   check_cross_entropy_backward("linear_cross_entropy_backward", arguments.loss(), grad_output,
                                statistics, divisor);

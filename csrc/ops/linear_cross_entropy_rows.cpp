@@ -8,9 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "cross_entropy_inputs.h"
 #include "linear_cross_entropy.h"
-#include "loss_inputs.h"
-#include "wide_product.h"
 
 namespace ampfuse {
 
@@ -52,7 +51,7 @@ at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyInputs& inputs,
   const bool has_buffer = inputs.accumulate_into && inputs.accumulate_into->defined();
   const bool is_rounded =
       dtype == at::kBFloat16 && !has_buffer && inputs.weight.grad_dtype() == dtype;
-  return is_rounded ? dtype : wide_dtype(dtype);
+  return is_rounded ? dtype : accumulate_dtype(dtype);
 }
 
 at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c10::SymInt> shape,
@@ -137,7 +136,7 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& i
                     kLinearCrossEntropy,
                     ": metrics: expected indices as targets, got a shard of probabilities");
   const at::ScalarType dtype = dtype_of_products(inputs);
-  const at::ScalarType loss_dtype = wide_dtype(dtype);
+  const at::ScalarType loss_dtype = accumulate_dtype(dtype);
   const at::Device device = hidden.device();
   const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
   const c10::SymInt classes =
@@ -183,7 +182,7 @@ template <typename Op>
 auto call_with(const Op& op, const at::Tensor& hidden, const at::Tensor& weight,
                const at::Tensor& target, const OptionalTensor& bias,
                const LinearCrossEntropyOptions& options) {
-  const ClassShardArguments shard(options.shard());
+  const VocabShardArguments shard(options.shard());
   return op.call(hidden, weight, target, bias, options.class_weight(),
                  loss_reduction(kLinearCrossEntropy, options.reduction()), options.ignore_index(),
                  options.label_smoothing(), options.grad_scale(), options.denominator(),

@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "../math/multi_tensor_norm.h"
-#include "tensor_list.h"
+#include "../tensors/tensor_list.h"
 
 namespace ampfuse {
 

@@ -3,8 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/multi_tensor_unscale.h>
 
+#include "../tensors/tensor_list.h"
 #include "registration.h"
-#include "tensor_list.h"
 
 namespace ampfuse {
 

@@ -5,8 +5,8 @@
 
 #include <limits>
 
+#include "../tensors/tensor_list.h"
 #include "registration.h"
-#include "tensor_list.h"
 
 namespace ampfuse {
 

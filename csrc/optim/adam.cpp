@@ -4,9 +4,9 @@
 #include <ampfuse/fused_adam.h>
 #include <c10/core/GradMode.h>
 
-#include "../ops/capture.h"
-#include "../ops/device_scalars.h"
-#include "../ops/mirror.h"
+#include "../tensors/capture.h"
+#include "../tensors/device_scalars.h"
+#include "../tensors/host_copy.h"
 #include "adam_clip.h"
 #include "adam_state.h"
 
@@ -232,7 +232,7 @@ void Adam::adopt_written_params() {
       written_over.push_back(optim::adopt_param(param, master));
     });
     if (!written_over.empty() && !warned_) {
-      written_over_ = std::make_shared<Mirror>();
+      written_over_ = std::make_shared<HostCopy>();
       written_over_->send(largest(written_over, written_over[0].device()));
     }
   }

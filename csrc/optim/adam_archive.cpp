@@ -5,8 +5,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
 
-#include "../ops/tensor_list.h"
-#include "adam_columns.h"
+#include "../tensors/tensor_list.h"
+#include "adam_lists.h"
 #include "adam_state.h"
 
 namespace ampfuse {

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "../ops/device_scalars.h"
+#include "../tensors/device_scalars.h"
 
 namespace ampfuse::optim {
 

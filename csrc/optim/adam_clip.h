@@ -1,7 +1,7 @@
 // What gradients are clipped by: norms over groups and devices.
 #pragma once
 
-#include "adam_columns.h"
+#include "adam_lists.h"
 
 namespace ampfuse::optim {
 

@@ -1,6 +1,6 @@
 #include <torch/serialize/archive.h>
 
-#include "adam_settings.h"
+#include "adam_checked_options.h"
 
 namespace ampfuse {
 

@@ -1,7 +1,7 @@
 // What Adam keeps for a parameter: created at its first step, loaded, rebuilt.
 #pragma once
 
-#include "adam_settings.h"
+#include "adam_checked_options.h"
 
 namespace ampfuse::optim {
 

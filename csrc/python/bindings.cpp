@@ -5,10 +5,10 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../ops/target_check.h"
+#include "../ops/cross_entropy_target_check.h"
 #include "cpp_classes.h"
 #include "eager_op.h"
-#include "survey.h"
+#include "list_queries.h"
 
 namespace py = pybind11;
 

@@ -162,7 +162,7 @@ def linear_cross_entropy(
         "accumulate_into": accumulate_into,
     }
     if process_group is not None:
-        options["class_shard"] = _class_shard(process_group, weight, first_class, num_classes)
+        options["vocab_shard"] = _vocab_shard(process_group, weight, first_class, num_classes)
         options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:
         raise ValueError("first_class, num_classes: are for weights shared out, by process_group")
@@ -257,7 +257,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         )
 
 
-def _class_shard(
+def _vocab_shard(
     process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
 ) -> list[int]:
     """Equal ones in the order of ranks, where nobody says otherwise."""

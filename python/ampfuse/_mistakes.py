@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampfuse._mirror import Mirror
+from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
 
 STEPS_WATCHED = 3
@@ -82,8 +82,8 @@ class Watch:
         self._steps = 0
         self._steps_without = 0
         self._has_scaled = False  # a loss since the last step without it
-        self._clipped: tuple[float, Mirror] | None = None  # max_norm, and the scale
-        self._norms: list[tuple[float, Mirror, Mirror]] = []  # limits, scaled norms, scales
+        self._clipped: tuple[float, HostCopy] | None = None  # max_norm, and the scale
+        self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
         self._has_warned = False
         self.is_scale_known = False  # to the program, which may divide gradients by it
 
@@ -176,8 +176,8 @@ def has_number(scalar: Tensor) -> bool:
     return type(scalar) is Tensor and not scalar.is_meta
 
 
-def sent(scalar: Tensor) -> Mirror:
+def sent(scalar: Tensor) -> HostCopy:
     """A copy on its way to the host."""
-    mirror = Mirror()
+    mirror = HostCopy()
     mirror.send(scalar)
     return mirror

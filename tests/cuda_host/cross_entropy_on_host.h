@@ -91,7 +91,7 @@ struct Batch {
   double divisor = NAN;
   float baked = NAN;
   ampfuse::RowAcc<scalar_t> loss = NAN;
-  ampfuse::TargetComplaint complaint = {};
+  ampfuse::BadTarget bad_target = {};
 
   Batch(int64_t rows, int classes, int64_t offset, const Options& options, uint32_t seed = 7)
       : rows(rows),
@@ -215,7 +215,7 @@ struct Batch {
             options.limit,
             &baked,
             &divisor,
-            &complaint,
+            &bad_target,
             /*trap=*/false};
   }
 

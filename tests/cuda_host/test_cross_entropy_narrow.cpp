@@ -88,7 +88,7 @@ TEST_CASE("all rows' targets weigh together what their blocks do") {
     if (batch.targets[row] != kIgnored && row != 7) weight += batch.weight[batch.targets[row]];
   }
   CHECK(std::fabs(batch.divisor - weight) <= 1e-12 * weight);
-  CHECK(batch.complaint.is_set == 1);
-  CHECK(batch.complaint.row == 7);
-  CHECK(batch.complaint.target == 3);
+  CHECK(batch.bad_target.is_set == 1);
+  CHECK(batch.bad_target.row == 7);
+  CHECK(batch.bad_target.target == 3);
 }

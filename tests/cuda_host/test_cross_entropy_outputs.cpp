@@ -1,5 +1,5 @@
 // What the kernels of cross_entropy are told and what they leave: kinds of indices, results that
-// are not asked for, complaints, and backward from what forward left.
+// are not asked for, bad_targets, and backward from what forward left.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -109,9 +109,9 @@ TEST_CASE("a target that is no class makes its row no number, and is told") {
   Batch<float> batch(5, 40, 0, {});
   batch.targets = {3, 40, kIgnored, -1, 7};
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
-  CHECK(batch.complaint.is_set == 1);
-  CHECK(batch.complaint.row == 1);
-  CHECK(batch.complaint.target == 40);
+  CHECK(batch.bad_target.is_set == 1);
+  CHECK(batch.bad_target.row == 1);
+  CHECK(batch.bad_target.target == 40);
   CHECK(std::isfinite(batch.losses[0]));
   CHECK(std::isnan(batch.losses[1]));
   CHECK(batch.losses[2] == 0);

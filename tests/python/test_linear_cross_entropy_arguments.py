@@ -145,9 +145,9 @@ def test_buffers_that_could_not_be_added_to(batch):
 
 
 def test_a_shard_without_its_group_is_refused(batch):
-    with pytest.raises(ValueError, match="class_shard: expected a group"):
+    with pytest.raises(ValueError, match="vocab_shard: expected a group"):
         torch.ops.ampfuse.linear_cross_entropy(
-            batch.hidden, batch.weight, batch.target, class_shard=[2, 0, 202]
+            batch.hidden, batch.weight, batch.target, vocab_shard=[2, 0, 202]
         )
 
 

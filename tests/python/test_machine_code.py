@@ -82,8 +82,8 @@ def test_kernels_declare_no_more_shared_memory_than_launches_leave_them(code: Ma
 
 # Cross-entropies of doubles, and those with more to do than exponentials, want more registers.
 WIDE = {
-    128: r"(cross_entropy_(for|back)ward|shards_look)_kernelI(d|.*BlockTeamILi512E.*RowWorkE1)",
-    80: r"(cross_entropy|shards_look)_.*RowWorkE1",
+    128: r"(cross_entropy_(for|back)ward|shards_inspect)_kernelI(d|.*BlockTeamILi512E.*RowWorkE1)",
+    80: r"(cross_entropy|shards_inspect)_.*RowWorkE1",
 }
 
 

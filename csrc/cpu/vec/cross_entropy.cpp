@@ -3,10 +3,10 @@
 // before.
 #include "cross_entropy.h"
 
-#include "../../math/exponential.h"
-#include "class_shares.h"
+#include "../../math/cross_entropy_exponential.h"
+#include "cross_entropy_logits.h"
+#include "cross_entropy_target_mass.h"
 #include "lane.h"
-#include "logits.h"
 #include "to_double.h"
 
 namespace ampfuse::CPU_CAPABILITY {

@@ -2,8 +2,8 @@
 #include <bit>
 
 #include "cross_entropy.h"
+#include "cross_entropy_logits.h"
 #include "lane.h"
-#include "logits.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 

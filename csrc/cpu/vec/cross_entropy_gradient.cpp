@@ -1,9 +1,9 @@
 // From exponentials to the gradient, which is rounded once.
-#include "../../math/exponential.h"
-#include "class_shares.h"
+#include "../../math/cross_entropy_exponential.h"
 #include "cross_entropy.h"
+#include "cross_entropy_logits.h"
+#include "cross_entropy_target_mass.h"
 #include "lane.h"
-#include "logits.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 

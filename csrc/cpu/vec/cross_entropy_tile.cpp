@@ -3,11 +3,11 @@
 // depends on those beside it.
 #include "cross_entropy_tile.h"
 
+#include "cross_entropy_lane_sums.h"
+#include "cross_entropy_tile_exponentials.h"
+#include "cross_entropy_tile_memory.h"
+#include "cross_entropy_tile_target_mass.h"
 #include "lane.h"
-#include "lane_sums.h"
-#include "tile_exponentials.h"
-#include "tile_memory.h"
-#include "tile_shares.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 

@@ -1,10 +1,10 @@
 // From a tile's exponentials to its gradient.
-#include "../../math/exponential.h"
+#include "../../math/cross_entropy_exponential.h"
+#include "cross_entropy_lane_sums.h"
 #include "cross_entropy_tile.h"
+#include "cross_entropy_tile_memory.h"
+#include "cross_entropy_tile_target_mass.h"
 #include "lane.h"
-#include "lane_sums.h"
-#include "tile_memory.h"
-#include "tile_shares.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../../math/remainder.h"
+#include "../../math/fused_adam_remainder.h"
 #include "convert.h"
 #include "lane.h"
 

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ampfuse/class_shard.h>
 #include <ampfuse/cross_entropy.h>
 #include <ampfuse/export.h>
+#include <ampfuse/vocab_shard.h>
 #include <torch/arg.h>
 
 #include <optional>
@@ -36,7 +36,7 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// rest. All have the same hidden states and targets, indices among all classes, and class
   /// weights of all of them, and the same options; all get the same loss, and the hidden states'
   /// whole gradient.
-  TORCH_ARG(std::optional<ClassShard>, shard) = std::nullopt;
+  TORCH_ARG(std::optional<VocabShard>, shard) = std::nullopt;
 };
 
 /// ampfuse::cross_entropy of torch::nn::functional::linear(hidden, weight, bias), of whose logits

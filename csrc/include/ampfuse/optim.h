@@ -14,7 +14,7 @@
 namespace ampfuse {
 
 class GradScaler;
-class Mirror;
+class HostCopy;
 
 /// What is stepped where a parameter is half or bfloat16. Other parameters need no masters.
 enum class MasterWeights {
@@ -167,7 +167,7 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   at::Tensor grad_norm_;
   std::vector<const void*> stepped_;  // where the parameters of the last step are
   std::optional<ParamWrites> writes_after_step_;
-  std::shared_ptr<Mirror> written_over_;  // whether anything was, on its way to the host
+  std::shared_ptr<HostCopy> written_over_;  // whether anything was, on its way to the host
   bool warned_ = false;
 
   /// For the duration of a step that a scaler takes: the norms of all gradients, which it has just

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._capture import is_capturing
-from ampfuse._mirror import Mirror
+from ampfuse._host_copy import HostCopy
 from ampfuse.amp._gradients import Inspection
 
 REMEMBERED = 16  # steps that a report can look back
@@ -57,9 +57,9 @@ class Memory:
         self._recorded_from = 0  # the first update of which the history knows
         self._found_inf: Tensor | None = None  # of the last step
         self._is_replayed = False  # that step, by a graph, who knows how often
-        self._counters_mirror = Mirror()
+        self._counters_copy = HostCopy()
         self._skips_in_a_row = 0  # that the host knows of
-        self._found_inf_mirror: Mirror | None = None  # once somebody has asked
+        self._found_inf_copy: HostCopy | None = None  # once somebody has asked
         self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REMEMBERED)
         self._graph_step: tuple[Tensor, Inspection | None] | None = None  # the last one's
 
@@ -85,7 +85,7 @@ class Memory:
     def set_counts(self, counts: Sequence[int]) -> None:
         """In place, where they are on a device already. The history begins anew."""
         self._first_counters = list(counts)
-        self._counters_mirror, self._skips_in_a_row = Mirror(), counts[1]
+        self._counters_copy, self._skips_in_a_row = HostCopy(), counts[1]
         self._recorded_from = counts[2]
         if self._counters is not None:
             for place, count in enumerate(counts):
@@ -100,8 +100,8 @@ class Memory:
             self._is_replayed, self._graph_step = True, (found_inf, inspection)
             return
         self._is_replayed, self._graph_step = False, None
-        if self._found_inf_mirror is not None:
-            self._found_inf_mirror.send(found_inf)
+        if self._found_inf_copy is not None:
+            self._found_inf_copy.send(found_inf)
         if inspection is not None:
             self._steps.append((found_inf, inspection))
 
@@ -123,10 +123,10 @@ class Memory:
             return False
         if self._is_replayed:  # who knows how often
             return bool(self._found_inf.item() != 0)
-        if self._found_inf_mirror is None:
-            self._found_inf_mirror = Mirror()
-            self._found_inf_mirror.send(self._found_inf)
-        flag = self._found_inf_mirror.wait()
+        if self._found_inf_copy is None:
+            self._found_inf_copy = HostCopy()
+            self._found_inf_copy.send(self._found_inf)
+        flag = self._found_inf_copy.wait()
         assert flag is not None
         return bool(flag.item() != 0)
 
@@ -139,12 +139,12 @@ class Memory:
             return self.counts()[1]
         if is_capturing():
             return self._skips_in_a_row
-        arrived = self._counters_mirror.latest()
+        arrived = self._counters_copy.latest()
         if arrived is not None:
             self._skips_in_a_row = int(arrived[1].item())
         # One that is on its way still is not overtaken, or none would ever arrive.
-        if arrived is not None or self._counters_mirror.is_idle():
-            self._counters_mirror.send(self._counters)
+        if arrived is not None or self._counters_copy.is_idle():
+            self._counters_copy.send(self._counters)
         return self._skips_in_a_row
 
     def raise_if_collapsed(self, limit: int | None) -> None:

@@ -20,7 +20,7 @@ def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as bfloat16 and remainders, as the kernels split it (math/remainder.h)."""
+    """Split a float32 tensor as the kernels do (math/fused_adam_remainder.h)."""
     bits = local(master).contiguous().view(torch.int32)
     upper = (bits + 0x8000) >> 16  # wraps around at the top of the negative NaNs, which go below
     upper = torch.where(local(master).isnan(), (bits >> 16) | 0x40, upper)
@@ -36,6 +36,6 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     # A negative remainder brings its own sign bits, which is to borrow from the upper half.
     bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
     joined = bits.view(torch.float32)
-    # As in math/remainder.h, no remainder makes a NaN of another number.
+    # As in math/fused_adam_remainder.h, no remainder makes a NaN of another number.
     is_spoilt = joined.isnan() & ~bfloat16.isnan()
     return sharded_like(param, torch.where(is_spoilt, upper.view(torch.float32), joined))

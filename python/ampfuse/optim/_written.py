@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampfuse import _C
 from ampfuse._capture import is_capturing
-from ampfuse._mirror import Mirror
+from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
@@ -29,7 +29,7 @@ class WrittenParams:
 
     def __init__(self) -> None:
         self._after_step: Writes | None = None
-        self._on_its_way: Mirror | None = None  # whether anything was written over
+        self._on_its_way: HostCopy | None = None  # whether anything was written over
         self._has_warned = False
 
     def note_step(self, columns: list[list[Columns]]) -> None:
@@ -56,7 +56,7 @@ class WrittenParams:
             for param, master in zip(part.params, part.masters, strict=True)
         ]
         if not self._has_warned:
-            self._on_its_way = Mirror()
+            self._on_its_way = HostCopy()
             self._on_its_way.send(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     def _warn(self, was_written_over: Tensor | None) -> None:

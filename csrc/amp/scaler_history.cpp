@@ -1,0 +1,111 @@
+#include "scaler_history.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "../tensors/capture.h"
+
+namespace ampfuse::amp {
+
+namespace {
+
+constexpr size_t kRemembered = 16;  // steps that a report can look back
+
+}  // namespace
+
+const at::Tensor& ScaleMemory::counters(at::Device device) {
+  if (!counters_.defined() || counters_.device() != device) {
+    const Counts now = counts();
+    const auto options = at::TensorOptions(device);
+    counters_ = at::zeros({static_cast<int64_t>(now.size())}, options.dtype(at::kLong));
+    set_counts(now);
+    if (length_ > 0) history_ = at::zeros({length_, math::kScaleRecord}, options.dtype(at::kFloat));
+  }
+  return counters_;
+}
+
+ScaleMemory::Counts ScaleMemory::counts() const {
+  if (!counters_.defined()) return first_counts_;
+  const at::Tensor here = counters_.cpu();
+  Counts counts;
+  std::copy_n(here.const_data_ptr<int64_t>(), counts.size(), counts.begin());
+  return counts;
+}
+
+void ScaleMemory::set_counts(const Counts& counts) {
+  first_counts_ = counts;
+  counters_copy_ = HostCopy();
+  skips_in_a_row_ = counts[math::kConsecutiveSkips];
+  recorded_from_ = counts[math::kUpdates];
+  for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
+    counters_[static_cast<int64_t>(i)].fill_(counts[i]);
+  }
+}
+
+void ScaleMemory::note_step(const at::Tensor& found_inf, const Inspection& inspection) {
+  found_inf_ = found_inf;
+  is_replayed_ = found_inf.is_cuda() && is_capturing();
+  if (found_inf_copy_ && !is_replayed_) found_inf_copy_->send(found_inf);
+  steps_.push_back({found_inf, inspection});
+  if (steps_.size() > kRemembered) steps_.pop_front();
+}
+
+at::Tensor ScaleMemory::step_skipped() const {
+  return found_inf_.defined() ? at::ne(found_inf_, 0) : at::scalar_tensor(false, at::kBool);
+}
+
+bool ScaleMemory::was_skipped() {
+  if (!found_inf_.defined()) return false;
+  if (is_replayed_) return found_inf_.item<float>() != 0;  // who knows how often
+  if (!found_inf_copy_) found_inf_copy_.emplace().send(found_inf_);
+  return found_inf_copy_->wait().item<float>() != 0;
+}
+
+int64_t ScaleMemory::skips_in_a_row() {
+  if (!counters_.defined() || !counters_.is_cuda()) return counts()[math::kConsecutiveSkips];
+  if (is_capturing()) return skips_in_a_row_;
+  const auto arrived = counters_copy_.latest();
+  if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
+  // One that is on its way still is not overtaken, or none would ever arrive.
+  if (arrived || counters_copy_.is_idle()) counters_copy_.send(counters_);
+  return skips_in_a_row_;
+}
+
+std::vector<ScaleRecord> ScaleMemory::records() const {
+  if (!history_) return {};
+  const at::Tensor copied =
+      at::cat({history_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
+  const double* const numbers = copied.const_data_ptr<double>();
+  const auto updates = static_cast<int64_t>(numbers[copied.numel() - 1]);
+  std::vector<ScaleRecord> records;
+  for (int64_t i = std::max(recorded_from_, updates - length_); i < updates; ++i) {
+    const double* const record = numbers + i % length_ * math::kScaleRecord;
+    records.push_back({record[0], record[1] != 0, record[2]});
+  }
+  return records;
+}
+
+std::vector<at::Tensor> ScaleMemory::offenders() const {
+  const auto skipped = std::find_if(steps_.rbegin(), steps_.rend(), [](const Step& step) {
+    return step.found_inf.item<float>() != 0;
+  });
+  std::vector<at::Tensor> offenders;
+  if (skipped == steps_.rend()) return offenders;
+  size_t place = 0;
+  for (const at::Tensor& of_device : skipped->inspection.norms) {
+    const at::Tensor norms = of_device.to(at::kCPU, at::kDouble);
+    for (int64_t i = 0; i < norms.numel(); ++i, ++place) {
+      if (std::isfinite(norms.const_data_ptr<double>()[i])) continue;
+      auto param = skipped->inspection.params[place].lock();
+      if (param) offenders.emplace_back(std::move(param));
+    }
+  }
+  return offenders;
+}
+
+}  // namespace ampfuse::amp

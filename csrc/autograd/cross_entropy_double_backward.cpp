@@ -1,0 +1,46 @@
+#include "cross_entropy_double_backward.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+#include <torch/csrc/autograd/autograd.h>
+
+namespace ampfuse {
+
+at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments,
+                             const at::Tensor& grad_output) {
+  const at::Tensor& input = arguments.input;
+  at::Tensor target = arguments.target;
+  if (!arguments.has_probabilities()) {
+    target = target.to(at::kLong);
+    if (arguments.has_places()) target = target.reshape_symint({input.sym_size(0), -1});
+  }
+  at::Tensor loss = at::cross_entropy_loss_symint(
+      input.to(loss_dtype(input)), target, arguments.weight, arguments.reduction,
+      arguments.ignore_index, arguments.label_smoothing);
+  if (loss.dim() > 0) loss = loss.reshape({-1});
+  return torch::autograd::grad({loss}, {input}, {grad_output}, /*retain_graph=*/std::nullopt,
+                               /*create_graph=*/true)[0];
+}
+
+void ForAnotherTime::keep(const CrossEntropyArguments& arguments) {
+  data_["input"] = arguments.input;
+  data_["version"] = static_cast<int64_t>(arguments.input._version());
+  data_["target"] = arguments.target;
+  data_["weight"] = arguments.weight;
+  data_["reduction"] = arguments.reduction;
+  data_["ignore_index"] = arguments.ignore_index;
+  data_["label_smoothing"] = arguments.label_smoothing;
+}
+
+at::Tensor ForAnotherTime::gradient(const at::Tensor& grad_output) const {
+  const at::Tensor input = data_.at("input").toTensor();
+  TORCH_CHECK(static_cast<int64_t>(input._version()) == data_.at("version").toInt(),
+              "one of the variables needed for gradient computation has been modified by an "
+              "inplace operation: the logits of a cross_entropy that is differentiated twice");
+  return gradient_of_torch(
+      {input, data_.at("target").toTensor(), data_.at("weight").toOptional<at::Tensor>(),
+       data_.at("reduction").toInt(), data_.at("ignore_index").toInt(),
+       data_.at("label_smoothing").toDouble(), /*z_loss=*/0, /*softcap=*/std::nullopt},
+      grad_output);
+}
+
+}  // namespace ampfuse

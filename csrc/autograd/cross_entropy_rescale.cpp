@@ -1,0 +1,29 @@
+#include "cross_entropy_rescale.h"
+
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "../ops/cross_entropy.h"
+#include "once_differentiable.h"
+
+namespace ampfuse {
+
+at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked,
+                    const at::Tensor& grad_output) {
+  if (!saved.defined() || saved.sym_numel() == 0) return saved;
+  // Many upstream gradients at once have nothing that could be overwritten.
+  if (is_batched(grad_output) || stands_for_others(grad_output)) {
+    const at::Tensor ratio = grad_output.to(at::kDouble) / baked;
+    return (saved.to(loss_dtype(saved)) * ratio).to(saved.scalar_type());
+  }
+  const bool is_vector = saved.dim() == 1;
+  const at::Tensor rows = is_vector ? saved.unsqueeze(0) : saved;
+  // Nor may what a hook has brought back, if it has other strides.
+  const bool is_kept =
+      torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(rows);
+  const at::Tensor grad = is_kept ? rows.clone(at::MemoryFormat::Contiguous) : rows.detach();
+  cross_entropy_rescale_(grad, baked, grad_output);
+  return is_vector ? grad.squeeze(0) : grad;
+}
+
+}  // namespace ampfuse

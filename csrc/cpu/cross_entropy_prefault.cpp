@@ -1,0 +1,47 @@
+#include "cross_entropy_prefault.h"
+
+#include <ATen/Parallel.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <cstdint>
+
+namespace ampfuse {
+
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kSomePages = 256 << 10;     // bytes; fewer are not worth a call
+constexpr int64_t kHoldsLargePage = 4 << 20;  // wherever it begins
+constexpr int64_t kStaysInCache = 16 << 20;   // more would be cleared long before it is written
+
+// Both are wishes: where one is not granted, all stays as it was.
+[[maybe_unused]] void wish_for(char* begin, int64_t size, int advice) {
+#if defined(__linux__)
+  static_cast<void>(madvise(begin, static_cast<size_t>(size), advice));
+#endif
+}
+
+}  // namespace
+
+void prepare_fresh_memory(const at::Tensor& fresh) {
+  const auto size = static_cast<int64_t>(fresh.nbytes());
+  if (!fresh.is_cpu() || size < kSomePages) return;
+  auto* const data = static_cast<char*>(fresh.mutable_data_ptr());
+  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % kPage);
+  [[maybe_unused]] char* const first = data + (past == 0 ? 0 : kPage - past);
+  [[maybe_unused]] const int64_t pages = (data + size - first) / kPage;
+#if defined(MADV_HUGEPAGE)
+  if (size >= kHoldsLargePage) wish_for(first, pages * kPage, MADV_HUGEPAGE);
+#endif
+#if defined(MADV_POPULATE_WRITE)
+  if (size >= kStaysInCache) return;
+  at::parallel_for(0, pages, kSomePages / kPage, [&](int64_t begin, int64_t end) {
+    wish_for(first + begin * kPage, (end - begin) * kPage, MADV_POPULATE_WRITE);
+  });
+#endif
+}
+
+}  // namespace ampfuse

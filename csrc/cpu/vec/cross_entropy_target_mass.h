@@ -1,0 +1,56 @@
+// What classes weigh in a loss, a vector at a time.
+#pragma once
+
+#include "cross_entropy_logits.h"
+#include "lane.h"
+
+namespace ampfuse::CPU_CAPABILITY {
+
+template <typename A>
+class ShareVectors {
+ public:
+  using Vec = at::vec::Vectorized<A>;
+
+  explicit ShareVectors(const ClassShares& shares)
+      : shares_(shares),
+        of_probability_(static_cast<A>(shares.of_probability)),
+        uniform_(static_cast<A>(shares.uniform)) {}
+
+  /// Of the classes from i on, and 0 behind the first `rest` of them.
+  Vec at(int64_t i, int64_t rest) const {
+    Vec share = uniform_;
+    if (shares_.probabilities != nullptr) {
+      share = math::Lane<Vec>::multiply_add(of_probability_, probabilities(i, rest), share);
+    }
+    if (shares_.weight != nullptr) {
+      share = share * Vec::loadu(static_cast<const A*>(shares_.weight) + i, rest);
+    }
+    return rest < Vec::size() ? Vec::set(Vec(0), share, rest) : share;
+  }
+
+ private:
+  Vec probabilities(int64_t i, int64_t rest) const {
+    switch (shares_.dtype) {
+      case c10::ScalarType::Half:
+        return widened<c10::Half>(i, rest);
+      case c10::ScalarType::BFloat16:
+        return widened<c10::BFloat16>(i, rest);
+      default:
+        return Vec::loadu(static_cast<const A*>(shares_.probabilities) + i, rest);
+    }
+  }
+
+  template <typename scalar_t>
+  Vec widened(int64_t i, int64_t rest) const {
+    A values[Vec::size()] = {};
+    const auto* const from = static_cast<const scalar_t*>(shares_.probabilities) + i;
+    for (int64_t k = 0; k < rest; ++k) values[k] = static_cast<A>(from[k]);
+    return Vec::loadu(values);
+  }
+
+  const ClassShares& shares_;
+  Vec of_probability_;
+  Vec uniform_;
+};
+
+}  // namespace ampfuse::CPU_CAPABILITY

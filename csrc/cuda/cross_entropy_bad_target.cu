@@ -1,0 +1,68 @@
+#include "cross_entropy_bad_target.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "../ops/cross_entropy_target_check.h"
+
+namespace ampfuse {
+
+BadTargets::BadTargets(c10::Device device) {
+  const char* const wish = std::getenv("AMPFUSE_TARGETS");
+  are_fatal_ = wish != nullptr && std::strcmp(wish, "trap") == 0;
+  const c10::cuda::CUDAGuard guard(device);
+  void* memory = nullptr;
+  // The first call may be inside the capture of a CUDA graph, where this is no part of the graph.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(BadTarget), cudaHostAllocPortable));
+  bad_target_ = new (memory) BadTarget{};
+}
+
+void BadTargets::raise_earlier() {
+  volatile BadTarget& bad_target = *bad_target_;
+  if (bad_target.is_set == 0) return;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const int64_t row = bad_target.row;
+  const int64_t target = bad_target.target;
+  bad_target.is_set = 0;
+  TORCH_CHECK_INDEX(false, "cross_entropy: Target ", target, " is out of bounds. It was row ", row,
+                    "'s in an earlier call, whose loss is NaN");
+}
+
+namespace {
+
+struct AllBadTargets {
+  std::mutex mutex;
+  std::map<c10::DeviceIndex, BadTargets> of_devices;
+};
+
+AllBadTargets& all_bad_targets() {
+  static AllBadTargets all;
+  return all;
+}
+
+void raise_all() {
+  AllBadTargets& all = all_bad_targets();
+  const std::lock_guard lock(all.mutex);
+  for (auto& [device, bad_targets] : all.of_devices) bad_targets.raise_earlier();
+}
+
+[[maybe_unused]] const bool is_set = (set_target_check(raise_all), true);
+
+}  // namespace
+
+BadTargets& bad_targets_of(c10::Device device) {
+  AllBadTargets& all = all_bad_targets();
+  const std::lock_guard lock(all.mutex);
+  return all.of_devices.try_emplace(device.index(), device).first->second;
+}
+
+}  // namespace ampfuse

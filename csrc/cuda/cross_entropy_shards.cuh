@@ -1,0 +1,70 @@
+// Rows whose classes other processes have, too: what those here tell, and what all tell together.
+//
+// Bytes of device memory: itemsize per logit and 88 per row for the one, 88 per row and process for
+// the other.
+#pragma once
+
+#include "../math/cross_entropy_shards.h"
+#include "cross_entropy_row.cuh"
+
+namespace ampfuse {
+
+// A team per row.
+template <typename scalar_t, typename Team, RowWork kWork>
+__global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
+    cross_entropy_shards_inspect_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
+                                        math::ShardPart* parts, int64_t* argmax) {
+  AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
+  const Team team(scratch);
+  const auto nothing_kept = kept_packs<scalar_t>(team, 0);
+  const bool with_metrics = argmax != nullptr;
+  const bool is_first = team.index() == 0;
+  for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
+    if (table.is_ignored(row) && !with_metrics) continue;
+    ThreadPart<scalar_t> mine =
+        read_row<kWork>(team, table, row, table.target_class(row), with_metrics, nothing_kept);
+    const auto others = team_part(team, mine, kWork);
+    if (is_first) {
+      parts[row] = math::shard_part(others, table.template row_target<Team, true>(row),
+                                    table.classes, with_metrics);
+    }
+    if constexpr (kWork == RowWork::kAny) {
+      if (!with_metrics) continue;
+      const int64_t best = team_argmax(team, mine);
+      if (is_first) argmax[row] = best;
+    }
+  }
+}
+
+// What is known of rows of all classes; null where it is not asked for.
+template <typename acc_t>
+struct JoinedResults {
+  double* loss;
+  math::RowStatistics* statistics;
+  acc_t* lse;
+  acc_t* entropy;
+  int64_t* argmax;
+};
+
+// A thread per row.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
+    const __grid_constant__ CrossEntropyTable<scalar_t> table, const math::ShardPart* parts,
+    int shards, int64_t all_classes,
+    const __grid_constant__ JoinedResults<RowAcc<scalar_t>> results) {
+  using acc_t = RowAcc<scalar_t>;
+  for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < table.rows;
+       row += int64_t{gridDim.x} * blockDim.x) {
+    const math::JoinedRow known =
+        math::joined_row(parts + row, table.rows, shards, all_classes, table.target != nullptr,
+                         table.is_ignored(row), table.target_class(row) >= 0, double(table.z_loss));
+    results.loss[row] = known.loss;
+    if (results.statistics != nullptr) results.statistics[row] = known.statistics;
+    if (results.argmax == nullptr) continue;
+    results.lse[row] = static_cast<acc_t>(known.lse);
+    results.entropy[row] = static_cast<acc_t>(known.entropy);
+    results.argmax[row] = known.argmax;
+  }
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,227 @@
+// A chunk of rows at a time: their logits, in memory that all chunks share; the loss, and its
+// gradient in the same pass; what that makes of the gradients of what the logits were made of.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/ldexp.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "../math/cross_entropy_shards.h"
+#include "../ops/linear_cross_entropy_kernels.h"
+#include "../ops/registration.h"
+#include "linear_cross_entropy_chunks.h"
+
+namespace ampfuse {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Chunk = LinearChunks::Chunk;
+
+// Products here are in the dtype that was chosen before.
+const c10::DispatchKeySet kAutocastKeys({c10::DispatchKey::AutocastCPU,
+                                         c10::DispatchKey::AutocastCUDA});
+
+void check_all_memory(const LinearCrossEntropyArguments& arguments) {
+  check_memory(kLinearCrossEntropy, "hidden", arguments.hidden);
+  check_memory(kLinearCrossEntropy, "weight", arguments.weight);
+  if (arguments.bias) check_memory(kLinearCrossEntropy, "bias", *arguments.bias);
+}
+
+// What half gradients are multiplied by where nobody said what is to come: what makes them no
+// larger than 1.
+at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
+  const at::Tensor scale = arguments.reduction == at::Reduction::Mean
+                               ? divisor.to(at::kFloat)
+                               : at::ones({}, divisor.options().dtype(at::kFloat));
+  const OptionalTensor& weight = arguments.class_weight;
+  return weight ? scale / weight->abs().amax().clamp_min(1) : scale;
+}
+
+// Of a tensor with one entry per row, or none at all.
+at::Tensor rows_of(const at::Tensor& all, const Chunk& chunk) {
+  return all.numel() == 0 ? all : all.narrow(0, chunk.first_row, chunk.rows);
+}
+
+// What forward leaves where no kernel tells it.
+void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTensor& scale,
+               const at::Tensor& total, const LinearCrossEntropyOutputs& outputs) {
+  const at::Tensor& baked = std::get<4>(outputs);
+  const at::Tensor& divisor = std::get<6>(outputs);
+  arguments.reduction == at::Reduction::Mean ? divisor.copy_(total) : divisor.fill_(1);
+  baked.fill_(1);
+  if (!scale) return;
+  baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
+  const float limit = arguments.gradient_limit();
+  if (limit == HUGE_VALF) return;
+  // math::baked_scale
+  const at::Tensor excess = (baked / divisor).abs() / limit;
+  const at::Tensor lower = at::ldexp(baked, -1 - excess.log2().floor());
+  baked.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked));
+}
+
+// What all processes that share classes out are to be called with.
+void check_agreement(const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
+                     const OptionalTensor& denominator, const LinearGradientMask& wanted,
+                     bool with_metrics) {
+  const bool has_probabilities = arguments.target.is_floating_point();
+  Agreement agreement;
+  agreement.add("rows", arguments.hidden.size(0));
+  agreement.add("features", arguments.hidden.size(1));
+  agreement.add("dtype", static_cast<int64_t>(arguments.dtype));
+  agreement.add("bias", int64_t{arguments.bias.has_value()});
+  agreement.add("targets that are probabilities", int64_t{has_probabilities});
+  if (!has_probabilities) agreement.add("target", arguments.target.to(at::kLong));
+  agreement.add("class_weight", arguments.class_weight);
+  agreement.add("reduction", arguments.reduction);
+  agreement.add("ignore_index", arguments.ignore_index);
+  agreement.add("label_smoothing", arguments.label_smoothing);
+  agreement.add("z_loss", arguments.z_loss);
+  agreement.add("softcap", arguments.softcap.value_or(0));
+  agreement.add("grad_scale", grad_scale);
+  agreement.add("denominator", denominator);
+  agreement.add("chunk_rows", arguments.chunk_rows.value_or(0));
+  agreement.add("hidden states that require grad", int64_t{wanted[0]});
+  agreement.add("tensors that require grad", int64_t{any(wanted)});
+  agreement.add("metrics", int64_t{with_metrics});
+  agreement.check(*arguments.shard, arguments.weight.size(0));
+}
+
+// In an order that does not depend on threads.
+at::Tensor sum_of(const at::Tensor& losses) {
+  if (!losses.is_cpu()) return losses.sum();
+  const double* const first = losses.const_data_ptr<double>();
+  return at::scalar_tensor(std::accumulate(first, first + losses.numel(), 0.0), losses.options());
+}
+
+// math::reduced_loss
+at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
+  return at::where(divisor.eq(0), NAN, sum_of(losses) / divisor);
+}
+
+// All classes are here.
+LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, LinearChunks& chunks,
+                                          const OptionalTensor& scale, const at::Tensor& total,
+                                          const LinearGradientMask& wanted,
+                                          const LinearCrossEntropyOutputs& outputs) {
+  const auto& [loss, of_hidden, of_weight, of_bias, baked, statistics, divisor, lse, entropy,
+               argmax] = outputs;
+  const bool is_each = loss.dim() == 1;
+  const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
+  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
+    kernels.forward(chunk.loss, scale, total,
+                    {is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number), chunk.grad,
+                     baked, rows_of(statistics, chunk), divisor, rows_of(lse, chunk),
+                     rows_of(entropy, chunk), rows_of(argmax, chunk)});
+  });
+  if (!is_each) loss.copy_(losses.sum(at::kDouble));
+  return gradients;
+}
+
+// Other processes have the rest. What each has to say of a row is all that goes between them, but
+// for the sums of the hidden states' gradients.
+LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
+                                             const VocabShardKernels& shard_kernels,
+                                             const VocabShard& shard, LinearChunks& chunks,
+                                             const LinearGradientMask& wanted,
+                                             const LinearCrossEntropyOutputs& outputs) {
+  const auto& [loss, of_hidden, of_weight, of_bias, baked, statistics, divisor, lse, entropy,
+               argmax] = outputs;
+  const auto doubles = divisor.options();
+  const at::Tensor upstream = baked.to(at::kDouble);
+  const at::Tensor losses = at::empty({chunks.count()}, doubles);
+  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
+    const at::Tensor best = rows_of(argmax, chunk);
+    const at::Tensor parts = at::full({chunk.rows, math::kShardPart}, NAN, doubles);
+    shard_kernels.look(chunk.loss, {parts, best});
+    if (best.numel() > 0) parts.select(1, math::kShardPart - 1).copy_(best + shard.first_class);
+    const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
+                                           : rows_of(statistics, chunk);
+    shard_kernels.join(
+        chunk.loss, gather(shard, parts),
+        {rows_of(losses, chunk), of_rows, rows_of(lse, chunk), rows_of(entropy, chunk), best});
+    if (any(wanted)) kernels.backward(chunk.loss, upstream, of_rows, divisor, chunk.grad);
+  });
+  loss.copy_(loss.dim() == 1 ? losses : reduced_loss(losses, divisor));
+  return gradients;
+}
+
+}  // namespace
+
+LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
+    const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
+    const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
+    const OptionalTensor& denominator, const LinearGradientMask& wanted, bool with_metrics) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
+  auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
+  const at::Tensor& loss = std::get<0>(outputs);
+  const at::Tensor& divisor = std::get<6>(outputs);
+  const LinearGradientMask now =
+      arguments.reduction == at::Reduction::None ? LinearGradientMask{} : wanted;
+  check_all_memory(arguments);
+  if (arguments.shard && arguments.weight.is_cpu()) {
+    check_agreement(arguments, grad_scale, denominator, wanted, with_metrics);
+  }
+  LinearChunks chunks(kernels, arguments, any(now));
+  at::Tensor total = at::empty({}, divisor.options());
+  kernels.weigh(arguments.loss(), total);
+  if (denominator) total = *denominator;
+  OptionalTensor scale = grad_scale;
+  if (!scale && any(now) && arguments.dtype == at::kHalf) scale = half_scale(arguments, total);
+  if (chunks.number() == 0) {
+    put_baked(arguments, std::nullopt, total, outputs);
+    put_gradients(outputs, chunks.each(now, [](const Chunk&) {}));
+    if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
+  } else if (arguments.shard) {
+    put_baked(arguments, scale, total, outputs);
+    put_gradients(outputs,
+                  forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs));
+  } else {
+    put_gradients(outputs, forward_whole(kernels, chunks, scale, total, now, outputs));
+  }
+  return outputs;
+}
+
+LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
+    const CrossEntropyKernels& kernels, const at::Tensor& grad_output,
+    const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
+    const at::Tensor& divisor, const LinearGradientMask& wanted) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
+  check_all_memory(arguments);
+  LinearChunks chunks(kernels, arguments, /*with_gradient=*/true);
+  // Which may have been written to since forward looked at them.
+  kernels.weigh(arguments.loss(), at::empty({}, divisor.options()));
+  at::Tensor upstream = grad_output.to(at::kDouble).contiguous();
+  OptionalTensor peak;
+  if (arguments.dtype == at::kHalf && upstream.numel() > 0) {
+    // As in half_scale.
+    const at::Tensor largest = upstream.abs().amax();
+    const at::Tensor is_usable = at::isfinite(largest).logical_and(largest > 0);
+    peak = at::where(is_usable, largest, at::ones_like(largest));
+    upstream = upstream / *peak;
+  }
+  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
+    kernels.backward(chunk.loss, rows_of(upstream, chunk), rows_of(statistics, chunk), divisor,
+                     chunk.grad);
+  });
+  if (!peak) return gradients;
+  auto& [of_hidden, of_weight, of_bias] = gradients;
+  for (at::Tensor* const gradient : {&of_hidden, &of_weight, &of_bias}) gradient->mul_(*peak);
+  return gradients;
+}
+
+AMPFUSE_KERNELS(CPU, m) {
+  register_linear_cross_entropy<kByChunk<kCrossEntropyCpu, kVocabShardsCpu>>(m);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,98 @@
+#include "linear_cross_entropy_chunks.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "../cpu/cross_entropy_prefault.h"
+#include "linear_cross_entropy_gradients.h"
+
+namespace ampfuse {
+
+namespace {
+
+// Each chunk reads and writes the gradient of the weight: 8 bytes of [classes, features], beside
+// 2·rows·features multiplications for each class. On an H100, 700 TFLOP/s and 3 TB/s, that takes as
+// long as its product for 930 rows, and a quarter of it for 3700. Two cores of a CPU multiply for
+// 60 rows that long. So a chunk has as many rows as the budget has room for, but not fewer than
+// that.
+struct ChunkBudget {
+  int64_t bytes;
+  int64_t fewest_rows;
+  int64_t multiple;  // whole tiles of a product
+};
+constexpr ChunkBudget kOnGpu = {int64_t{1} << 30, 2048, 256};
+constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
+
+int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes) {
+  if (arguments.chunk_rows) return *arguments.chunk_rows;
+  const ChunkBudget budget = arguments.hidden.is_cuda() ? kOnGpu : kOnCpu;
+  // Processes that share classes out go through the same chunks.
+  const auto& shard = arguments.shard;
+  const int64_t classes = shard ? (shard->num_classes + shard->group_size - 1) / shard->group_size
+                                : arguments.weight.size(0);
+  const int64_t row_bytes = std::max<int64_t>(1, classes * logit_bytes);
+  const int64_t rows = budget.bytes / row_bytes / budget.multiple * budget.multiple;
+  return std::max(rows, budget.fewest_rows);
+}
+
+}  // namespace
+
+LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
+                           const LinearCrossEntropyArguments& arguments, bool with_gradient)
+    : arguments_(arguments),
+      head_(arguments.weight, arguments.bias, arguments.dtype),
+      loss_(arguments.loss_of_shard()) {
+  loss_.is_weighed = true;
+  loss_.gradient_limit = arguments.gradient_limit();
+  const at::ScalarType grad_dtype = head_.gradient_dtype();
+  const bool is_apart = grad_dtype != head_.logits_dtype() && !kernels.narrows_in_place;
+  // With and without gradients, so that the loss has the same bits.
+  const size_t bytes =
+      c10::elementSize(head_.logits_dtype()) + (is_apart ? c10::elementSize(grad_dtype) : 0);
+  rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
+                              std::max<int64_t>(count(), 1));
+  const int64_t classes = arguments.weight.size(0);
+  // Rows begin at boundaries that products and kernels like, whatever the number of classes.
+  constexpr int64_t kAlignment = 64;
+  const int64_t stride = (classes + kAlignment - 1) / kAlignment * kAlignment;
+  const auto memory_for_rows = [&](at::ScalarType dtype) {
+    const auto options = arguments.hidden.options().dtype(dtype);
+    const at::Tensor rows = at::empty({std::min(rows_, count()), stride}, options);
+    // The weight's gradient is written so much later that the same takes longer than it saves.
+    prepare_fresh_memory(rows);
+    return rows;
+  };
+  const at::Tensor logits = memory_for_rows(head_.logits_dtype());
+  logits_ = logits.narrow(1, 0, classes);
+  if (!with_gradient) {
+    grad_ = at::empty({0}, arguments.hidden.options().dtype(grad_dtype));
+    return;
+  }
+  const at::Tensor grad = is_apart ? memory_for_rows(grad_dtype) : logits.view(grad_dtype);
+  grad_ = grad.narrow(1, 0, classes);
+  // A GPU's products read what is beside the gradient's classes, though nothing comes of it.
+  if (grad.is_cuda()) grad.narrow(1, classes, stride - classes).zero_();
+}
+
+LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
+                                               const std::function<void(const Chunk&)>& visit) {
+  LinearGradients gradients(arguments_, head_, wanted, number());
+  for (int64_t number = 0; number < this->number(); ++number) {
+    const int64_t first = number * rows_;
+    const int64_t rows = std::min(rows_, count() - first);
+    const at::Tensor hidden = head_.rows(arguments_.hidden, first, rows);
+    Chunk chunk = {number, first, rows, loss_, grad_.dim() == 1 ? grad_ : grad_.narrow(0, 0, rows)};
+    chunk.loss.input = logits_.narrow(0, 0, rows);
+    chunk.loss.target = loss_.target.narrow(0, first, rows);
+    head_.logits(hidden, chunk.loss.input);
+    visit(chunk);
+    gradients.add(chunk.grad, hidden, first);
+  }
+  // Makes room for what is rounded now.
+  logits_.reset();
+  grad_.reset();
+  return gradients.finish();
+}
+
+}  // namespace ampfuse

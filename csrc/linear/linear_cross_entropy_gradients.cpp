@@ -1,0 +1,56 @@
+#include "linear_cross_entropy_gradients.h"
+
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+namespace ampfuse {
+
+namespace {
+
+LinearCrossEntropyGradients memory_for(LinearCrossEntropyArguments arguments,
+                                       const LinearGradientMask& wanted, int64_t chunks) {
+  if (chunks > 1) arguments.weight_grad_dtype = accumulate_dtype(arguments.dtype);
+  return empty_linear_gradients(arguments, wanted);
+}
+
+}  // namespace
+
+LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
+                                 const LinearHead& head, const LinearGradientMask& wanted,
+                                 int64_t chunks)
+    : arguments_(arguments),
+      head_(head),
+      wanted_(wanted),
+      gradients_(memory_for(arguments, wanted, chunks)) {
+  if (chunks > 0) return;
+  std::get<1>(gradients_).zero_();
+  std::get<2>(gradients_).zero_();
+}
+
+void LinearGradients::add(const at::Tensor& grad, const at::Tensor& hidden, int64_t first_row) {
+  const bool is_first = first_row == 0;
+  if (wanted_[0]) add_hidden(grad, first_row);
+  if (wanted_[1]) head_.weight_gradient(grad, hidden, std::get<1>(gradients_), is_first);
+  if (wanted_[2]) head_.bias_gradient(grad, std::get<2>(gradients_), is_first);
+}
+
+void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
+  const at::Tensor of_rows = std::get<0>(gradients_).narrow(0, first_row, grad.size(0));
+  if (!arguments_.shard) return head_.hidden_gradient(grad, of_rows);
+  // Rounded when it is whole.
+  const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(head_.logits_dtype()));
+  head_.hidden_gradient(grad, part);
+  sums_.begin(*arguments_.shard, part, of_rows);
+}
+
+LinearCrossEntropyGradients LinearGradients::finish() {
+  sums_.finish();
+  at::Tensor& of_weight = std::get<1>(gradients_);
+  if (of_weight.scalar_type() != arguments_.weight_grad_dtype) {
+    of_weight = of_weight.to(arguments_.weight_grad_dtype);
+  }
+  return std::move(gradients_);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,125 @@
+#include "linear_cross_entropy_layer.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+
+#include "../ops/linear_cross_entropy.h"
+#include "linear_cross_entropy_product.h"
+
+namespace ampfuse {
+
+namespace {
+
+// Classes that a CPU takes at a time: what it widens of their weights, itself or inside of a
+// product that its processor does not have, is no second copy of them all.
+constexpr int64_t kBlockClasses = 8192;
+
+// Bytes of a product that is rounded a block of classes at a time.
+constexpr int64_t kBlockBytes = 4 << 20;
+
+at::Tensor in_rows(const at::Tensor& matrix) {
+  const bool has_rows = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
+  return has_rows ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace
+
+LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       at::ScalarType dtype)
+    : weight_(in_rows(weight.to(dtype))), logits_dtype_(accumulate_dtype(dtype)) {
+  gradient_dtype_ = has_wide_product(dtype, weight.device()) ? dtype : logits_dtype_;
+  if (bias) bias_ = bias->to(logits_dtype_);
+}
+
+// Calls visit(first class, how many) for blocks of classes.
+template <typename Visit>
+void LinearHead::each_block(const Visit& visit) const {
+  const bool is_widened = weight_.is_cpu() && logits_dtype_ != weight_.scalar_type();
+  each_block_of(is_widened ? kBlockClasses : weight_.size(0), visit);
+}
+
+template <typename Visit>
+void LinearHead::each_block_of(int64_t most, const Visit& visit) const {
+  const int64_t classes = weight_.size(0);
+  for (int64_t first = 0; first < classes; first += most) {
+    visit(first, std::min(most, classes - first));
+  }
+}
+
+bool LinearHead::is_product_of(const at::Tensor& out) const {
+  return out.scalar_type() == logits_dtype_ ||
+         (out.is_cuda() && out.scalar_type() == gradient_dtype_);
+}
+
+at::Tensor LinearHead::weight_of(int64_t first, int64_t count) const {
+  return weight_.narrow(0, first, count).to(gradient_dtype_);
+}
+
+at::Tensor LinearHead::rows(const at::Tensor& hidden, int64_t first, int64_t count) const {
+  return in_rows(hidden.narrow(0, first, count).to(weight_.scalar_type()).to(gradient_dtype_));
+}
+
+void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
+  each_block([&](int64_t first, int64_t count) {
+    at::Tensor some = out.narrow(1, first, count);
+    std::optional<at::Tensor> bias;
+    if (bias_) bias = bias_->narrow(0, first, count);
+    wide_product(some, rows, weight_of(first, count).t(), bias);
+  });
+}
+
+void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
+  at::Tensor sum =
+      is_product_of(out) ? out : at::empty(out.sizes(), out.options().dtype(logits_dtype_));
+  each_block([&](int64_t first, int64_t count) {
+    std::optional<at::Tensor> before;
+    if (first > 0) before = sum;
+    wide_product(sum, grad.narrow(1, first, count), weight_of(first, count), before);
+  });
+  if (weight_.size(0) == 0) sum.zero_();
+  if (!sum.is_same(out)) out.copy_(sum);
+}
+
+void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
+                                 bool is_first) const {
+  if (!is_product_of(sum)) {
+    TORCH_INTERNAL_ASSERT(is_first);
+    return rounded_weight_gradient(grad, rows, sum);
+  }
+  each_block([&](int64_t first, int64_t count) {
+    at::Tensor some = sum.narrow(0, first, count);
+    std::optional<at::Tensor> before;
+    if (!is_first) before = some;
+    wide_product(some, grad.narrow(1, first, count).t(), rows, before);
+  });
+}
+
+void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
+                                         at::Tensor& out) const {
+  const int64_t class_bytes = std::max<int64_t>(1, rows.size(1)) * at::elementSize(logits_dtype_);
+  const int64_t most = std::max<int64_t>(256, kBlockBytes / class_bytes);
+  const at::Tensor block =
+      at::empty({std::min(most, out.size(0)), out.size(1)}, out.options().dtype(logits_dtype_));
+  each_block_of(most, [&](int64_t first, int64_t count) {
+    at::Tensor some = block.narrow(0, 0, count);
+    wide_product(some, grad.narrow(1, first, count).t(), rows, std::nullopt);
+    out.narrow(0, first, count).copy_(some);
+  });
+}
+
+void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
+  if (grad.is_cpu() && grad.scalar_type() != logits_dtype_) {
+    // What a CPU sums in another dtype it would copy.
+    at::Tensor row = sum.unsqueeze(0);
+    std::optional<at::Tensor> before;
+    if (!is_first) before = row;
+    wide_product(row, at::ones({1, grad.size(0)}, grad.options()), grad, before);
+    return;
+  }
+  const at::Tensor here = grad.sum(0, /*keepdim=*/false, logits_dtype_);
+  is_first ? sum.copy_(here) : sum.add_(here);
+}
+
+}  // namespace ampfuse

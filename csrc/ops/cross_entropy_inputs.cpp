@@ -1,0 +1,71 @@
+#include "cross_entropy_inputs.h"
+
+#include <ATen/core/Reduction.h>
+#include <c10/core/GradMode.h>
+
+#include "../tensors/device_scalars.h"
+#include "../tensors/tensor_list.h"
+
+namespace ampfuse {
+
+namespace {
+
+void check_no_derivative(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && tensor.requires_grad()), op, ": ", name,
+                    ": has no derivative");
+}
+
+}  // namespace
+
+std::optional<at::Tensor> loss_number(const char* op, const char* name,
+                                      const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
+                                      at::Device device) {
+  if (!scalar || !scalar->defined()) return std::nullopt;
+  TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), op, ": ", name,
+                    ": expected one number, got ", scalar->scalar_type(), " of shape ",
+                    scalar->sym_sizes());
+  TORCH_CHECK_VALUE(has_memory(*scalar), op, ": ", name,
+                    ": expected a tensor with memory, got one whose storage has none");
+  check_no_derivative(op, name, *scalar);
+  return on_device(*scalar, device).to(dtype).reshape({});
+}
+
+std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
+                                            const std::optional<at::Tensor>& weight,
+                                            const c10::SymInt& classes, at::ScalarType dtype,
+                                            at::Device device) {
+  if (!weight || !weight->defined()) return std::nullopt;
+  TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == classes, op, ": ", name,
+                    " tensor should be defined either for all ", classes,
+                    " classes or no classes but got weight tensor of shape: ", weight->sym_sizes());
+  TORCH_CHECK_TYPE(weight->is_floating_point(), op, ": ", name, ": expected a floating dtype, got ",
+                   weight->scalar_type());
+  TORCH_CHECK_VALUE(weight->device() == device, op, ": ", name, ": expected device ", device,
+                    ", got ", weight->device());
+  check_no_derivative(op, name, *weight);
+  return weight->to(dtype).contiguous();
+}
+
+at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_dtype) {
+  const at::ScalarType dtype = target.scalar_type();
+  const bool is_readable =
+      dtype == loss_dtype || (loss_dtype == at::kFloat && dtype != at::kDouble);
+  return is_readable ? target : target.to(loss_dtype);
+}
+
+at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
+                               int64_t ignore_index, int64_t class_dim) {
+  if (target.is_floating_point()) return argmax.eq(target.argmax(class_dim));
+  // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+  const at::Tensor classes = target.reshape(argmax.sizes()).to(at::kLong);
+  return argmax.eq(classes).logical_and(classes.ne(ignore_index));
+}
+
+int64_t loss_reduction(const char* op, const std::string& name) {
+  if (name == "none") return at::Reduction::None;
+  if (name == "mean") return at::Reduction::Mean;
+  if (name == "sum") return at::Reduction::Sum;
+  TORCH_CHECK_VALUE(false, op, ": reduction: expected none, mean or sum, got ", name);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,129 @@
+#include "cross_entropy_shards.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <c10/util/bit_cast.h>
+
+#include <algorithm>
+#include <functional>
+#include <string_view>
+#include <utility>
+
+#include "../math/cross_entropy_shards.h"
+
+namespace ampfuse {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// Boxed, because torch changed the type of the group's name, a string, from str to Any.
+at::Tensor collective(const char* name, std::vector<c10::IValue> arguments) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(arguments);
+  return arguments.front().toTensor();  // the result has replaced them
+}
+
+at::Tensor finished(const at::Tensor& begun) {
+  return collective("_c10d_functional::wait_tensor", {begun});
+}
+
+}  // namespace
+
+std::optional<VocabShard> vocab_shard_of(std::optional<c10::string_view> group,
+                                         at::OptionalIntArrayRef numbers) {
+  TORCH_CHECK_VALUE(group || !numbers, "vocab_shard: expected a group, too");
+  if (!group) return std::nullopt;
+  TORCH_CHECK_VALUE(numbers && numbers->size() == 3,
+                    "vocab_shard: expected [group_size, first_class, num_classes]");
+  const int64_t size = (*numbers)[0];
+  const int64_t first = (*numbers)[1];
+  const int64_t classes = (*numbers)[2];
+  TORCH_CHECK_VALUE(size > 0 && first >= 0 && first <= classes,
+                    "vocab_shard: expected [group_size, first_class, num_classes], got ", *numbers);
+  return VocabShard{std::string(*group), size, first, classes};
+}
+
+VocabShardArguments::VocabShardArguments(const std::optional<VocabShard>& shard) {
+  if (!shard) return;
+  group_ = shard->group;
+  numbers_ = {shard->group_size, shard->first_class, shard->num_classes};
+}
+
+at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
+                            int64_t ignore_index, int64_t classes) {
+  // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+  const at::Tensor wide = targets.to(at::kLong);
+  const at::Tensor among = wide - shard.first_class;
+  const at::Tensor is_here = among.ge(0).logical_and(among.lt(classes));
+  const at::Tensor here = at::where(is_here, among, math::kElsewhere);
+  return at::where(wide.eq(ignore_index), kIgnoredTarget, here);
+}
+
+at::Tensor gather(const VocabShard& shard, const at::Tensor& mine) {
+  std::vector<int64_t> shape = {shard.group_size};
+  shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
+  const at::Tensor all =
+      collective("_c10d_functional::all_gather_into_tensor", {mine, shard.group_size, shard.group});
+  return finished(all).view(shape);
+}
+
+void Agreement::add(const char* name, double number) {
+  add(name, c10::bit_cast<int64_t>(number));
+}
+
+void Agreement::add(const char* name, const OptionalTensor& tensor) {
+  uint64_t hash = 0;
+  if (tensor) {
+    const at::Tensor whole = tensor->contiguous();
+    const auto* const bytes = static_cast<const char*>(whole.const_data_ptr());
+    hash = std::hash<std::string_view>()({bytes, whole.nbytes()});
+  }
+  add(name, static_cast<int64_t>(hash));
+}
+
+void Agreement::check(const VocabShard& shard, int64_t classes) const {
+  std::vector<int64_t> mine = {shard.first_class, classes, shard.num_classes};
+  for (const auto& [name, number] : entries_) mine.push_back(number);
+  const at::Tensor all = gather(shard, at::tensor(mine, at::kLong));
+  const auto entry = all.accessor<int64_t, 2>();
+  std::vector<std::pair<int64_t, int64_t>> shards;
+  for (int64_t rank = 0; rank < all.size(0); ++rank) {
+    shards.emplace_back(entry[rank][0], entry[rank][0] + entry[rank][1]);
+    for (size_t i = 2; i < mine.size(); ++i) {
+      TORCH_CHECK_VALUE(entry[rank][i] == entry[0][i],
+                        "linear_cross_entropy: ", i == 2 ? "num_classes" : entries_[i - 3].first,
+                        ": expected the same of all processes that share classes out, got another "
+                        "in process ",
+                        rank, " than in the first");
+    }
+  }
+  std::sort(shards.begin(), shards.end());
+  int64_t end = 0;
+  for (const auto& [first, last] : shards) {
+    TORCH_CHECK_VALUE(first == end,
+                      "linear_cross_entropy: expected each class in one process, got classes from ",
+                      first, " on after those up to ", end,
+                      ": shards that are not equal want "
+                      "first_class and num_classes");
+    end = last;
+  }
+  TORCH_CHECK_VALUE(end == shard.num_classes, "linear_cross_entropy: num_classes: got ",
+                    shard.num_classes, ", and ", end, " in the processes");
+}
+
+void ShardSums::begin(const VocabShard& shard, at::Tensor part, at::Tensor whole) {
+  finish();
+  part_ = std::move(part);
+  whole_ = std::move(whole);
+  collective("_c10d_functional::all_reduce_", {part_, "sum", shard.group});
+}
+
+void ShardSums::finish() {
+  if (!part_.defined()) return;
+  whole_.copy_(finished(part_));
+  part_.reset();
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,102 @@
+// Classes that a group of processes shares out: each has the logits of its own, and what all have
+// to say of a row is put together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ampfuse/vocab_shard.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cross_entropy.h"
+
+namespace ampfuse {
+
+/// For a group and {group_size, first_class, num_classes}; none without a group.
+std::optional<VocabShard> vocab_shard_of(std::optional<c10::string_view> group,
+                                         at::OptionalIntArrayRef numbers);
+
+/// The same as arguments of an operator.
+class VocabShardArguments {
+ public:
+  explicit VocabShardArguments(const std::optional<VocabShard>& shard);
+
+  std::optional<c10::string_view> group() const { return group_; }
+  at::OptionalIntArrayRef numbers() const {
+    return group_ ? at::OptionalIntArrayRef(numbers_) : std::nullopt;
+  }
+
+ private:
+  std::optional<c10::string_view> group_;
+  std::array<int64_t, 3> numbers_ = {};
+};
+
+/// As a shard of so many classes sees targets that are numbered among all: numbered among its own.
+/// Those that are not among them are math::kElsewhere, ignored ones kIgnoredTarget.
+inline constexpr int64_t kIgnoredTarget = -1;
+at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
+                            int64_t ignore_index, int64_t classes);
+
+/// [group_size, ...]: what each process has, which waits for none on the host of a GPU.
+at::Tensor gather(const VocabShard& shard, const at::Tensor& mine);
+
+/// Refuses what not all processes of a group were called with, or shards that are not all classes
+/// together, where no host of a GPU would have to wait for it: on CPUs.
+class Agreement {
+ public:
+  void add(const char* name, int64_t number) { entries_.emplace_back(name, number); }
+  void add(const char* name, double number);
+  /// Of all bytes, or that there is none.
+  void add(const char* name, const std::optional<at::Tensor>& tensor);
+
+  void check(const VocabShard& shard, int64_t classes) const;
+
+ private:
+  std::vector<std::pair<const char*, int64_t>> entries_;
+};
+
+/// Sums over processes, one of which is under way at a time.
+class ShardSums {
+ public:
+  /// Of each process's `part`; it goes to `whole`, which may be narrower.
+  void begin(const VocabShard& shard, at::Tensor part, at::Tensor whole);
+  void finish();
+
+ private:
+  at::Tensor part_;
+  at::Tensor whole_;
+};
+
+/// Of a shard. parts: [rows, math::kShardPart] double, NaN before; argmax: [rows] among the classes
+/// here, or [0]. Of rows that are ignored, only with argmax.
+struct ShardOutputs {
+  at::Tensor parts;
+  at::Tensor argmax;
+};
+
+/// Of all shards together. loss: [rows] double, zeros where rows are ignored; the others as
+/// CrossEntropyOutputs has them, statistics as the gradient of the shard's logits needs them.
+struct JoinedOutputs {
+  at::Tensor loss;
+  at::Tensor statistics;
+  at::Tensor lse;
+  at::Tensor entropy;
+  at::Tensor argmax;
+};
+
+/// What a backend brings beside CrossEntropyKernels.
+struct VocabShardKernels {
+  void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
+  /// `parts`: [shards, rows, math::kShardPart].
+  void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& parts,
+               const JoinedOutputs& outputs);
+};
+
+/// Those there are.
+extern const VocabShardKernels kVocabShardsCpu;
+extern const VocabShardKernels kVocabShardsCuda;
+
+}  // namespace ampfuse

@@ -1,0 +1,125 @@
+#include "fused_adam_tensors.h"
+
+#include <ATen/ops/empty_strided.h>
+
+#include "../tensors/each_tensor.h"
+#include "../tensors/tensor_list.h"
+
+namespace ampfuse {
+
+namespace {
+
+template <typename Prefetch>
+void prefetch(const FusedAdamArguments& arguments, size_t t, const Prefetch& prefetch) {
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    if (arguments.has(column)) prefetch(arguments.tensor(column, t));
+  }
+  prefetch(arguments.state_steps[t].toTensor());
+}
+
+// Whether two dense tensors of one shape have their elements in the same order. Strides of
+// dimensions with one element say nothing: the gradients of 1×1 convolutions have others than the
+// weights.
+bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// Whether kernels can work on the tensor itself, in the order that the parameter's elements have if
+// it leaves no gaps.
+bool fits(const at::Tensor& tensor, const at::Tensor& param) {
+  return param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
+         same_order(tensor, param) && is_aligned(tensor);
+}
+
+// Null where that takes more than looking.
+void* own_data(const at::Tensor& tensor, const at::Tensor& param) {
+  if (!fits(tensor, param) || is_lazy_clone(tensor)) return nullptr;
+  return const_cast<void*>(tensor.const_data_ptr());
+}
+
+AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
+  check_adam_tensor(arguments, t);
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& step = arguments.state_steps[t].toTensor();
+  const auto dtype_of = [&](int column) { return arguments.tensor(column, t).scalar_type(); };
+  AdamTensor tensor = {};
+  tensor.size = param.numel();
+  tensor.dtypes = {
+      dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kExpAvg),
+      arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    if (!arguments.has(column)) continue;
+    check_allocated("fused_adam", adam_column_name(column), t, arguments.tensor(column, t));
+    tensor.data[column] = own_data(arguments.tensor(column, t), param);
+  }
+  tensor.step = static_cast<float*>(own_data(step, step));
+  return tensor;
+}
+
+// State is the optimizer's own, and not compared.
+void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn column,
+                           std::vector<const void*> storages) {
+  for (size_t t = 0; t < storages.size(); ++t) {
+    const at::Tensor& tensor = arguments.tensor(column, t);
+    if (storages[t] != nullptr || tensor.numel() == 0) continue;
+    tensor.mutable_data_ptr();  // a lazy clone gets its own memory now
+    storages[t] = written_storage(tensor);
+  }
+  check_disjoint("fused_adam", adam_column_name(column), storages,
+                 [&](size_t t) -> const at::Tensor& { return arguments.tensor(column, t); });
+}
+
+}  // namespace
+
+AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(arguments.count()) {
+  const bool writes_grads = arguments.is_written(math::kGrad);
+  std::vector<const void*> params(tensors_.size());
+  std::vector<const void*> grads(writes_grads ? tensors_.size() : 0);
+  for_each_index(
+      tensors_.size(), [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
+      [&](size_t t) {
+        tensors_[t] = look_at(arguments, t);
+        params[t] = written_storage(arguments.tensor(math::kParam, t));
+        if (writes_grads) grads[t] = written_storage(arguments.tensor(math::kGrad, t));
+      });
+  for (size_t t = 0; t < tensors_.size(); ++t) complete(arguments, t);
+  check_column_disjoint(arguments, math::kParam, std::move(params));
+  if (writes_grads) check_column_disjoint(arguments, math::kGrad, std::move(grads));
+}
+
+// Finds places for those columns whose own memory was not enough to look at.
+void AdamTensors::complete(const FusedAdamArguments& arguments, size_t t) {
+  AdamTensor& tensor = tensors_[t];
+  for (int column = 0; column < math::kAdamColumns && tensor.size > 0; ++column) {
+    if (tensor.data[column] == nullptr && arguments.has(column)) {
+      tensor.data[column] = data(arguments, column, t);
+    }
+  }
+  if (tensor.step == nullptr) {
+    tensor.step = arguments.state_steps[t].toTensor().mutable_data_ptr<float>();
+  }
+}
+
+void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t t) {
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& tensor = arguments.tensor(column, t);
+  const bool is_written = arguments.is_written(column);
+  if (fits(tensor, param)) return tensor.mutable_data_ptr();
+  const at::Tensor copy =
+      param.is_non_overlapping_and_dense()
+          ? at::empty_strided(param.sizes(), param.strides(), tensor.options()).copy_(tensor)
+          : tensor.clone(at::MemoryFormat::Contiguous);
+  stand_ins_.push_back({tensor, copy, is_written});
+  return copy.mutable_data_ptr();
+}
+
+void AdamTensors::write_back() const {
+  for (const StandIn& stand_in : stand_ins_) {
+    if (stand_in.is_written) stand_in.original.copy_(stand_in.copy);
+  }
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,106 @@
+#include "list_queries.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace ampfuse {
+
+namespace {
+
+constexpr int kNoGrad = 0x80;  // beside the dtype
+
+template <typename Visit>
+void for_each_tensor(const py::list& list, const Visit& visit) {
+  const size_t count = list.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + 4 < count) __builtin_prefetch(PyList_GET_ITEM(list.ptr(), i + 4));
+    PyObject* const object = PyList_GET_ITEM(list.ptr(), i);
+    if (!THPVariable_Check(object)) throw py::type_error("expected a list of tensors");
+    visit(THPVariable_Unpack(object), i);
+  }
+}
+
+}  // namespace
+
+py::tuple grads_and_kinds(const py::list& params) {
+  HANDLE_TH_ERRORS
+  py::list grads(params.size());
+  std::string kinds(params.size(), '\0');
+  for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
+    const at::Tensor& grad = param.grad();
+    PyObject* const wrapped = THPVariable_Wrap(grad);  // None when undefined
+    if (wrapped == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(grads.ptr(), i, wrapped);
+    kinds[i] =
+        static_cast<char>(static_cast<int>(param.scalar_type()) | (grad.defined() ? 0 : kNoGrad));
+  });
+  return py::make_tuple(grads, py::bytes(kinds));
+  END_HANDLE_TH_ERRORS_PYBIND
+}
+
+py::tuple ordinary_grads(const py::list& params, bool allow_half) {
+  HANDLE_TH_ERRORS
+  struct OfDevice {
+    at::Device device;
+    py::list params;
+    py::list grads;
+  };
+  std::vector<OfDevice> devices;
+  py::list others;
+  for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined()) return;
+    if (grad.layout() != at::kStrided || grad.key_set().has(c10::DispatchKey::Python) ||
+        (grad.scalar_type() == at::kHalf && !allow_half)) {
+      others.append(i);
+      return;
+    }
+    auto found = devices.begin();
+    while (found != devices.end() && found->device != grad.device()) ++found;
+    if (found == devices.end())
+      found = devices.insert(found, OfDevice{grad.device(), py::list(), py::list()});
+    found->params.append(py::handle(PyList_GET_ITEM(params.ptr(), i)));
+    found->grads.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));
+  });
+  py::list by_device;
+  for (const OfDevice& of_device : devices) {
+    by_device.append(py::make_tuple(of_device.device, of_device.params, of_device.grads));
+  }
+  return py::make_tuple(by_device, others);
+  END_HANDLE_TH_ERRORS_PYBIND
+}
+
+WeakTensors::WeakTensors(const py::list& tensors) {
+  tensors_.reserve(tensors.size());
+  for_each_tensor(tensors, [this](const at::Tensor& tensor, size_t) {
+    tensors_.emplace_back(tensor.getIntrusivePtr());
+  });
+}
+
+py::list WeakTensors::alive() const {
+  py::list alive;
+  for (const auto& tensor : tensors_) {
+    auto locked = tensor.lock();
+    alive.append(locked ? py::cast(at::Tensor(std::move(locked))) : py::object(py::none()));
+  }
+  return alive;
+}
+
+std::pair<int64_t, uint64_t> writes(const py::list& tensors) {
+  HANDLE_TH_ERRORS
+  std::pair<int64_t, uint64_t> writes = {0, 0};
+  for_each_tensor(tensors, [&writes](const at::Tensor& tensor, size_t) {
+    writes.first += tensor._version();
+    writes.second = writes.second * 31 + reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  });
+  return writes;
+  END_HANDLE_TH_ERRORS_PYBIND
+}
+
+}  // namespace ampfuse
