@@ -63,6 +63,7 @@ test: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
 # A wheel is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
 demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
+test test-fast: export AMPFUSE_BUILD := $(BUILD)
 test-fast: override CMAKE_ARGS += -DAMPFUSE_BUILD_CUDA_HOST=OFF
 
 demo: build  ## train a language model in float32, with torch.amp and with ampfuse; draws demo.png

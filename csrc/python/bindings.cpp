@@ -1,12 +1,11 @@
 // The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever computes with tensors
-// is an op; EagerOp is a way to call one, survey.h asks many tensors what Python could ask each,
-// and the C++ classes are there to be compared with Python's.
+// is an op; EagerOp is a way to call one, and list_queries.h asks many tensors what Python could ask
+// each.
 #include <ampfuse/build_info.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../ops/cross_entropy_target_check.h"
-#include "cpp_classes.h"
 #include "eager_op.h"
 #include "list_queries.h"
 
@@ -32,5 +31,4 @@ PYBIND11_MODULE(_C, m) {
   py::class_<ampfuse::EagerOp>(m, "EagerOp")
       .def(py::init<const std::string&, const std::string&>())
       .def("__call__", &ampfuse::EagerOp::call);
-  ampfuse::bind_cpp_classes(m.def_submodule("cpp"));
 }

@@ -5,6 +5,7 @@ to have a GPU can't pass without it.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import ampfuse
 import pytest
 import torch
 from programs import Programs
+
+# Where tests/cpp/python_classes is built.
+BUILD = Path(__file__).parents[2] / os.environ.get("AMPFUSE_BUILD", "build")
+sys.path.append(str(BUILD / "tests" / "cpp"))
 
 
 def _why_no_cuda() -> str | None:

@@ -8,10 +8,9 @@ from typing import Any
 import ampfuse
 import pytest
 import torch
-from ampfuse import _C
 from torch.nn import Parameter
 
-cpp = _C.cpp
+import ampfuse_cpp as cpp
 
 
 @dataclass(frozen=True)

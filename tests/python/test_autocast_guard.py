@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
-from ampfuse import _C
+from ampfuse_cpp import AutocastGuard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CONTEXTS = {"torch.autocast": torch.autocast, "AutocastGuard": _C.cpp.AutocastGuard}
+CONTEXTS = {"torch.autocast": torch.autocast, "AutocastGuard": AutocastGuard}
 EVERY_CONTEXT = pytest.mark.parametrize("autocast", CONTEXTS.values(), ids=list(CONTEXTS))
 PAIRS = pytest.mark.parametrize(
     ("outer", "inner"),
@@ -146,7 +146,7 @@ def test_a_step_within_a_scope_is_seen_once_the_cache_is_cleared(autocast, weigh
         with torch.no_grad():
             weight.mul_(2)
         assert torch.equal(inputs @ weight, before)
-        _C.cpp.AutocastGuard.clear_cache()
+        AutocastGuard.clear_cache()
         assert torch.equal(inputs @ weight, 2 * before)
 
 

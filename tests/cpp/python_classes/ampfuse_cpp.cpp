@@ -1,5 +1,4 @@
-#include "cpp_classes.h"
-
+// The Python module ampfuse_cpp: the classes of C++ programs, which tests hold against Python's.
 #include <ampfuse/autocast.h>
 #include <ampfuse/grad_scaler.h>
 #include <ampfuse/optim.h>
@@ -12,42 +11,41 @@
 
 namespace py = pybind11;
 
-namespace ampfuse {
-
 namespace {
 
+using namespace ampfuse;
 using torch::optim::Optimizer;
 using Tensors = std::vector<at::Tensor>;
 
-// torch's errors as Python has them.
+// Raises torch's errors as the Python exceptions that torch raises.
 template <typename F>
 auto wrap(F f) {
   return torch::wrap_pybind_function(std::move(f));
 }
 
-// Without Python's lock: what waits for other processes must not keep it from the threads that they
-// are waited for with, which need it to let go of a tensor.
+// Releases Python's lock during the call. A function that waits for other ranks must not hold it:
+// torch's threads, which those ranks wait for, need it to release a tensor.
 template <typename F>
 auto wrap_without_lock(F&& f) {
   return torch::wrap_pybind_function_no_gil(std::forward<F>(f));
 }
 
 void bind_optimizers(py::module_& m) {
-  py::class_<Optimizer>(m, "Optimizer", py::module_local())
+  py::class_<Optimizer>(m, "Optimizer")
       .def("step", wrap([](Optimizer& self) { self.step(); }))
       .def("zero_grad", wrap([](Optimizer& self) { self.zero_grad(); }));
-  py::class_<torch::optim::SGD, Optimizer>(m, "SGD", py::module_local())
+  py::class_<torch::optim::SGD, Optimizer>(m, "SGD")
       .def(py::init([](const Tensors& params, double lr) {
              return torch::optim::SGD(params, torch::optim::SGDOptions(lr));
            }),
            py::arg("params"), py::arg("lr"));
-  py::class_<torch::optim::LBFGS, Optimizer>(m, "LBFGS", py::module_local())
+  py::class_<torch::optim::LBFGS, Optimizer>(m, "LBFGS")
       .def(py::init([](const Tensors& params) { return torch::optim::LBFGS(params); }));
-  py::class_<Adam, Optimizer>(m, "Adam", py::module_local())
+  py::class_<Adam, Optimizer>(m, "Adam")
       .def_readwrite("grad_scale", &Adam::grad_scale)
       .def_readwrite("found_inf", &Adam::found_inf)
       .def_property_readonly("grad_norm", &Adam::grad_norm);
-  py::class_<AdamW, Adam>(m, "AdamW", py::module_local())
+  py::class_<AdamW, Adam>(m, "AdamW")
       .def(py::init([](const Tensors& params, double lr, std::optional<double> max_grad_norm) {
              return AdamW(params, AdamWOptions(lr).max_grad_norm(max_grad_norm));
            }),
@@ -104,7 +102,7 @@ std::vector<std::string> overflow_report(const GradScaler& self, const py::objec
   return self.overflow_report(named_parameters);
 }
 
-// What a state dictionary holds: numbers and words.
+// The values of a state dictionary are numbers and strings.
 py::object to_python(const at::IValue& value) {
   if (value.isBool()) return py::cast(value.toBool());
   if (value.isInt()) return py::cast(value.toInt());
@@ -149,7 +147,7 @@ py::list history(const GradScaler& self) {
 
 void bind_grad_scaler(py::module_& m) {
   using py::arg;
-  py::class_<GradScaler>(m, "GradScaler", py::module_local())
+  py::class_<GradScaler>(m, "GradScaler")
       .def(py::init(wrap(make_scaler)), arg("device") = py::none(), arg("init_scale") = 65536.0,
            arg("growth_factor") = 2.0, arg("backoff_factor") = 0.5, arg("growth_interval") = 2000,
            arg("enabled") = true, py::kw_only(), arg("min_scale") = py::none(),
@@ -182,7 +180,7 @@ void bind_grad_scaler(py::module_& m) {
            wrap([](GradScaler& self, const std::string& file) { torch::load(self, file); }));
 }
 
-// A guard for a `with`.
+// An AutocastGuard as a context manager.
 class AutocastContext {
  public:
   AutocastContext(const std::string& device_type, std::optional<at::ScalarType> dtype, bool enabled,
@@ -204,7 +202,7 @@ class AutocastContext {
 };
 
 void bind_autocast_guard(py::module_& m) {
-  py::class_<AutocastContext>(m, "AutocastGuard", py::module_local())
+  py::class_<AutocastContext>(m, "AutocastGuard")
       .def(py::init<const std::string&, std::optional<at::ScalarType>, bool, std::optional<bool>>(),
            py::arg("device_type"), py::arg("dtype") = py::none(), py::arg("enabled") = true,
            py::arg("cache_enabled") = py::none())
@@ -215,11 +213,8 @@ void bind_autocast_guard(py::module_& m) {
 
 }  // namespace
 
-void bind_cpp_classes(py::module_ m) {
-  m.doc() = "The classes of C++ programs.";
+PYBIND11_MODULE(ampfuse_cpp, m) {
   bind_optimizers(m);
   bind_grad_scaler(m);
   bind_autocast_guard(m);
 }
-
-}  // namespace ampfuse
