@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <utility>
 #include <vector>
 
 #include "../ops/registration.h"
@@ -48,8 +49,7 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
 // no zeros made for them.
 variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
   context->set_materialize_grads(false);
-  const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
-  return {loss, lse, entropy, argmax};
+  return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
 }
 
 struct GradientInForward : Function<GradientInForward> {
@@ -60,7 +60,7 @@ struct GradientInForward : Function<GradientInForward> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto outputs = cross_entropy_forward(
         call.on(input), is_twice ? ForBackward::kGradientWithinRange : ForBackward::kGradient);
-    context->save_for_backward({std::get<1>(outputs), std::get<2>(outputs)});
+    context->save_for_backward({outputs.grad, outputs.baked_scale});
     return with_metrics(context, outputs);
   }
 
@@ -79,9 +79,9 @@ struct GradientInPlace : Function<GradientInPlace> {
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
                                const CrossEntropyCall& call) {
     const at::AutoDispatchBelowAutograd below;
-    const auto [loss, baked] = cross_entropy_in_place(call.on(input));
-    context->save_for_backward({input.detach(), baked});
-    return {loss, baked};
+    const auto [loss, baked_scale] = cross_entropy_in_place(call.on(input));
+    context->save_for_backward({input.detach(), baked_scale});
+    return {loss, baked_scale};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -92,9 +92,10 @@ struct GradientInPlace : Function<GradientInPlace> {
 // −w·(1 − ε)·(z − lse) of probabilities, for each row's gradient.
 at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Tensor& row_grads) {
   at::Tensor z = arguments.input.to(loss_dtype(arguments.input));
-  if (arguments.softcap) z = at::tanh(z / *arguments.softcap) * *arguments.softcap;
+  const LossOptions& options = arguments.options;
+  if (options.softcap) z = at::tanh(z / *options.softcap) * *options.softcap;
   const at::Tensor lse = at::logsumexp(z, 1, /*keepdim=*/true);
-  at::Tensor grad = (lse - z) * (row_grads * (1 - arguments.label_smoothing));
+  at::Tensor grad = (lse - z) * (row_grads * (1 - options.label_smoothing));
   if (arguments.weight) {
     grad = grad * (arguments.has_places() ? arguments.weight->unsqueeze(1) : *arguments.weight);
   }
@@ -110,12 +111,8 @@ struct GradientInBackward : Function<GradientInBackward> {
     const auto outputs = cross_entropy_forward(here, ForBackward::kStatistics);
     const CrossEntropyArguments& arguments = here.arguments;
     context->save_for_backward({input, target, arguments.weight.value_or(at::Tensor()),
-                                std::get<3>(outputs), std::get<4>(outputs)});
-    context->saved_data["reduction"] = arguments.reduction;
-    context->saved_data["ignore_index"] = arguments.ignore_index;
-    context->saved_data["label_smoothing"] = arguments.label_smoothing;
-    context->saved_data["z_loss"] = arguments.z_loss;
-    context->saved_data["softcap"] = arguments.softcap;
+                                outputs.statistics, outputs.divisor});
+    save(arguments.options.named(), context->saved_data);
     context->saved_data["is_twice_differentiable"] = call.is_twice_differentiable;
     return with_metrics(context, outputs);
   }
@@ -132,14 +129,8 @@ struct GradientInBackward : Function<GradientInBackward> {
     const at::Tensor target = saved[1].dim() == 1 ? saved[1].contiguous() : in_rows(saved[1]);
     OptionalTensor weight;
     if (saved[2].defined()) weight = saved[2].contiguous();
-    const CrossEntropyArguments arguments = {in_rows(saved[0]),
-                                             target,
-                                             weight,
-                                             data["reduction"].toInt(),
-                                             data["ignore_index"].toInt(),
-                                             data["label_smoothing"].toDouble(),
-                                             data["z_loss"].toDouble(),
-                                             data["softcap"].toOptional<double>()};
+    const CrossEntropyArguments arguments = {in_rows(saved[0]), target, weight,
+                                             LossOptions::from(values_in(data))};
     if (c10::GradMode::is_enabled() && data["is_twice_differentiable"].toBool()) {
       grads[0] = gradient_of_torch(arguments, grad_outputs[0]);
       return grads;
@@ -167,20 +158,19 @@ struct GradientInBackward : Function<GradientInBackward> {
 bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
   return arguments.input.requires_grad() && !arguments.target.requires_grad() &&
-         arguments.reduction != at::Reduction::None && !stands_for_others(arguments.input) &&
+         !arguments.options.is_per_row() && !stands_for_others(arguments.input) &&
          // What is kept for another time would not be seen by hooks, a checkpoint's say.
          !(call.is_twice_differentiable && at::SavedTensorDefaultHooks::get_hooks()) &&
          // Half gradients of a mean are mostly zeros without the scale that is to come.
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable(
-    const CrossEntropyCall& call) {
+LossAndMetrics differentiable(const CrossEntropyCall& call) {
   const at::Tensor& input = call.arguments.input;
   const at::Tensor& target = call.arguments.target;
   if (!c10::GradMode::is_enabled() || !(input.requires_grad() || target.requires_grad())) {
     const auto outputs = cross_entropy_forward(call, ForBackward::kNothing);
-    return {std::get<0>(outputs), std::get<5>(outputs), std::get<6>(outputs), std::get<7>(outputs)};
+    return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
   }
   const variable_list results = can_form_gradient_in_forward(call)
                                     ? GradientInForward::apply(input, call)
@@ -188,50 +178,32 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable(
   return {results[0], results[1], results[2], results[3]};
 }
 
-at::Tensor cross_entropy_composite(const at::Tensor& input, const at::Tensor& target,
-                                   const OptionalTensor& weight, int64_t reduction,
-                                   int64_t ignore_index, double label_smoothing,
-                                   const OptionalTensor& grad_scale,
-                                   const OptionalTensor& denominator, double z_loss,
-                                   std::optional<double> softcap) {
-  const CrossEntropyRows rows(
-      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
-      grad_scale, denominator, /*with_metrics=*/false);
-  return rows.shaped_loss(std::get<0>(differentiable(rows.call())));
+at::Tensor cross_entropy_composite(const NamedArguments& named) {
+  const CrossEntropyRows rows(CrossEntropyCall::from(named));
+  return rows.shaped_loss(differentiable(rows.call()).loss);
 }
 
-at::Tensor cross_entropy_as_torch_composite(const at::Tensor& input, const at::Tensor& target,
-                                            const OptionalTensor& weight, int64_t reduction,
-                                            int64_t ignore_index, double label_smoothing,
-                                            const OptionalTensor& grad_scale) {
-  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()),
+at::Tensor cross_entropy_as_torch_composite(const NamedArguments& named) {
+  CrossEntropyCall call = CrossEntropyCall::from(named);
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && call.arguments.target.requires_grad()),
                     "cross_entropy.as_torch: target: has no derivative here");
-  const CrossEntropyRows rows(
-      {input, target, weight, reduction, ignore_index, label_smoothing, 0, std::nullopt},
-      grad_scale, std::nullopt, /*with_metrics=*/false);
-  CrossEntropyCall call = rows.call();
   call.is_twice_differentiable = true;
-  return rows.shaped_loss(std::get<0>(differentiable(call)));
+  const CrossEntropyRows rows(std::move(call));
+  return rows.shaped_loss(differentiable(rows.call()).loss);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cross_entropy_metrics_composite(
-    const at::Tensor& input, const at::Tensor& target, const OptionalTensor& weight,
-    int64_t reduction, int64_t ignore_index, double label_smoothing,
-    const OptionalTensor& grad_scale, const OptionalTensor& denominator, double z_loss,
-    std::optional<double> softcap) {
-  const CrossEntropyRows rows(
-      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
-      grad_scale, denominator, /*with_metrics=*/true);
-  const auto [loss, lse, entropy, argmax] = differentiable(rows.call());
-  return {rows.shaped_loss(loss), rows.shaped(lse.detach()), rows.shaped(entropy.detach()),
-          rows.shaped(argmax)};
+LossAndMetrics cross_entropy_metrics_composite(const NamedArguments& named) {
+  CrossEntropyCall call = CrossEntropyCall::from(named);
+  call.with_metrics = true;
+  const CrossEntropyRows rows(std::move(call));
+  const LossAndMetrics of_rows = differentiable(rows.call());
+  return {rows.shaped_loss(of_rows.loss), rows.shaped(of_rows.lse.detach()),
+          rows.shaped(of_rows.entropy.detach()), rows.shaped(of_rows.argmax)};
 }
 
-std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
-    const at::Tensor& input, const at::Tensor& target, const OptionalTensor& weight,
-    int64_t reduction, int64_t ignore_index, double label_smoothing,
-    const OptionalTensor& grad_scale, const OptionalTensor& denominator, double z_loss,
-    std::optional<double> softcap) {
+CrossEntropyInPlaceOutputs cross_entropy_in_place_autograd(const NamedArguments& named) {
+  CrossEntropyCall call = CrossEntropyCall::from(named);
+  const auto& [input, target] = std::tie(call.arguments.input, call.arguments.target);
   TORCH_CHECK_NOT_IMPLEMENTED(!stands_for_others(input),
                               "cross_entropy_: input cannot be overwritten inside torch.compile, "
                               "nor where it is a tensor subclass: cross_entropy is for that");
@@ -239,13 +211,11 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
                     "cross_entropy_: target: has no derivative here: cross_entropy is for that");
   torch::autograd::check_inplace(input, input.requires_grad());
   check_cross_entropy_in_place(input);
-  TORCH_CHECK_VALUE(grad_scale || input.scalar_type() != at::kHalf ||
+  TORCH_CHECK_VALUE(call.grad_scale || input.scalar_type() != at::kHalf ||
                         !(c10::GradMode::is_enabled() && input.requires_grad()),
                     "cross_entropy_: grad_scale: expected the loss scale, or 1 where there is "
                     "none: half gradients that are formed without it are mostly zeros");
-  const CrossEntropyRows rows(
-      {input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap},
-      grad_scale, denominator, /*with_metrics=*/false);
+  const CrossEntropyRows rows(call);
   const variable_list results = GradientInPlace::apply(input, rows.call());
   return {results[0], results[1].detach()};
 }
@@ -253,13 +223,13 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place_autograd(
 }  // namespace
 
 AMPFUSE_KERNELS(CompositeImplicitAutograd, m) {
-  m.impl("cross_entropy", cross_entropy_composite);
-  m.impl("cross_entropy.as_torch", cross_entropy_as_torch_composite);
-  m.impl("cross_entropy.metrics", cross_entropy_metrics_composite);
+  m.impl("cross_entropy", kernel_by_name<cross_entropy_composite>());
+  m.impl("cross_entropy.as_torch", kernel_by_name<cross_entropy_as_torch_composite>());
+  m.impl("cross_entropy.metrics", kernel_by_name<cross_entropy_metrics_composite>());
 }
 
 AMPFUSE_KERNELS(Autograd, m) {
-  m.impl("cross_entropy_", cross_entropy_in_place_autograd);
+  m.impl("cross_entropy_", kernel_by_name<cross_entropy_in_place_autograd>());
   m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("cross_entropy_rescale_", mutating_autograd());

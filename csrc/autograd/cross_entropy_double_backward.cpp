@@ -14,8 +14,8 @@ at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments,
     if (arguments.has_places()) target = target.reshape_symint({input.sym_size(0), -1});
   }
   at::Tensor loss = at::cross_entropy_loss_symint(
-      input.to(loss_dtype(input)), target, arguments.weight, arguments.reduction,
-      arguments.ignore_index, arguments.label_smoothing);
+      input.to(loss_dtype(input)), target, arguments.weight, arguments.options.reduction,
+      arguments.options.ignore_index, arguments.options.label_smoothing);
   if (loss.dim() > 0) loss = loss.reshape({-1});
   return torch::autograd::grad({loss}, {input}, {grad_output}, /*retain_graph=*/std::nullopt,
                                /*create_graph=*/true)[0];
@@ -26,9 +26,7 @@ void ForAnotherTime::keep(const CrossEntropyArguments& arguments) {
   data_["version"] = static_cast<int64_t>(arguments.input._version());
   data_["target"] = arguments.target;
   data_["weight"] = arguments.weight;
-  data_["reduction"] = arguments.reduction;
-  data_["ignore_index"] = arguments.ignore_index;
-  data_["label_smoothing"] = arguments.label_smoothing;
+  save(arguments.options.named(), data_);
 }
 
 at::Tensor ForAnotherTime::gradient(const at::Tensor& grad_output) const {
@@ -38,8 +36,7 @@ at::Tensor ForAnotherTime::gradient(const at::Tensor& grad_output) const {
               "inplace operation: the logits of a cross_entropy that is differentiated twice");
   return gradient_of_torch(
       {input, data_.at("target").toTensor(), data_.at("weight").toOptional<at::Tensor>(),
-       data_.at("reduction").toInt(), data_.at("ignore_index").toInt(),
-       data_.at("label_smoothing").toDouble(), /*z_loss=*/0, /*softcap=*/std::nullopt},
+       LossOptions::from(values_in(data_))},
       grad_output);
 }
 

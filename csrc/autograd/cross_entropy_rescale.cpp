@@ -8,12 +8,12 @@
 
 namespace ampfuse {
 
-at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked,
+at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked_scale,
                     const at::Tensor& grad_output) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
   // Many upstream gradients at once have nothing that could be overwritten.
   if (is_batched(grad_output) || stands_for_others(grad_output)) {
-    const at::Tensor ratio = grad_output.to(at::kDouble) / baked;
+    const at::Tensor ratio = grad_output.to(at::kDouble) / baked_scale;
     return (saved.to(loss_dtype(saved)) * ratio).to(saved.scalar_type());
   }
   const bool is_vector = saved.dim() == 1;
@@ -22,7 +22,7 @@ at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked,
   const bool is_kept =
       torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(rows);
   const at::Tensor grad = is_kept ? rows.clone(at::MemoryFormat::Contiguous) : rows.detach();
-  cross_entropy_rescale_(grad, baked, grad_output);
+  cross_entropy_rescale_(grad, baked_scale, grad_output);
   return is_vector ? grad.squeeze(0) : grad;
 }
 

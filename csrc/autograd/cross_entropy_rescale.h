@@ -5,10 +5,10 @@
 
 namespace ampfuse {
 
-/// Of a gradient of the loss times `baked`, which backward was expected to be called with, what it
-/// is called with makes: all there is to do in backward. A graph that is kept may be gone through
-/// again, so that its gradient stays what it is.
-at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked,
+/// Rescales a gradient that forward multiplied by `baked_scale` to the gradient for `grad_output`,
+/// which backward received. This is all that backward does. `saved` is overwritten, unless the
+/// graph is kept for another backward.
+at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked_scale,
                     const at::Tensor& grad_output);
 
 }  // namespace ampfuse

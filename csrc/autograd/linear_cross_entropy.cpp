@@ -23,7 +23,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
-using Metrics = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
   const auto is_wanted = [](const at::Tensor& tensor) {
@@ -37,7 +36,7 @@ LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
 constexpr size_t kInputs = 5;
 
 variable_list loss_and_metrics(const LinearCrossEntropyOutputs& outputs) {
-  return {std::get<0>(outputs), std::get<7>(outputs), std::get<8>(outputs), std::get<9>(outputs)};
+  return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
 }
 
 LinearCrossEntropyOutputs call_forward(const LinearCrossEntropyCall& call,
@@ -71,24 +70,23 @@ LinearGradientMask needed(AutogradContext* context) {
 // Adds the weight's gradient to the buffer that is there for it, and keeps the others.
 variable_list gradients_for(AutogradContext* context, const at::Tensor& grad_output,
                             const LinearCrossEntropyGradients& gradients) {
-  const auto& [of_hidden, of_weight, of_bias] = gradients;
   const auto once = [&](const at::Tensor& grad) {
     return once_differentiable(kLinearCrossEntropy, "torch.nn.functional.cross_entropy", grad,
                                grad_output);
   };
   variable_list grads(kInputs);
   const LinearGradientMask is_needed = needed(context);
-  if (is_needed[0]) grads[0] = once(of_hidden);
+  if (is_needed[0]) grads[0] = once(gradients.hidden);
   if (is_needed[1]) {
     const auto buffer = context->saved_data.find("accumulate_into");
     if (buffer == context->saved_data.end()) {
-      grads[1] = once(of_weight);
+      grads[1] = once(gradients.weight);
     } else {
       const at::NoGradGuard no_grad;
-      buffer->second.toTensor().add_(of_weight);
+      buffer->second.toTensor().add_(gradients.weight);
     }
   }
-  if (is_needed[2]) grads[2] = once(of_bias);
+  if (is_needed[2]) grads[2] = once(gradients.bias);
   return grads;
 }
 
@@ -98,8 +96,8 @@ struct LinearGradientInForward : Function<LinearGradientInForward> {
                                const LinearCrossEntropyCall& call,
                                const LinearGradientMask& wanted) {
     const auto outputs = forward_of(context, hidden, weight, bias, call, wanted);
-    context->save_for_backward(
-        {std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs), std::get<4>(outputs)});
+    const auto& [of_hidden, of_weight, of_bias] = outputs.gradients;
+    context->save_for_backward({of_hidden, of_weight, of_bias, outputs.baked_scale});
     return loss_and_metrics(outputs);
   }
 
@@ -128,20 +126,9 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     const auto outputs = forward_of(context, hidden, weight, bias, call, wanted);
     const LinearCrossEntropyArguments& arguments = call.arguments;
     context->save_for_backward({hidden, weight, bias.value_or(at::Tensor()), arguments.target,
-                                arguments.class_weight.value_or(at::Tensor()), std::get<5>(outputs),
-                                std::get<6>(outputs)});
-    auto& data = context->saved_data;
-    data["ignore_index"] = arguments.ignore_index;
-    data["label_smoothing"] = arguments.label_smoothing;
-    data["z_loss"] = arguments.z_loss;
-    data["softcap"] = arguments.softcap;
-    data["dtype"] = arguments.dtype;
-    data["weight_grad_dtype"] = arguments.weight_grad_dtype;
-    data["chunk_rows"] = arguments.chunk_rows;
-    if (const VocabShardArguments shard(arguments.shard); shard.group()) {
-      data["group"] = std::string(*shard.group());
-      data["vocab_shard"] = shard.numbers()->vec();
-    }
+                                arguments.class_weight.value_or(at::Tensor()), outputs.statistics,
+                                outputs.divisor});
+    save(arguments.named_options(), context->saved_data);
     return loss_and_metrics(outputs);
   }
 
@@ -149,32 +136,18 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     const at::Tensor& grad_output = grad_outputs[0];
     if (!grad_output.defined()) return variable_list(kInputs);
     const variable_list saved = context->get_saved_variables();
-    auto& data = context->saved_data;
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
     };
     // Hooks may have brought them back with other strides.
     OptionalTensor class_weight = optional(saved[4]);
     if (class_weight) class_weight = class_weight->contiguous();
-    std::optional<VocabShard> shard;
-    if (const auto group = data.find("group"); group != data.end()) {
-      shard = vocab_shard_of(group->second.toStringView(), data["vocab_shard"].toIntVector());
-    }
-    const LinearCrossEntropyArguments arguments = {
-        .hidden = saved[0],
-        .weight = saved[1],
-        .bias = optional(saved[2]),
-        .target = saved[3].contiguous(),
-        .class_weight = class_weight,
-        .reduction = at::Reduction::None,
-        .ignore_index = data["ignore_index"].toInt(),
-        .label_smoothing = data["label_smoothing"].toDouble(),
-        .z_loss = data["z_loss"].toDouble(),
-        .softcap = data["softcap"].toOptional<double>(),
-        .dtype = data["dtype"].toScalarType(),
-        .weight_grad_dtype = data["weight_grad_dtype"].toScalarType(),
-        .chunk_rows = data["chunk_rows"].toOptional<int64_t>(),
-        .shard = shard};
+    LinearCrossEntropyArguments arguments = {.hidden = saved[0],
+                                             .weight = saved[1],
+                                             .bias = optional(saved[2]),
+                                             .target = saved[3].contiguous(),
+                                             .class_weight = class_weight};
+    arguments.set_options(values_in(context->saved_data));
     LinearCrossEntropyGradients gradients;
     {
       const at::AutoDispatchBelowAutograd below;
@@ -190,51 +163,32 @@ variable_list differentiable(const LinearCrossEntropyCall& call) {
   const LinearGradientMask wanted = wanted_of(arguments);
   if (!any(wanted)) return loss_and_metrics(call_forward(call, wanted));
   const OptionalTensor& bias = arguments.bias;
-  return arguments.reduction == at::Reduction::None
+  return arguments.options.is_per_row()
              ? LinearGradientInBackward::apply(arguments.hidden, arguments.weight, bias, call,
                                                wanted)
              : LinearGradientInForward::apply(arguments.hidden, arguments.weight, bias, call,
                                               wanted);
 }
 
-Metrics of_rows(const LinearCrossEntropyRows& rows) {
-  const variable_list all = differentiable(rows.call());
-  const at::Tensor loss = rows.shaped_loss(all[0]);
-  if (!rows.call().with_metrics) return {loss, all[1], all[2], all[3]};
-  return {loss, rows.shaped(all[1].detach()), rows.shaped(all[2].detach()), rows.shaped(all[3])};
+at::Tensor linear_cross_entropy_composite(const NamedArguments& named) {
+  const LinearCrossEntropyRows rows(LinearCrossEntropyCall::from(named));
+  return rows.shaped_loss(differentiable(rows.call())[0]);
 }
 
-at::Tensor linear_cross_entropy_composite(
-    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
-    const OptionalTensor& bias, const OptionalTensor& class_weight, int64_t reduction,
-    int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
-    const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
-    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into,
-    std::optional<c10::string_view> group, at::OptionalIntArrayRef vocab_shard) {
-  return std::get<0>(of_rows({{hidden, weight, target, bias, class_weight, reduction, ignore_index,
-                               label_smoothing, grad_scale, denominator, z_loss, softcap,
-                               chunk_rows, accumulate_into, vocab_shard_of(group, vocab_shard)},
-                              /*with_metrics=*/false}));
-}
-
-Metrics linear_cross_entropy_metrics_composite(
-    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
-    const OptionalTensor& bias, const OptionalTensor& class_weight, int64_t reduction,
-    int64_t ignore_index, double label_smoothing, const OptionalTensor& grad_scale,
-    const OptionalTensor& denominator, double z_loss, std::optional<double> softcap,
-    std::optional<int64_t> chunk_rows, const OptionalTensor& accumulate_into,
-    std::optional<c10::string_view> group, at::OptionalIntArrayRef vocab_shard) {
-  return of_rows({{hidden, weight, target, bias, class_weight, reduction, ignore_index,
-                   label_smoothing, grad_scale, denominator, z_loss, softcap, chunk_rows,
-                   accumulate_into, vocab_shard_of(group, vocab_shard)},
-                  /*with_metrics=*/true});
+LossAndMetrics linear_cross_entropy_metrics_composite(const NamedArguments& named) {
+  LinearCrossEntropyCall call = LinearCrossEntropyCall::from(named);
+  call.with_metrics = true;
+  const LinearCrossEntropyRows rows(std::move(call));
+  const variable_list of_rows = differentiable(rows.call());
+  return {rows.shaped_loss(of_rows[0]), rows.shaped(of_rows[1].detach()),
+          rows.shaped(of_rows[2].detach()), rows.shaped(of_rows[3])};
 }
 
 }  // namespace
 
 AMPFUSE_KERNELS(CompositeImplicitAutograd, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_composite);
-  m.impl("linear_cross_entropy.metrics", linear_cross_entropy_metrics_composite);
+  m.impl("linear_cross_entropy", kernel_by_name<linear_cross_entropy_composite>());
+  m.impl("linear_cross_entropy.metrics", kernel_by_name<linear_cross_entropy_metrics_composite>());
 }
 
 AMPFUSE_KERNELS(Autograd, m) {

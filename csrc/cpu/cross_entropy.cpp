@@ -42,41 +42,42 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
 
 void forward(const CrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
              const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs) {
-  const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
+  const at::Tensor& grad = outputs.grad;
+  const at::Tensor& statistics = outputs.statistics;
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
   const double weight = arguments.is_weighed ? 0 : check_targets(rows);
-  const bool is_mean = arguments.reduction == at::Reduction::Mean;
-  const double divide_by = !is_mean      ? 1
-                           : denominator ? *denominator->const_data_ptr<double>()
-                                         : weight;
-  const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>(),
-                                                     divide_by, arguments.gradient_limit)
+  const bool is_mean = arguments.options.is_mean();
+  const double divisor = !is_mean      ? 1
+                         : denominator ? *denominator->const_data_ptr<double>()
+                                       : weight;
+  const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>(), divisor,
+                                                     arguments.gradient_limit)
                                  : 1;
-  const bool is_each = arguments.reduction == at::Reduction::None;
+  const bool is_each = arguments.options.is_per_row();
   const bool with_grad = grad.numel() > 0;
   if (with_grad && !grad.is_alias_of(arguments.input)) prepare_fresh_memory(grad);
   const int64_t summands = rows.are_tiled() ? rows.tiles() : rows.count();
   std::vector<double> losses(static_cast<size_t>(is_each ? 0 : summands));
   const ForwardResults results = {
       is_each,
-      NumberWriter(loss),
+      NumberWriter(outputs.loss),
       losses.data(),
       statistics.numel() == 0 ? nullptr
                               : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
       with_grad ? RowWriter(grad) : RowWriter(),
-      lse.numel() > 0,
-      NumberWriter(lse),
-      NumberWriter(entropy),
-      argmax.mutable_data_ptr<int64_t>()};
-  rows.are_tiled() ? forward_by_tile(rows, scale / divide_by, results)
-                   : forward_by_row(rows, scale / divide_by, results);
-  *baked.mutable_data_ptr<float>() = scale;
-  *divisor.mutable_data_ptr<double>() = divide_by;
+      outputs.lse.numel() > 0,
+      NumberWriter(outputs.lse),
+      NumberWriter(outputs.entropy),
+      outputs.argmax.mutable_data_ptr<int64_t>()};
+  rows.are_tiled() ? forward_by_tile(rows, scale / divisor, results)
+                   : forward_by_row(rows, scale / divisor, results);
+  *outputs.baked_scale.mutable_data_ptr<float>() = scale;
+  *outputs.divisor.mutable_data_ptr<double>() = divisor;
   if (is_each) return;
   double total = 0;
   for (const double some : losses) total += some;
-  NumberWriter(loss).put(0, math::reduced_loss(total, divide_by));
+  NumberWriter(outputs.loss).put(0, math::reduced_loss(total, divisor));
 }
 
 void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_output,
@@ -93,13 +94,13 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
                    : backward_by_row(rows, inputs, RowWriter(grad));
 }
 
-void rescale(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output) {
-  const double expected = *baked.const_data_ptr<float>();
-  const double got = grad_output.item<double>();
-  if (got == expected) return;
+void rescale(const at::Tensor& grad, const at::Tensor& baked_scale, const at::Tensor& grad_output) {
+  const double baked = *baked_scale.const_data_ptr<float>();
+  const double wanted = grad_output.item<double>();
+  if (wanted == baked) return;
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
   const auto scale = [&](void* data, int64_t count) {
-    scale_chunk(grad.scalar_type(), data, count, got / expected);
+    scale_chunk(grad.scalar_type(), data, count, wanted / baked);
   };
   auto* const data = static_cast<char*>(grad.mutable_data_ptr());
   const int64_t item = grad.itemsize();

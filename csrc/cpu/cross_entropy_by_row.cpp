@@ -112,7 +112,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   if (is_ignored && !results.with_metrics) return put_zeros();
   const RowPart whole = part_of_row(rows, row, in_parallel, results.with_metrics, scratch);
   const math::RowTarget<double> target = rows.row_target(row);
-  const math::RowLoss<double> loss = math::row_loss(whole, target, rows.z_loss());
+  const math::RowLoss<double> loss = math::row_loss(whole, target, rows.terms());
   if (results.with_metrics) {
     results.lse.put(row, loss.lse);
     results.entropy.put(row, loss.entropy);
@@ -123,7 +123,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   if (results.statistics != nullptr) results.statistics[row] = loss.statistics;
   if (!results.grad.is_wanted()) return;
   const math::RowGradient<double> of_row =
-      math::row_gradient(loss.statistics, whole.reference, target.share, rows.z_loss(), scale);
+      math::row_gradient(loss.statistics, whole.reference, target.share, rows.terms(), scale);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
     // Exponentials are relative to their block's reference. Of nothing but -infinity, they are 0.
@@ -171,7 +171,7 @@ void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const Ro
              const math::RowStatistics& known = inputs.statistics[row];
              const math::RowGradient<double> of_row = math::row_gradient(
                  known, rows.reference(known.largest), rows.target_share(rows.target(row)),
-                 rows.z_loss(), inputs.scale(row));
+                 rows.terms(), inputs.scale(row));
              each_block(rows.blocks(), in_parallel, [&](int64_t block) {
                const Logits logits = rows.logits(row, block);
                void* const e =

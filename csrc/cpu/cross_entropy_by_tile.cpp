@@ -62,7 +62,7 @@ void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& re
     TileTargets targets;
     part_of(tile, memory, part, targets, results.with_metrics ? argmax : nullptr);
     TileLoss loss;
-    loss_of(tile, part, targets, rows.z_loss(), results.with_metrics, loss);
+    loss_of(tile, part, targets, results.with_metrics, loss);
     put_losses(tile, loss, number, first.row, results);
     if (results.statistics != nullptr) {
       put_statistics(tile, loss.statistics, results.statistics + first.row);
@@ -75,7 +75,7 @@ void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& re
       }
     }
     if (results.grad.is_wanted()) {
-      gradient(tile, memory, loss.statistics, part.reference, targets, rows.z_loss(), scales,
+      gradient(tile, memory, loss.statistics, part.reference, targets, scales,
                results.grad.at(first), results.grad.dtype(), results.grad.layout());
     }
   });
@@ -111,8 +111,8 @@ void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const R
     exponentials(tile, memory, known.largest, reference, targets);
     TileNumbers scales = {};
     for (int64_t i = 0; i < tile.rows; ++i) scales[i] = inputs.scale(first.row + i);
-    gradient(tile, memory, known, reference, targets, rows.z_loss(), scales, grad.at(first),
-             grad.dtype(), grad.layout());
+    gradient(tile, memory, known, reference, targets, scales, grad.at(first), grad.dtype(),
+             grad.layout());
   });
 }
 

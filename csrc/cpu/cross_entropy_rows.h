@@ -22,15 +22,13 @@ class CpuRows {
         target_(static_cast<const char*>(arguments.target.const_data_ptr())),
         target_dtype_(arguments.target.scalar_type()),
         has_probabilities_(arguments.has_probabilities()),
-        ignore_index_(arguments.ignore_index),
-        z_loss_(arguments.z_loss),
-        softcap_(arguments.softcap.value_or(0)),
-        of_target_(1 - arguments.label_smoothing) {
+        ignore_index_(arguments.options.ignore_index),
+        terms_(arguments.terms<double>()) {
     shares_.weight = arguments.weight ? arguments.weight->const_data_ptr() : nullptr;
-    shares_.uniform = arguments.uniform_share();
+    shares_.uniform = terms_.uniform;
     if (!has_probabilities_) return;
     shares_.dtype = target_dtype_;
-    shares_.of_probability = of_target_;
+    shares_.of_probability = terms_.of_target;
     probability_places_ = RowPlaces(arguments.target);
   }
 
@@ -44,7 +42,7 @@ class CpuRows {
   int64_t classes() const { return classes_; }
   int64_t blocks() const { return (classes_ + kClassBlock - 1) / kClassBlock; }
   bool has_probabilities() const { return has_probabilities_; }
-  double z_loss() const { return z_loss_; }
+  const math::LossTerms<double>& terms() const { return terms_; }
 
   // Whether they are gone through tile by tile.
   bool are_tiled() const { return places_ > 0 || classes_ <= kFewClasses; }
@@ -67,13 +65,12 @@ class CpuRows {
                  input_places_.layout(),
                  std::min(kTileRows, rest),
                  classes_,
-                 softcap_,
+                 terms_,
                  shares_,
                  probability_places_.layout(),
                  nullptr,
                  target_dtype_,
-                 ignore_index_,
-                 of_target_ + shares_.uniform};
+                 ignore_index_};
     if (has_probabilities_) {
       tile.shares.probabilities = target_ + probability_places_.offset(first);
     } else {
@@ -140,12 +137,13 @@ class CpuRows {
   // None where a target is elsewhere, among classes that are not here.
   math::RowTarget<double> row_target(int64_t row) const {
     if (has_probabilities_ || is_ignored(row) || target(row) == math::kElsewhere) return {};
-    return {true, math::softcapped(logit(row, target(row)), softcap_), target_share(target(row))};
+    return {true, math::softcapped(logit(row, target(row)), terms_.softcap),
+            target_share(target(row))};
   }
 
   // Its B.
   double target_share(int64_t target) const {
-    return target < 0 ? 0 : weight(target) * (of_target_ + shares_.uniform);
+    return target < 0 ? 0 : weight(target) * (terms_.of_target + terms_.uniform);
   }
 
   // Of an ignored row no class is its target, though `ignore_index` may be one.
@@ -154,7 +152,7 @@ class CpuRows {
     const int64_t count = std::min(kClassBlock, classes_ - first);
     const int64_t target = is_ignored(row) ? -1 : this->target(row) - first;
     return {input_ + input_places_.offset(row, first), input_dtype_, count,
-            target >= 0 && target < count ? target : -1, softcap_};
+            target >= 0 && target < count ? target : -1, terms_.softcap};
   }
 
   ClassShares shares(int64_t row, int64_t block) const {
@@ -217,9 +215,7 @@ class CpuRows {
   bool has_probabilities_;
   RowPlaces probability_places_;
   int64_t ignore_index_;
-  double z_loss_;
-  double softcap_;
-  double of_target_;
+  math::LossTerms<double> terms_;
   ClassShares shares_;
 };
 

@@ -34,7 +34,7 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
     for (int64_t row = begin; row < end; ++row) {
       const math::JoinedRow known = math::joined_row(
           first + row, rows.count(), shards, all_classes, !rows.has_probabilities(),
-          rows.is_ignored(row), rows.target(row) >= 0, rows.z_loss());
+          rows.is_ignored(row), rows.target(row) >= 0, rows.terms());
       loss.put(row, known.loss);
       if (statistics != nullptr) statistics[row] = known.statistics;
       if (!with_metrics) continue;

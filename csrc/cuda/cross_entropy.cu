@@ -66,15 +66,16 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
 void forward(const CrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
              const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs) {
   check_cross_entropy_memory(arguments);
-  const auto& [loss, grad, baked, statistics, divisor, lse, entropy, argmax] = outputs;
+  const at::Tensor& grad = outputs.grad;
+  const at::Tensor& divisor = outputs.divisor;
   const at::Tensor& input = arguments.input;
   const int64_t rows = arguments.rows().expect_int();
   const LaunchStream stream(input);
   const DeviceRoom room = device_room(stream);
   BadTargets& bad_targets = bad_targets_of(input.device());
   if (!arguments.is_weighed) bad_targets.raise_earlier();
-  const bool is_each = arguments.reduction == at::Reduction::None;
-  const bool with_metrics = lse.numel() > 0;
+  const bool is_each = arguments.options.is_per_row();
+  const bool with_metrics = outputs.lse.numel() > 0;
   const bool with_grad = grad.numel() > 0;
   dispatch_real(input.scalar_type(), [&]<typename scalar_t>() {
     using acc_t = RowAcc<scalar_t>;
@@ -84,34 +85,34 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     const at::Tensor weights =
         arguments.is_weighed ? at::empty({0}, doubles) : launch_weigh(stream, table, doubles);
     CrossEntropyReduction reduction =
-        reduction_of(arguments.reduction == at::Reduction::Mean, weights, bad_targets, divisor);
+        reduction_of(arguments.options.is_mean(), weights, bad_targets, divisor);
     if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
     if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
     reduction.limit = arguments.gradient_limit;
-    reduction.baked = baked.mutable_data_ptr<float>();
+    reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const auto [grid, packs, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
       const at::Tensor losses = at::empty({is_each ? 0 : grid}, doubles);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
         const CrossEntropyResults<scalar_t, grad_t> results = {
-            is_each ? loss.mutable_data_ptr<acc_t>() : nullptr,
+            is_each ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
             is_each ? nullptr : losses.mutable_data_ptr<double>(),
-            statistics.numel() == 0
+            outputs.statistics.numel() == 0
                 ? nullptr
-                : static_cast<math::RowStatistics*>(statistics.mutable_data_ptr()),
+                : static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr()),
             with_grad ? grad.mutable_data_ptr<grad_t>() : nullptr,
             with_grad ? rows_at(grad) : RowsAt{},
-            with_metrics ? lse.mutable_data_ptr<acc_t>() : nullptr,
-            with_metrics ? entropy.mutable_data_ptr<acc_t>() : nullptr,
-            with_metrics ? argmax.mutable_data_ptr<int64_t>() : nullptr};
+            with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
+            with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
+            with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
         stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, grid,
                              Team::kBlock, shared, table, reduction, results, packs);
       });
       if (is_each) return;
       stream.launch_blocks(cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0,
                            losses.const_data_ptr<double>(), grid, divisor.const_data_ptr<double>(),
-                           loss.mutable_data_ptr<acc_t>());
+                           outputs.loss.mutable_data_ptr<acc_t>());
     };
     const bool plain = is_plain(arguments) && !with_metrics;
     if (arguments.has_places()) return for_places(plain, launch);

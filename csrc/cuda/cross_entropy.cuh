@@ -66,7 +66,7 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
     const auto bad_row =
         static_cast<int64_t>(team_smallest(block, static_cast<double>(mine.bad_row)));
     if (block.index() == 0) {
-      if (reduction.baked != nullptr) *reduction.baked = baked;
+      if (reduction.baked_scale != nullptr) *reduction.baked_scale = baked;
       *reduction.divisor = divisor;
       if (bad_row < table.rows) {
         if (reduction.trap) __trap();
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const int target_class = table.target_class(row);
     ThreadPart<scalar_t> part = read_row<kWork>(team, table, row, target_class, with_metrics, kept);
     const math::RowLoss<Number> loss =
-        math::row_loss(team_part(team, part, kWork), target, table.z_loss);
+        math::row_loss(team_part(team, part, kWork), target, table.terms);
     if constexpr (kWork == RowWork::kAny) {
       if (with_metrics) {
         const int64_t argmax = team_argmax(team, part);

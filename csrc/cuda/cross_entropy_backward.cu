@@ -29,7 +29,7 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
   });
 }
 
-void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked,
+void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked_scale,
                                 const at::Tensor& grad_output) {
   const LaunchStream stream(grad);
   // Of what is in one piece a warp takes so many, whatever the length of rows.
@@ -39,10 +39,10 @@ void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked,
   const int64_t count = in_parts ? kPart : grad.size(1);
   const int64_t extent = in_parts ? grad.numel() : grad.size(0) * stride;
   dispatch_real(grad.scalar_type(), [&]<typename scalar_t>() {
-    stream.launch(cross_entropy_rescale_kernel<scalar_t>,
-                  stride == 0 ? 0 : (extent + stride - 1) / stride,
-                  grad.mutable_data_ptr<scalar_t>(), stride, extent, static_cast<int>(count),
-                  baked.const_data_ptr<float>(), grad_output.const_data_ptr<RowAcc<scalar_t>>());
+    stream.launch(
+        cross_entropy_rescale_kernel<scalar_t>, stride == 0 ? 0 : (extent + stride - 1) / stride,
+        grad.mutable_data_ptr<scalar_t>(), stride, extent, static_cast<int>(count),
+        baked_scale.const_data_ptr<float>(), grad_output.const_data_ptr<RowAcc<scalar_t>>());
   });
 }
 

@@ -29,17 +29,17 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   }
 }
 
-// A gradient for what backward got, from one for what it was expected to get: nothing where that is
-// the same, else 2·itemsize bytes per logit. A warp takes `count` elements every `stride`, of as
-// many as `extent` says: rows, or parts of what is in one piece.
+// Rescales a gradient that was multiplied by `baked_scale` to one for `grad_output`. Where both are
+// equal nothing is read; otherwise 2·itemsize bytes per logit. A warp takes `count` elements of
+// every `stride`, up to `extent`: a row, or a part of a contiguous gradient.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t extent, int count,
-                                 const float* baked, const RowAcc<scalar_t>* grad_output) {
-  const double expected = *baked;
-  const double got = *grad_output;
-  if (got == expected) return;
-  const auto factor = static_cast<RowNumber<scalar_t>>(got / expected);
+                                 const float* baked_scale, const RowAcc<scalar_t>* grad_output) {
+  const double baked = *baked_scale;
+  const double wanted = *grad_output;
+  if (wanted == baked) return;
+  const auto factor = static_cast<RowNumber<scalar_t>>(wanted / baked);
   const auto scaled = [&](scalar_t g) {
     using acc_t = RowAcc<scalar_t>;
     return static_cast<scalar_t>(static_cast<acc_t>(static_cast<acc_t>(g) * factor));

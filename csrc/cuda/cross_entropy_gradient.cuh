@@ -52,7 +52,7 @@ class PackGradient {
         exponential_(
             static_cast<acc_t>(math::is_finite(statistics.largest) ? statistics.largest : 0.0)),
         gradient_(math::row_gradient(statistics, static_cast<Number>(exponential_.reference()),
-                                     target_share, table.z_loss, scale)),
+                                     target_share, table.terms, scale)),
         factor_(gradient_.of_exponential) {}
 
   template <typename grad_t, int kCount>
@@ -87,8 +87,8 @@ class PackGradient {
 
  private:
   __device__ acc_t slope(acc_t logit) const {
-    if (kWork == RowWork::kPlain || table_.softcap == 0) return 1;
-    return math::softcap_slope(logit, table_.softcap);
+    if (kWork == RowWork::kPlain || table_.terms.softcap == 0) return 1;
+    return math::softcap_slope(logit, table_.terms.softcap);
   }
 
   const CrossEntropyTable<scalar_t>& table_;

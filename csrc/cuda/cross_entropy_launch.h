@@ -61,17 +61,15 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at:
     table.target = arguments.target.const_data_ptr();
     table.index_type = index_type(arguments.target);
   }
-  table.ignore_index = arguments.ignore_index;
+  table.ignore_index = arguments.options.ignore_index;
   if (arguments.weight) table.weight = arguments.weight->const_data_ptr<acc_t>();
-  table.of_target = static_cast<acc_t>(1 - arguments.label_smoothing);
-  table.uniform = static_cast<acc_t>(arguments.uniform_share());
-  table.z_loss = static_cast<RowNumber<scalar_t>>(arguments.z_loss);
-  table.softcap = static_cast<acc_t>(arguments.softcap.value_or(0));
+  table.terms = arguments.terms<acc_t, RowNumber<scalar_t>>();
   return table;
 }
 
 inline bool is_plain(const CrossEntropyArguments& arguments) {
-  return !arguments.has_probabilities() && arguments.label_smoothing == 0 && !arguments.softcap;
+  const LossOptions& options = arguments.options;
+  return !arguments.has_probabilities() && options.label_smoothing == 0 && !options.softcap;
 }
 
 inline DeviceRoom device_room(const LaunchStream& stream) {
@@ -84,7 +82,7 @@ inline DeviceRoom device_room(const LaunchStream& stream) {
 void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
                                  const at::Tensor& grad_output, const at::Tensor& statistics,
                                  const at::Tensor& divisor, const at::Tensor& grad);
-void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked,
+void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked_scale,
                                 const at::Tensor& grad_output);
 
 }  // namespace ampfuse

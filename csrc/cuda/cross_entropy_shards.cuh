@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
        row += int64_t{gridDim.x} * blockDim.x) {
     const math::JoinedRow known =
         math::joined_row(parts + row, table.rows, shards, all_classes, table.target != nullptr,
-                         table.is_ignored(row), table.target_class(row) >= 0, double(table.z_loss));
+                         table.is_ignored(row), table.target_class(row) >= 0, table.terms);
     results.loss[row] = known.loss;
     if (results.statistics != nullptr) results.statistics[row] = known.statistics;
     if (results.argmax == nullptr) continue;

@@ -40,10 +40,7 @@ struct CrossEntropyTable {
   const acc_t* weight;         // or null
   const acc_t* probabilities;  // or null
   RowsAt probabilities_at;
-  acc_t of_target;  // 1 − label smoothing
-  acc_t uniform;    // label smoothing / all classes
-  Number z_loss;
-  acc_t softcap;          // 0: none
+  math::LossTerms<acc_t, Number> terms;
   bool is_shard = false;  // of the classes: targets may be elsewhere
 
   __device__ int64_t index(int64_t row) const {
@@ -72,17 +69,17 @@ struct CrossEntropyTable {
     return probabilities + probabilities_at.template offset<Team>(row);
   }
 
-  __device__ bool has_shares() const { return probabilities != nullptr || uniform != 0; }
+  __device__ bool has_shares() const { return probabilities != nullptr || terms.uniform != 0; }
   // B of a class that is not the target of the row whose probabilities these are.
   __device__ acc_t share(const acc_t* row_probabilities, int c) const {
-    acc_t share = uniform;
+    acc_t share = terms.uniform;
     if (row_probabilities != nullptr) {
-      share += of_target * row_probabilities[c * probabilities_at.class_stride];
+      share += terms.of_target * row_probabilities[c * probabilities_at.class_stride];
     }
     return share * weight_of(c);
   }
 
-  __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, softcap); }
+  __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, terms.softcap); }
 
   // A target that is no class makes its row no number. Where all classes are here, no registers are
   // spent on targets elsewhere.
@@ -94,8 +91,8 @@ struct CrossEntropyTable {
     if (!is_class(at)) return {true, NAN, NAN};
     const auto x =
         static_cast<Number>(static_cast<acc_t>(logits_of<Team>(row)[at * input_at.class_stride]));
-    return {true, math::softcapped(x, static_cast<Number>(softcap)),
-            (static_cast<Number>(of_target) + uniform) * weight_of(at)};
+    return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
+            (static_cast<Number>(terms.of_target) + terms.uniform) * weight_of(at)};
   }
   // Or -1.
   __device__ int target_class(int64_t row) const {
@@ -126,7 +123,7 @@ struct CrossEntropyReduction {
   int weight_blocks;
   bool is_mean;
   float limit;  // of what gradients are multiplied by
-  float* baked;
+  float* baked_scale;
   double* divisor;
   BadTarget* bad_target;
   bool trap;  // stop the device instead

@@ -41,7 +41,7 @@ void check_all_memory(const LinearCrossEntropyArguments& arguments) {
 // What half gradients are multiplied by where nobody said what is to come: what makes them no
 // larger than 1.
 at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
-  const at::Tensor scale = arguments.reduction == at::Reduction::Mean
+  const at::Tensor scale = arguments.options.is_mean()
                                ? divisor.to(at::kFloat)
                                : at::ones({}, divisor.options().dtype(at::kFloat));
   const OptionalTensor& weight = arguments.class_weight;
@@ -56,9 +56,9 @@ at::Tensor rows_of(const at::Tensor& all, const Chunk& chunk) {
 // What forward leaves where no kernel tells it.
 void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTensor& scale,
                const at::Tensor& total, const LinearCrossEntropyOutputs& outputs) {
-  const at::Tensor& baked = std::get<4>(outputs);
-  const at::Tensor& divisor = std::get<6>(outputs);
-  arguments.reduction == at::Reduction::Mean ? divisor.copy_(total) : divisor.fill_(1);
+  const at::Tensor& baked = outputs.baked_scale;
+  const at::Tensor& divisor = outputs.divisor;
+  arguments.options.is_mean() ? divisor.copy_(total) : divisor.fill_(1);
   baked.fill_(1);
   if (!scale) return;
   baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
@@ -83,11 +83,9 @@ void check_agreement(const LinearCrossEntropyArguments& arguments, const Optiona
   agreement.add("targets that are probabilities", int64_t{has_probabilities});
   if (!has_probabilities) agreement.add("target", arguments.target.to(at::kLong));
   agreement.add("class_weight", arguments.class_weight);
-  agreement.add("reduction", arguments.reduction);
-  agreement.add("ignore_index", arguments.ignore_index);
-  agreement.add("label_smoothing", arguments.label_smoothing);
-  agreement.add("z_loss", arguments.z_loss);
-  agreement.add("softcap", arguments.softcap.value_or(0));
+  for (const auto& [name, value] : arguments.options.named()) {
+    agreement.add(name.data(), static_cast<int64_t>(c10::IValue::hash(value)));
+  }
   agreement.add("grad_scale", grad_scale);
   agreement.add("denominator", denominator);
   agreement.add("chunk_rows", arguments.chunk_rows.value_or(0));
@@ -114,15 +112,19 @@ LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, Li
                                           const OptionalTensor& scale, const at::Tensor& total,
                                           const LinearGradientMask& wanted,
                                           const LinearCrossEntropyOutputs& outputs) {
-  const auto& [loss, of_hidden, of_weight, of_bias, baked, statistics, divisor, lse, entropy,
-               argmax] = outputs;
+  const at::Tensor& loss = outputs.loss;
   const bool is_each = loss.dim() == 1;
   const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
   auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
-    kernels.forward(chunk.loss, scale, total,
-                    {is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number), chunk.grad,
-                     baked, rows_of(statistics, chunk), divisor, rows_of(lse, chunk),
-                     rows_of(entropy, chunk), rows_of(argmax, chunk)});
+    const LossOutputs of_chunk = {
+        .loss = is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number),
+        .baked_scale = outputs.baked_scale,
+        .statistics = rows_of(outputs.statistics, chunk),
+        .divisor = outputs.divisor,
+        .lse = rows_of(outputs.lse, chunk),
+        .entropy = rows_of(outputs.entropy, chunk),
+        .argmax = rows_of(outputs.argmax, chunk)};
+    kernels.forward(chunk.loss, scale, total, {of_chunk, chunk.grad});
   });
   if (!is_each) loss.copy_(losses.sum(at::kDouble));
   return gradients;
@@ -135,22 +137,22 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
                                              const VocabShard& shard, LinearChunks& chunks,
                                              const LinearGradientMask& wanted,
                                              const LinearCrossEntropyOutputs& outputs) {
-  const auto& [loss, of_hidden, of_weight, of_bias, baked, statistics, divisor, lse, entropy,
-               argmax] = outputs;
+  const at::Tensor& loss = outputs.loss;
+  const at::Tensor& divisor = outputs.divisor;
   const auto doubles = divisor.options();
-  const at::Tensor upstream = baked.to(at::kDouble);
+  const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);
   const at::Tensor losses = at::empty({chunks.count()}, doubles);
   auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
-    const at::Tensor best = rows_of(argmax, chunk);
+    const at::Tensor best = rows_of(outputs.argmax, chunk);
     const at::Tensor parts = at::full({chunk.rows, math::kShardPart}, NAN, doubles);
     shard_kernels.look(chunk.loss, {parts, best});
     if (best.numel() > 0) parts.select(1, math::kShardPart - 1).copy_(best + shard.first_class);
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
-                                           : rows_of(statistics, chunk);
-    shard_kernels.join(
-        chunk.loss, gather(shard, parts),
-        {rows_of(losses, chunk), of_rows, rows_of(lse, chunk), rows_of(entropy, chunk), best});
-    if (any(wanted)) kernels.backward(chunk.loss, upstream, of_rows, divisor, chunk.grad);
+                                           : rows_of(outputs.statistics, chunk);
+    shard_kernels.join(chunk.loss, gather(shard, parts),
+                       {rows_of(losses, chunk), of_rows, rows_of(outputs.lse, chunk),
+                        rows_of(outputs.entropy, chunk), best});
+    if (any(wanted)) kernels.backward(chunk.loss, grad_output, of_rows, divisor, chunk.grad);
   });
   loss.copy_(loss.dim() == 1 ? losses : reduced_loss(losses, divisor));
   return gradients;
@@ -164,10 +166,9 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
     const OptionalTensor& denominator, const LinearGradientMask& wanted, bool with_metrics) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
   auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
-  const at::Tensor& loss = std::get<0>(outputs);
-  const at::Tensor& divisor = std::get<6>(outputs);
-  const LinearGradientMask now =
-      arguments.reduction == at::Reduction::None ? LinearGradientMask{} : wanted;
+  const at::Tensor& loss = outputs.loss;
+  const at::Tensor& divisor = outputs.divisor;
+  const LinearGradientMask now = arguments.options.is_per_row() ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
   if (arguments.shard && arguments.weight.is_cpu()) {
     check_agreement(arguments, grad_scale, denominator, wanted, with_metrics);
@@ -180,14 +181,14 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   if (!scale && any(now) && arguments.dtype == at::kHalf) scale = half_scale(arguments, total);
   if (chunks.number() == 0) {
     put_baked(arguments, std::nullopt, total, outputs);
-    put_gradients(outputs, chunks.each(now, [](const Chunk&) {}));
+    outputs.gradients = chunks.each(now, [](const Chunk&) {});
     if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
   } else if (arguments.shard) {
     put_baked(arguments, scale, total, outputs);
-    put_gradients(outputs,
-                  forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs));
+    outputs.gradients =
+        forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs);
   } else {
-    put_gradients(outputs, forward_whole(kernels, chunks, scale, total, now, outputs));
+    outputs.gradients = forward_whole(kernels, chunks, scale, total, now, outputs);
   }
   return outputs;
 }

@@ -24,19 +24,19 @@ LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
       wanted_(wanted),
       gradients_(memory_for(arguments, wanted, chunks)) {
   if (chunks > 0) return;
-  std::get<1>(gradients_).zero_();
-  std::get<2>(gradients_).zero_();
+  gradients_.weight.zero_();
+  gradients_.bias.zero_();
 }
 
 void LinearGradients::add(const at::Tensor& grad, const at::Tensor& hidden, int64_t first_row) {
   const bool is_first = first_row == 0;
   if (wanted_[0]) add_hidden(grad, first_row);
-  if (wanted_[1]) head_.weight_gradient(grad, hidden, std::get<1>(gradients_), is_first);
-  if (wanted_[2]) head_.bias_gradient(grad, std::get<2>(gradients_), is_first);
+  if (wanted_[1]) head_.weight_gradient(grad, hidden, gradients_.weight, is_first);
+  if (wanted_[2]) head_.bias_gradient(grad, gradients_.bias, is_first);
 }
 
 void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
-  const at::Tensor of_rows = std::get<0>(gradients_).narrow(0, first_row, grad.size(0));
+  const at::Tensor of_rows = gradients_.hidden.narrow(0, first_row, grad.size(0));
   if (!arguments_.shard) return head_.hidden_gradient(grad, of_rows);
   // Rounded when it is whole.
   const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(head_.logits_dtype()));
@@ -46,7 +46,7 @@ void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
 
 LinearCrossEntropyGradients LinearGradients::finish() {
   sums_.finish();
-  at::Tensor& of_weight = std::get<1>(gradients_);
+  at::Tensor& of_weight = gradients_.weight;
   if (of_weight.scalar_type() != arguments_.weight_grad_dtype) {
     of_weight = of_weight.to(arguments_.weight_grad_dtype);
   }

@@ -75,6 +75,15 @@ AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
 // In place of a target that is a class, but not among those at hand.
 inline constexpr int64_t kElsewhere = -2;
 
+// The options of a loss as the arithmetic of a row reads them.
+template <typename T, typename Number = T>
+struct LossTerms {
+  T of_target;  // 1 − label smoothing
+  T uniform;    // label smoothing / all classes
+  Number z_loss;
+  T softcap;  // 0: none
+};
+
 // A row's own target, or the targets of a vector of rows.
 template <typename V>
 struct RowTarget {
@@ -102,9 +111,9 @@ struct RowLoss {
   Statistics<std::conditional_t<std::is_arithmetic_v<V>, double, V>> statistics;
 };
 
-template <typename V, typename T>
+template <typename V, typename Terms>
 AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarget<V>& target,
-                                        T z_loss) {
+                                        const Terms& terms) {
   using L = Lane<V>;
   const V below = target.exists ? others.reference - target.z : V(0);
   const V targets = target.exists ? L::exp(V(0) - below) : V(0);
@@ -117,7 +126,7 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarge
   const V lse = others.reference + log_sum;
   V loss = others.spread + times_or_zero(others.shares, log_sum);
   if (target.exists) loss = loss + target.share * L::choose(is_sure, log, below + log);
-  if (z_loss != 0) loss = loss + V(z_loss) * lse * lse;
+  if (terms.z_loss != 0) loss = loss + V(terms.z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
   const V entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
   // Infinities leave no distribution, nor does a row of nothing but −∞.
@@ -152,12 +161,14 @@ struct RowGradient {
   V of_target;
 };
 
-template <typename V, typename S, typename T>
+template <typename V, typename S, typename Terms>
 AMPFUSE_HOST_DEVICE RowGradient<V> row_gradient(const Statistics<S>& row, V reference,
-                                                V target_share, T z_loss, V scale) {
+                                                V target_share, const Terms& terms, V scale) {
   const V sum = static_cast<V>(row.sum);
   V others = static_cast<V>(row.shares);
-  if (z_loss != 0) others = others + V(2 * z_loss) * (reference + Lane<V>::log(sum));
+  if (terms.z_loss != 0) {
+    others = others + V(2 * terms.z_loss) * (reference + Lane<V>::log(sum));
+  }
   const V all = target_share + others;
   const V of_others = static_cast<V>(row.others) / sum;
   return {all / sum * scale, scale, (others - all * of_others) * scale};

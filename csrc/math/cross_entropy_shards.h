@@ -74,11 +74,12 @@ struct JoinedRow {
 
 /// As join_shards. `is_here`: whether its target is among the classes here. One that is elsewhere
 /// weighs as much as any of the others here, and like them has no exponential.
+template <typename Terms>
 AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPart* parts, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,
-                                         bool is_here, double z_loss) {
+                                         bool is_here, const Terms& terms) {
   const WholeRow whole = join_shards(parts, stride, count, all_classes, has_index && !is_ignored);
-  const RowLoss<double> known = row_loss(whole.others, whole.target, z_loss);
+  const RowLoss<double> known = row_loss(whole.others, whole.target, terms);
   RowStatistics statistics = known.statistics;
   if (whole.target.exists && !is_here) statistics.shares += whole.target.share;
   if (is_ignored) statistics = {};

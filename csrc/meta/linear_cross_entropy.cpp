@@ -9,8 +9,8 @@ constexpr LinearCrossEntropyKernels kLinearCrossEntropyShapes = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>&,
        const std::optional<at::Tensor>&, const LinearGradientMask& wanted, bool with_metrics) {
       auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
-      if (arguments.reduction != at::Reduction::None) {
-        put_gradients(outputs, empty_linear_gradients(arguments, wanted));
+      if (!arguments.options.is_per_row()) {
+        outputs.gradients = empty_linear_gradients(arguments, wanted);
       }
       return outputs;
     },

@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "../ops/cross_entropy_options.h"
+
 namespace ampfuse {
 
 CrossEntropyLossImpl::CrossEntropyLossImpl(CrossEntropyOptions options, GradScaler* scaler)
@@ -20,11 +22,8 @@ void CrossEntropyLossImpl::reset() {
 }
 
 void CrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
-  stream << "ampfuse::CrossEntropyLoss(reduction=" << options.reduction()
-         << ", ignore_index=" << options.ignore_index()
-         << ", label_smoothing=" << options.label_smoothing();
-  if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
-  if (options.softcap()) stream << ", softcap=" << *options.softcap();
+  stream << "ampfuse::CrossEntropyLoss(";
+  loss_options("CrossEntropyLoss", options).print(stream);
   stream << ")";
 }
 

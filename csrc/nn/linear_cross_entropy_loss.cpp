@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "../ops/cross_entropy_options.h"
+
 namespace ampfuse {
 
 LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(const torch::nn::LinearOptions& linear,
@@ -25,11 +27,8 @@ void LinearCrossEntropyLossImpl::reset() {
 void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
   stream << "ampfuse::LinearCrossEntropyLoss(in_features=" << linear_options.in_features()
          << ", out_features=" << linear_options.out_features()
-         << ", bias=" << (linear_options.bias() ? "true" : "false")
-         << ", reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()
-         << ", label_smoothing=" << options.label_smoothing();
-  if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
-  if (options.softcap()) stream << ", softcap=" << *options.softcap();
+         << ", bias=" << (linear_options.bias() ? "true" : "false") << ", ";
+  loss_options("LinearCrossEntropyLoss", options).print(stream);
   if (options.chunk_rows()) stream << ", chunk_rows=" << *options.chunk_rows();
   stream << ")";
 }

@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 
+#include <utility>
+
 #include "../math/cross_entropy.h"
 #include "../tensors/tensor_list.h"
 #include "registration.h"
@@ -40,7 +42,7 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_neighbours(target), op,
                       ": target: expected probabilities of shape ", input.sym_sizes(), ", got ",
                       target.sym_sizes());
-    TORCH_CHECK_VALUE(arguments.ignore_index < 0, op,
+    TORCH_CHECK_VALUE(arguments.options.ignore_index < 0, op,
                       ": ignore_index is not supported for floating point target");
   } else {
     check_class_dtype(op, target);
@@ -76,21 +78,7 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
                       input.sym_size(1), "] on ", input.device(), ", got ", weight.scalar_type(),
                       " of shape ", weight.sym_sizes(), " on ", weight.device());
   }
-  TORCH_CHECK_VALUE(
-      arguments.label_smoothing >= 0 && arguments.label_smoothing <= 1, op,
-      ": label_smoothing must be between 0.0 and 1.0. Got: ", arguments.label_smoothing);
-  TORCH_CHECK_VALUE(math::is_finite(static_cast<float>(arguments.z_loss)) && arguments.z_loss >= 0,
-                    op, ": z_loss: expected a finite number, at least 0, got ", arguments.z_loss);
-  const auto as_used = [&](double number) {
-    return loss_dtype(input) == at::kDouble ? number : static_cast<float>(number);
-  };
-  const double softcap = as_used(arguments.softcap.value_or(1));
-  TORCH_CHECK_VALUE(math::is_finite(softcap) && softcap > 0, op,
-                    ": softcap: expected a finite number above 0, got ",
-                    arguments.softcap.value_or(0));
-  TORCH_CHECK_VALUE(
-      arguments.reduction >= at::Reduction::None && arguments.reduction < at::Reduction::END, op,
-      ": reduction: expected 0 (none), 1 (mean) or 2 (sum), got ", arguments.reduction);
+  arguments.options.check(op, loss_dtype(input));
 }
 
 bool has_memory_of_its_own(const at::Tensor& rows) {
@@ -138,7 +126,7 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
                                   const at::Tensor& grad_output, const at::Tensor& statistics,
                                   const at::Tensor& divisor) {
   const c10::SymInt rows = arguments.rows();
-  const bool is_each = arguments.reduction == at::Reduction::None;
+  const bool is_each = arguments.options.is_per_row();
   TORCH_CHECK_VALUE(
       grad_output.dim() == (is_each ? 1 : 0) && (!is_each || grad_output.sym_size(0) == rows), op,
       ": grad_output: expected one number", is_each ? " for each row" : "", ", got shape ",
@@ -151,9 +139,8 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
   check_cross_entropy_scalar(op, "divisor", divisor, at::kDouble, arguments.input);
 }
 
-CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
-                                                const at::Tensor& grad, ForBackward for_backward,
-                                                bool with_metrics) {
+LossOutputs empty_loss_outputs(const CrossEntropyArguments& arguments, ForBackward for_backward,
+                               bool with_metrics) {
   const c10::SymInt rows = arguments.rows();
   const auto options = arguments.input.options();
   const auto numbers = options.dtype(loss_dtype(arguments.input));
@@ -161,67 +148,87 @@ CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arg
   const std::vector<c10::SymInt> nothing = {0};
   const std::vector<c10::SymInt> each_row = {rows};
   const auto& metric = with_metrics ? each_row : nothing;
-  return {arguments.reduction == at::Reduction::None ? at::empty_symint(each_row, numbers)
-                                                     : at::empty({}, numbers),
-          grad,
-          at::empty({}, options.dtype(at::kFloat)),
-          for_backward == ForBackward::kStatistics
-              ? at::empty_symint({rows, math::kRowStatistics}, doubles)
-              : at::empty({0}, doubles),
-          at::empty({}, doubles),
-          at::empty_symint(metric, numbers),
-          at::empty_symint(metric, numbers),
-          at::empty_symint(metric, options.dtype(at::kLong))};
+  return {.loss = arguments.options.is_per_row() ? at::empty_symint(each_row, numbers)
+                                                 : at::empty({}, numbers),
+          .baked_scale = at::empty({}, options.dtype(at::kFloat)),
+          .statistics = for_backward == ForBackward::kStatistics
+                            ? at::empty_symint({rows, math::kRowStatistics}, doubles)
+                            : at::empty({0}, doubles),
+          .divisor = at::empty({}, doubles),
+          .lse = at::empty_symint(metric, numbers),
+          .entropy = at::empty_symint(metric, numbers),
+          .argmax = at::empty_symint(metric, options.dtype(at::kLong))};
 }
 
 // --- calls ---------------------------------------------------------------------------------------
 
+namespace {
+
+NamedValues named(const CrossEntropyArguments& arguments) {
+  NamedValues values = arguments.options.named();
+  values.emplace_back("input", arguments.input);
+  values.emplace_back("target", arguments.target);
+  values.emplace_back("weight", arguments.weight);
+  return values;
+}
+
+NamedValues named(const CrossEntropyCall& call) {
+  NamedValues values = named(call.arguments);
+  values.emplace_back("grad_scale", call.grad_scale);
+  values.emplace_back("denominator", call.denominator);
+  return values;
+}
+
+}  // namespace
+
+CrossEntropyArguments CrossEntropyArguments::from(const NamedArguments& named) {
+  return {.input = named.tensor("input"),
+          .target = named.tensor("target"),
+          .weight = named.optional_tensor("weight"),
+          .options = LossOptions::from(values_in(named))};
+}
+
+CrossEntropyCall CrossEntropyCall::from(const NamedArguments& named) {
+  return {.arguments = CrossEntropyArguments::from(named),
+          .grad_scale = named.optional_tensor("grad_scale"),
+          .denominator =
+              named.find("denominator") ? named.optional_tensor("denominator") : std::nullopt};
+}
+
 CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ampfuse::cross_entropy_forward", "")
-          .typed<CrossEntropyOutputs(
-              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
-              int64_t, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-              double, std::optional<double>, int64_t, bool)>();
-  const CrossEntropyArguments& a = call.arguments;
-  return op.call(a.input, a.target, a.weight, a.reduction, a.ignore_index, a.label_smoothing,
-                 call.grad_scale, call.denominator, a.z_loss, a.softcap,
-                 static_cast<int64_t>(for_backward), call.with_metrics);
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy_forward", "");
+  NamedValues values = named(call);
+  values.emplace_back("for_backward", static_cast<int64_t>(for_backward));
+  values.emplace_back("with_metrics", call.with_metrics);
+  return results_of<CrossEntropyOutputs>(call_by_name(op, std::move(values)));
 }
 
-std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place(const CrossEntropyCall& call) {
+CrossEntropyInPlaceOutputs cross_entropy_in_place(const CrossEntropyCall& call) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ampfuse::cross_entropy_", "")
-          .typed<std::tuple<at::Tensor, at::Tensor>(
-              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
-              int64_t, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-              double, std::optional<double>)>();
-  const CrossEntropyArguments& a = call.arguments;
-  return op.call(a.input, a.target, a.weight, a.reduction, a.ignore_index, a.label_smoothing,
-                 call.grad_scale, call.denominator, a.z_loss, a.softcap);
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy_", "");
+  return results_of<CrossEntropyInPlaceOutputs>(call_by_name(op, named(call)));
 }
 
-at::Tensor cross_entropy_backward(const at::Tensor& grad_output, const CrossEntropyArguments& a,
+at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
+                                  const CrossEntropyArguments& arguments,
                                   const at::Tensor& statistics, const at::Tensor& divisor) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ampfuse::cross_entropy_backward", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                            int64_t, int64_t, double, double, std::optional<double>)>();
-  return op.call(grad_output, a.input, a.target, a.weight, statistics, divisor, a.reduction,
-                 a.ignore_index, a.label_smoothing, a.z_loss, a.softcap);
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy_backward", "");
+  NamedValues values = named(arguments);
+  values.emplace_back("grad_output", grad_output);
+  values.emplace_back("statistics", statistics);
+  values.emplace_back("divisor", divisor);
+  return call_by_name(op, std::move(values))[0].toTensor();
 }
 
-void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked,
+void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scale,
                             const at::Tensor& grad_output) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("ampfuse::cross_entropy_rescale_", "")
           .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
-  op.call(grad, baked, grad_output);
+  op.call(grad, baked_scale, grad_output);
 }
 
 AMPFUSE_OPERATORS(m) {
@@ -247,14 +254,15 @@ AMPFUSE_OPERATORS(m) {
       "cross_entropy_(Tensor(a!) input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
-      "(Tensor loss, Tensor baked)");
+      "(Tensor loss, Tensor baked_scale)");
   // Rows of logits, without autograd. for_backward is ForBackward: 0, nothing; 1, statistics; 2,
   // the gradient; 3, one that is within range.
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "
       "float z_loss, float? softcap, int for_backward, bool with_metrics) -> (Tensor loss, "
-      "Tensor grad, Tensor baked, Tensor statistics, Tensor divisor, Tensor lse, Tensor entropy, "
+      "Tensor grad, Tensor baked_scale, Tensor statistics, Tensor divisor, Tensor lse, Tensor "
+      "entropy, "
       "Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
   m.def(
@@ -262,7 +270,7 @@ AMPFUSE_OPERATORS(m) {
       "Tensor statistics, Tensor divisor, int reduction, int ignore_index, "
       "float label_smoothing, float z_loss, float? softcap) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  m.def("cross_entropy_rescale_(Tensor(a!) grad, Tensor baked, Tensor grad_output) -> ()",
+  m.def("cross_entropy_rescale_(Tensor(a!) grad, Tensor baked_scale, Tensor grad_output) -> ()",
         {at::Tag::pt2_compliant_tag});
 }
 

@@ -3,13 +3,14 @@
 // other: they are its places.
 #pragma once
 
-#include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "cross_entropy_options.h"
 
 namespace ampfuse {
 
@@ -22,25 +23,24 @@ struct CrossEntropyArguments {
   at::Tensor input;
   at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
   std::optional<at::Tensor> weight;  // [classes], of the dtype of the arithmetic
-  int64_t reduction;
-  int64_t ignore_index;
-  double label_smoothing;
-  double z_loss;
-  std::optional<double> softcap;
-  // Whether targets were looked at before, with others, and what they weigh is the denominator.
+  LossOptions options = {};
+  // Targets were validated as part of a larger batch, and `denominator` holds their total weight.
   bool is_weighed = false;
-  // How many classes there are, where those here are a shard of them: math::kElsewhere may be a
-  // target then.
+  // The number of classes of all shards, where those here are a shard: then math::kElsewhere may be
+  // a target.
   std::optional<int64_t> all_classes = {};
-  // Of grad_scale over the divisor.
+  // Upper bound on |grad_scale / divisor|. A larger grad_scale is lowered by powers of two
+  // (math::baked_scale).
   float gradient_limit = HUGE_VALF;
+
+  /// The arguments that all overloads and the operators below autograd have.
+  static CrossEntropyArguments from(const NamedArguments& named);
 
   bool has_probabilities() const { return target.is_floating_point(); }
   bool has_places() const { return input.dim() == 3; }
-  /// Of what label smoothing spreads over all classes.
-  double uniform_share() const {
-    const int64_t classes = all_classes ? *all_classes : input.size(1);
-    return classes == 0 ? 0 : label_smoothing / static_cast<double>(classes);
+  template <typename T, typename Number = T>
+  math::LossTerms<T, Number> terms() const {
+    return options.terms<T, Number>(all_classes ? *all_classes : input.size(1));
   }
   c10::SymInt rows() const {
     return has_places() ? input.sym_size(0) * input.sym_size(2) : input.sym_size(0);
@@ -84,18 +84,46 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
 /// called with in the end: half ones may be formed of less than grad_scale, some powers of two.
 enum class ForBackward : int64_t { kNothing, kStatistics, kGradient, kGradientWithinRange };
 
-/// loss: [] or, with reduction none, [rows].
-/// grad: of the shape of input if it is asked for: of the loss, times `baked`.
-/// baked: [] float: grad_scale, or what is less of it for gradient_limit, or 1 where that is 0 or
-/// not finite. statistics: [rows, 4] double if they are asked for: math::RowStatistics. divisor: []
-/// double: what the sum of losses is divided by. lse, entropy, argmax: [rows] if metrics are asked
-/// for. What is not asked for is [0].
-using CrossEntropyOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                                       at::Tensor, at::Tensor, at::Tensor>;
-CrossEntropyOutputs empty_cross_entropy_outputs(const CrossEntropyArguments& arguments,
-                                                const at::Tensor& grad, ForBackward for_backward,
-                                                bool with_metrics);
+/// What both losses return. An output that was not asked for has shape [0].
+struct LossOutputs {
+  at::Tensor loss;         // [], or [rows] with reduction none
+  at::Tensor baked_scale;  // [] float: grad_scale, lowered to gradient_limit; 1 if 0 or not finite
+  at::Tensor statistics;   // [rows, 4] double: math::RowStatistics
+  at::Tensor divisor;      // [] double: what the sum of losses is divided by
+  at::Tensor lse;          // [rows], as entropy and argmax: metrics
+  at::Tensor entropy;
+  at::Tensor argmax;
+};
 
+struct CrossEntropyOutputs : LossOutputs {
+  at::Tensor grad;  // of the loss times baked_scale; the shape of input
+
+  auto tie() {
+    return std::tie(loss, grad, baked_scale, statistics, divisor, lse, entropy, argmax);
+  }
+};
+
+struct CrossEntropyInPlaceOutputs {
+  at::Tensor loss;
+  at::Tensor baked_scale;
+
+  auto tie() { return std::tie(loss, baked_scale); }
+};
+
+/// What the overloads with metrics return.
+struct LossAndMetrics {
+  at::Tensor loss;
+  at::Tensor lse;
+  at::Tensor entropy;
+  at::Tensor argmax;
+
+  auto tie() { return std::tie(loss, lse, entropy, argmax); }
+};
+
+LossOutputs empty_loss_outputs(const CrossEntropyArguments& arguments, ForBackward for_backward,
+                               bool with_metrics);
+
+/// A call of cross_entropy, of any of its overloads.
 struct CrossEntropyCall {
   CrossEntropyArguments arguments;
   std::optional<at::Tensor> grad_scale;
@@ -103,6 +131,8 @@ struct CrossEntropyCall {
   bool with_metrics = false;
   // As torch's function is, by which the second time is gone through.
   bool is_twice_differentiable = false;
+
+  static CrossEntropyCall from(const NamedArguments& named);
 
   CrossEntropyCall on(const at::Tensor& input) const {
     CrossEntropyCall call = *this;
@@ -115,8 +145,7 @@ struct CrossEntropyCall {
 /// [batch, classes, d1, ...], targets to match, tensors of any dtype and device that can be used.
 class CrossEntropyRows {
  public:
-  CrossEntropyRows(CrossEntropyArguments as_passed, const std::optional<at::Tensor>& grad_scale,
-                   const std::optional<at::Tensor>& denominator, bool with_metrics);
+  explicit CrossEntropyRows(CrossEntropyCall as_passed);
 
   const CrossEntropyCall& call() const { return call_; }
 
@@ -131,11 +160,11 @@ class CrossEntropyRows {
 
 /// The operators below autograd.
 CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward);
-std::tuple<at::Tensor, at::Tensor> cross_entropy_in_place(const CrossEntropyCall& call);
+CrossEntropyInPlaceOutputs cross_entropy_in_place(const CrossEntropyCall& call);
 at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
                                   const CrossEntropyArguments& arguments,
                                   const at::Tensor& statistics, const at::Tensor& divisor);
-void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked,
+void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scale,
                             const at::Tensor& grad_output);
 
 /// The functions that a backend implements. They fill those of the gradient, statistics and metrics
@@ -150,7 +179,8 @@ struct CrossEntropyKernels {
                   const std::optional<at::Tensor>& denominator, const CrossEntropyOutputs& outputs);
   void (*backward)(const CrossEntropyArguments& arguments, const at::Tensor& grad_output,
                    const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
-  void (*rescale)(const at::Tensor& grad, const at::Tensor& baked, const at::Tensor& grad_output);
+  void (*rescale)(const at::Tensor& grad, const at::Tensor& baked_scale,
+                  const at::Tensor& grad_output);
   /// Whether a 16-bit gradient may overwrite float logits, each of its rows starting where the
   /// logits of that row start.
   bool narrows_in_place = false;

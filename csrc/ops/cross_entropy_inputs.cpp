@@ -61,11 +61,4 @@ at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& targe
   return argmax.eq(classes).logical_and(classes.ne(ignore_index));
 }
 
-int64_t loss_reduction(const char* op, const std::string& name) {
-  if (name == "none") return at::Reduction::None;
-  if (name == "mean") return at::Reduction::Mean;
-  if (name == "sum") return at::Reduction::Sum;
-  TORCH_CHECK_VALUE(false, op, ": reduction: expected none, mean or sum, got ", name);
-}
-
 }  // namespace ampfuse

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string>
 
 namespace ampfuse {
 
@@ -27,8 +26,5 @@ at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_
 /// along this dimension. Never where targets are ignored.
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim);
-
-/// at::Reduction of "none", "mean" or "sum".
-int64_t loss_reduction(const char* op, const std::string& name);
 
 }  // namespace ampfuse

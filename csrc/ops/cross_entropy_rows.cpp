@@ -2,6 +2,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/cross_entropy.h>
 
+#include <utility>
+
 #include "cross_entropy.h"
 #include "cross_entropy_inputs.h"
 
@@ -70,10 +72,7 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
 
 }  // namespace
 
-CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
-                                   const std::optional<at::Tensor>& grad_scale,
-                                   const std::optional<at::Tensor>& denominator, bool with_metrics)
-    : call_{std::move(as_passed), std::nullopt, std::nullopt, with_metrics} {
+CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move(as_passed)) {
   CrossEntropyArguments& arguments = call_.arguments;
   const at::Tensor& input = arguments.input;
   for (const at::Tensor& tensor : {input, arguments.target}) {
@@ -86,15 +85,15 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyArguments as_passed,
   TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kCrossEntropy,
                     ": target: expected device ", input.device(), " as input, got ",
                     arguments.target.device());
-  TORCH_CHECK_VALUE(!denominator || arguments.reduction == at::Reduction::Mean, kCrossEntropy,
+  TORCH_CHECK_VALUE(!call_.denominator || arguments.options.is_mean(), kCrossEntropy,
                     ": denominator: is for reduction mean");
   shape_ = input.sym_sizes().vec();
   shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
   check_shapes(input, arguments.target, shape_);
   call_.grad_scale =
-      loss_number(kCrossEntropy, "grad_scale", grad_scale, at::kFloat, input.device());
+      loss_number(kCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, input.device());
   call_.denominator =
-      loss_number(kCrossEntropy, "denominator", denominator, at::kDouble, input.device());
+      loss_number(kCrossEntropy, "denominator", call_.denominator, at::kDouble, input.device());
   arguments.weight = loss_class_weight(kCrossEntropy, "weight", arguments.weight,
                                        input.sym_size(input.dim() == 1 ? 0 : 1), loss_dtype(input),
                                        input.device());
@@ -115,58 +114,49 @@ at::Tensor CrossEntropyRows::shaped(const at::Tensor& of_rows) const {
 }
 
 at::Tensor CrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
-  return call_.arguments.reduction == at::Reduction::None ? shaped(loss) : loss;
+  return call_.arguments.options.is_per_row() ? shaped(loss) : loss;
 }
 
 // --- the public functions ------------------------------------------------------------------------
 
-using Metrics = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-template <typename Result>
-using CrossEntropyOp = Result(const at::Tensor&, const at::Tensor&,
-                              const std::optional<at::Tensor>&, int64_t, int64_t, double,
-                              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                              double, std::optional<double>);
-
 namespace {
 
-template <typename Result>
-auto find(const char* name, const char* overload) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, overload)
-      .typed<CrossEntropyOp<Result>>();
-}
-
-template <typename Op>
-auto call_with(const Op& op, const at::Tensor& input, const at::Tensor& target,
-               const CrossEntropyOptions& options) {
-  return op.call(input, target, options.weight(),
-                 loss_reduction(kCrossEntropy, options.reduction()), options.ignore_index(),
-                 options.label_smoothing(), options.grad_scale(), options.denominator(),
-                 options.z_loss(), options.softcap());
+torch::jit::Stack call_operator(const c10::OperatorHandle& op, const at::Tensor& input,
+                                const at::Tensor& target, const CrossEntropyOptions& options) {
+  NamedValues values = loss_options(kCrossEntropy, options).named();
+  values.emplace_back("input", input);
+  values.emplace_back("target", target);
+  values.emplace_back("weight", options.weight());
+  values.emplace_back("grad_scale", options.grad_scale());
+  values.emplace_back("denominator", options.denominator());
+  return call_by_name(op, std::move(values));
 }
 
 }  // namespace
 
 at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target,
                          const CrossEntropyOptions& options) {
-  static const auto op = find<at::Tensor>("ampfuse::cross_entropy", "");
-  return call_with(op, input, target, options);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy", "");
+  return call_operator(op, input, target, options)[0].toTensor();
 }
 
 CrossEntropyWithMetrics cross_entropy_with_metrics(const at::Tensor& input,
                                                    const at::Tensor& target,
                                                    const CrossEntropyOptions& options) {
-  static const auto op = find<Metrics>("ampfuse::cross_entropy", "metrics");
-  auto [loss, lse, entropy, argmax] = call_with(op, input, target, options);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy", "metrics");
+  const auto results = results_of<LossAndMetrics>(call_operator(op, input, target, options));
   const at::Tensor correct =
-      correct_predictions(argmax, target, options.ignore_index(), input.dim() == 1 ? 0 : 1);
-  return {loss, {lse, entropy, argmax, correct}};
+      correct_predictions(results.argmax, target, options.ignore_index(), input.dim() == 1 ? 0 : 1);
+  return {results.loss, {results.lse, results.entropy, results.argmax, correct}};
 }
 
 at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,
                           const CrossEntropyOptions& options) {
-  static const auto op = find<std::tuple<at::Tensor, at::Tensor>>("ampfuse::cross_entropy_", "");
-  return std::get<0>(call_with(op, input, target, options));
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy_", "");
+  return call_operator(op, input, target, options)[0].toTensor();
 }
 
 }  // namespace ampfuse

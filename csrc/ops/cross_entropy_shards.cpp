@@ -31,24 +31,22 @@ at::Tensor finished(const at::Tensor& begun) {
 
 }  // namespace
 
-std::optional<VocabShard> vocab_shard_of(std::optional<c10::string_view> group,
-                                         at::OptionalIntArrayRef numbers) {
-  TORCH_CHECK_VALUE(group || !numbers, "vocab_shard: expected a group, too");
-  if (!group) return std::nullopt;
-  TORCH_CHECK_VALUE(numbers && numbers->size() == 3,
-                    "vocab_shard: expected [group_size, first_class, num_classes]");
-  const int64_t size = (*numbers)[0];
-  const int64_t first = (*numbers)[1];
-  const int64_t classes = (*numbers)[2];
-  TORCH_CHECK_VALUE(size > 0 && first >= 0 && first <= classes,
-                    "vocab_shard: expected [group_size, first_class, num_classes], got ", *numbers);
-  return VocabShard{std::string(*group), size, first, classes};
+NamedValues named(const std::optional<VocabShard>& shard) {
+  if (!shard) return {{"group", {}}, {"vocab_shard", {}}};
+  return {{"group", shard->group},
+          {"vocab_shard",
+           std::vector<int64_t>{shard->group_size, shard->first_class, shard->num_classes}}};
 }
 
-VocabShardArguments::VocabShardArguments(const std::optional<VocabShard>& shard) {
-  if (!shard) return;
-  group_ = shard->group;
-  numbers_ = {shard->group_size, shard->first_class, shard->num_classes};
+std::optional<VocabShard> vocab_shard_from(const FindValue& find) {
+  const c10::IValue& group = *find("group");
+  const c10::IValue& numbers = *find("vocab_shard");
+  TORCH_CHECK_VALUE(!group.isNone() || numbers.isNone(), "vocab_shard: expected a group, too");
+  if (group.isNone()) return std::nullopt;
+  const auto shard = numbers.isNone() ? std::vector<int64_t>() : numbers.toIntVector();
+  TORCH_CHECK_VALUE(shard.size() == 3 && shard[0] > 0 && shard[1] >= 0 && shard[1] <= shard[2],
+                    "vocab_shard: expected [group_size, first_class, num_classes], got ", shard);
+  return VocabShard{group.toStringRef(), shard[0], shard[1], shard[2]};
 }
 
 at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <ampfuse/vocab_shard.h>
 
-#include <array>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,24 +14,10 @@
 
 namespace ampfuse {
 
-/// For a group and {group_size, first_class, num_classes}; none without a group.
-std::optional<VocabShard> vocab_shard_of(std::optional<c10::string_view> group,
-                                         at::OptionalIntArrayRef numbers);
-
-/// The same as arguments of an operator.
-class VocabShardArguments {
- public:
-  explicit VocabShardArguments(const std::optional<VocabShard>& shard);
-
-  std::optional<c10::string_view> group() const { return group_; }
-  at::OptionalIntArrayRef numbers() const {
-    return group_ ? at::OptionalIntArrayRef(numbers_) : std::nullopt;
-  }
-
- private:
-  std::optional<c10::string_view> group_;
-  std::array<int64_t, 3> numbers_ = {};
-};
+/// A shard as arguments of an operator, and back: `group`, and `vocab_shard`, which is
+/// [group_size, first_class, num_classes]. Both are None without a shard.
+NamedValues named(const std::optional<VocabShard>& shard);
+std::optional<VocabShard> vocab_shard_from(const FindValue& find);
 
 /// As a shard of so many classes sees targets that are numbered among all: numbered among its own.
 /// Those that are not among them are math::kElsewhere, ignored ones kIgnoredTarget.
@@ -95,7 +80,7 @@ struct VocabShardKernels {
                const JoinedOutputs& outputs);
 };
 
-/// Those there are.
+/// The backends.
 extern const VocabShardKernels kVocabShardsCpu;
 extern const VocabShardKernels kVocabShardsCuda;
 

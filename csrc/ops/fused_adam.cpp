@@ -130,37 +130,27 @@ void check_scalars(const FusedAdamArguments& arguments) {
 
 }  // namespace
 
-FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
-                                        const torch::jit::Stack& stack) {
-  size_t next = stack.size() - schema.arguments().size();
-  const auto list = [&] { return stack[next++].toListRef(); };
-  const auto number = [&] { return stack[next++].toDouble(); };
-  const auto flag = [&] { return stack[next++].toBool(); };
-  const auto optional = [&] { return stack[next++].toOptional<at::Tensor>(); };
-
+FusedAdamArguments fused_adam_arguments(const NamedArguments& named) {
   FusedAdamArguments arguments;
-  for (const auto column :
-       {math::kParam, math::kGrad, math::kExpAvg, math::kExpAvgSq, math::kMaxExpAvgSq}) {
-    arguments.columns[column] = list();
+  for (int column = 0; column < math::kAdamColumns; ++column) {
+    arguments.columns[column] = named[kNames[column]].toListRef();
   }
-  arguments.state_steps = list();
-  arguments.columns[math::kMaster] = list();
-  arguments.lr = stack[next++].toTensor();
-  math::AdamOptions& options = arguments.options;
-  options.write_back_grads = schema.overload_name() == kWriteBackGrads;
-  options.beta1 = number();
-  options.beta2 = number();
-  options.weight_decay = number();
-  options.eps = number();
-  options.amsgrad = flag();
-  options.maximize = flag();
-  options.decoupled = flag();
-  arguments.grad_scale = optional();
-  arguments.found_inf = optional();
-  arguments.total_norm = optional();
-  const auto max_norm = stack[next++].toOptional<double>();
-  arguments.grad_norm = optional();
-  options.adopt_params = flag();
+  arguments.state_steps = named["state_steps"].toListRef();
+  arguments.lr = named.tensor("lr");
+  arguments.options = {.beta1 = named["beta1"].toDouble(),
+                       .beta2 = named["beta2"].toDouble(),
+                       .weight_decay = named["weight_decay"].toDouble(),
+                       .eps = named["eps"].toDouble(),
+                       .amsgrad = named["amsgrad"].toBool(),
+                       .maximize = named["maximize"].toBool(),
+                       .decoupled = named["decoupled_weight_decay"].toBool(),
+                       .write_back_grads = named.schema().overload_name() == kWriteBackGrads,
+                       .adopt_params = named["adopt_params"].toBool()};
+  arguments.grad_scale = named.optional_tensor("grad_scale");
+  arguments.found_inf = named.optional_tensor("found_inf");
+  arguments.total_norm = named.optional_tensor("total_norm");
+  arguments.grad_norm = named.optional_tensor("grad_norm");
+  const auto max_norm = named["max_norm"].toOptional<double>();
 
   TORCH_CHECK_VALUE(arguments.total_norm.has_value() == max_norm.has_value(), kFusedAdam,
                     ": total_norm and max_norm: expected both or neither");
@@ -169,7 +159,7 @@ FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
   TORCH_CHECK_VALUE(!arguments.grad_norm || !arguments.grad_norm->is_same(*arguments.total_norm),
                     kFusedAdam, ": grad_norm: expected another tensor than total_norm");
   arguments.max_norm = max_norm.value_or(0);
-  check_numbers(options);
+  check_numbers(arguments.options);
   check_lengths(arguments);
   check_scalars(arguments);
   return arguments;

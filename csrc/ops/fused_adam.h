@@ -1,12 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/stack.h>
 
 #include <array>
 #include <optional>
 
 #include "../math/fused_adam.h"
+#include "named_arguments.h"
 
 namespace ampfuse {
 
@@ -17,7 +17,7 @@ inline constexpr const char* kFusedAdam = "fused_adam";
 /// tensors that Python owns too takes Python's lock.
 using TensorRefs = c10::ArrayRef<c10::IValue>;
 
-/// The op's arguments. Its schema has twenty-one, so kernels take them from the stack as one.
+/// The op's arguments.
 struct FusedAdamArguments {
   std::array<TensorRefs, math::kAdamColumns> columns;  // an optional one may be empty
   TensorRefs state_steps;
@@ -35,9 +35,8 @@ struct FusedAdamArguments {
   bool is_written(int column) const { return column != math::kGrad || options.write_back_grads; }
 };
 
-/// The arguments on top of the stack, numbers and scalars checked.
-FusedAdamArguments fused_adam_arguments(const c10::FunctionSchema& schema,
-                                        const torch::jit::Stack& stack);
+/// Checks numbers and scalars; check_adam_tensor() checks the lists.
+FusedAdamArguments fused_adam_arguments(const NamedArguments& arguments);
 
 /// What messages call a column.
 const char* adam_column_name(int column);

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 
+#include <utility>
 #include <vector>
 
 #include "registration.h"
@@ -50,7 +51,7 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
   const std::vector<c10::SymInt> sizes = {hidden.sym_size(0), classes};
   const std::vector<c10::SymInt> strides = {classes, 1};
   logits.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  return {logits, target, weights, reduction, ignore_index, label_smoothing, z_loss, softcap};
+  return {logits, target, weights, options};
 }
 
 CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
@@ -58,8 +59,8 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
   if (!shard) return here;
   here.all_classes = shard->num_classes;
   if (here.has_probabilities()) return here;
-  here.target = targets_of_shard(*shard, target, ignore_index, weight.size(0));
-  here.ignore_index = kIgnoredTarget;
+  here.target = targets_of_shard(*shard, target, options.ignore_index, weight.size(0));
+  here.options.ignore_index = kIgnoredTarget;
   if (class_weight) here.weight = class_weight->narrow(0, shard->first_class, weight.size(0));
   return here;
 }
@@ -115,59 +116,94 @@ LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArgum
 LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
                                                const LinearGradientMask& wanted,
                                                bool with_metrics) {
-  const CrossEntropyArguments of_logits = arguments.loss();
-  const bool is_each = arguments.reduction == at::Reduction::None;
-  const auto for_backward =
-      is_each && any(wanted) ? ForBackward::kStatistics : ForBackward::kNothing;
-  auto [loss, grad, baked, statistics, divisor, lse, entropy, argmax] =
-      empty_cross_entropy_outputs(of_logits, at::Tensor(), for_backward, with_metrics);
-  auto [grad_hidden, grad_weight, grad_bias] = empty_linear_gradients(arguments, {});
-  return {loss,       grad_hidden, grad_weight, grad_bias, baked,
-          statistics, divisor,     lse,         entropy,   argmax};
-}
-
-void put_gradients(LinearCrossEntropyOutputs& outputs, LinearCrossEntropyGradients gradients) {
-  std::tie(std::get<1>(outputs), std::get<2>(outputs), std::get<3>(outputs)) = std::move(gradients);
+  const auto for_backward = arguments.options.is_per_row() && any(wanted) ? ForBackward::kStatistics
+                                                                          : ForBackward::kNothing;
+  return {empty_loss_outputs(arguments.loss(), for_backward, with_metrics),
+          empty_linear_gradients(arguments, {})};
 }
 
 // --- calls ---------------------------------------------------------------------------------------
 
+NamedValues LinearCrossEntropyArguments::named_options() const {
+  NamedValues values = options.named();
+  for (auto& value : named(shard)) values.push_back(std::move(value));
+  values.emplace_back("dtype", static_cast<int64_t>(dtype));
+  values.emplace_back("weight_grad_dtype", static_cast<int64_t>(weight_grad_dtype));
+  values.emplace_back("chunk_rows", chunk_rows);
+  return values;
+}
+
+void LinearCrossEntropyArguments::set_options(const FindValue& find) {
+  options = LossOptions::from(find);
+  shard = vocab_shard_from(find);
+  chunk_rows = find("chunk_rows")->toOptional<int64_t>();
+  const auto dtype_of = [&](const char* name) {
+    const c10::IValue* const value = find(name);
+    return value == nullptr ? at::ScalarType::Undefined
+                            : static_cast<at::ScalarType>(value->toInt());
+  };
+  dtype = dtype_of("dtype");
+  weight_grad_dtype = dtype_of("weight_grad_dtype");
+}
+
+LinearCrossEntropyArguments LinearCrossEntropyArguments::from(const NamedArguments& named) {
+  LinearCrossEntropyArguments arguments = {.hidden = named.tensor("hidden"),
+                                           .weight = named.tensor("weight"),
+                                           .bias = named.optional_tensor("bias"),
+                                           .target = named.tensor("target"),
+                                           .class_weight = named.optional_tensor("class_weight")};
+  arguments.set_options(values_in(named));
+  return arguments;
+}
+
+LinearCrossEntropyCall LinearCrossEntropyCall::from(const NamedArguments& named) {
+  return {.arguments = LinearCrossEntropyArguments::from(named),
+          .grad_scale = named.optional_tensor("grad_scale"),
+          .denominator = named.optional_tensor("denominator"),
+          .accumulate_into = named.optional_tensor("accumulate_into")};
+}
+
 namespace {
 
-int64_t number_of(at::ScalarType dtype) {
-  return static_cast<int64_t>(dtype);
+// The arguments that both operators below autograd have.
+NamedValues named_arguments(const LinearCrossEntropyArguments& arguments,
+                            const LinearGradientMask& wanted) {
+  NamedValues values = arguments.named_options();
+  values.emplace_back("hidden", arguments.hidden);
+  values.emplace_back("weight", arguments.weight);
+  values.emplace_back("bias", arguments.bias);
+  values.emplace_back("target", arguments.target);
+  values.emplace_back("class_weight", arguments.class_weight);
+  values.emplace_back("output_mask", std::vector<bool>(wanted.begin(), wanted.end()));
+  return values;
 }
 
 }  // namespace
 
-LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& a,
+LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
                                                        const OptionalTensor& grad_scale,
                                                        const OptionalTensor& denominator,
                                                        const LinearGradientMask& wanted,
                                                        bool with_metrics) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ampfuse::linear_cross_entropy_forward", "")
-                             .typed<LinearCrossEntropyForward>();
-  const VocabShardArguments shard(a.shard);
-  return op.call(a.hidden, a.weight, a.bias, a.target, a.class_weight, a.reduction, a.ignore_index,
-                 a.label_smoothing, grad_scale, denominator, a.z_loss, a.softcap,
-                 number_of(a.dtype), number_of(a.weight_grad_dtype), a.chunk_rows, shard.group(),
-                 shard.numbers(), wanted, with_metrics);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::linear_cross_entropy_forward", "");
+  NamedValues values = named_arguments(arguments, wanted);
+  values.emplace_back("grad_scale", grad_scale);
+  values.emplace_back("denominator", denominator);
+  values.emplace_back("with_metrics", with_metrics);
+  return results_of<LinearCrossEntropyOutputs>(call_by_name(op, std::move(values)));
 }
 
-LinearCrossEntropyGradients linear_cross_entropy_backward(const at::Tensor& grad_output,
-                                                          const LinearCrossEntropyArguments& a,
-                                                          const at::Tensor& statistics,
-                                                          const at::Tensor& divisor,
-                                                          const LinearGradientMask& wanted) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ampfuse::linear_cross_entropy_backward", "")
-                             .typed<LinearCrossEntropyBackward>();
-  const VocabShardArguments shard(a.shard);
-  return op.call(grad_output, a.hidden, a.weight, a.bias, a.target, a.class_weight, statistics,
-                 divisor, a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap,
-                 number_of(a.dtype), number_of(a.weight_grad_dtype), a.chunk_rows, shard.group(),
-                 shard.numbers(), wanted);
+LinearCrossEntropyGradients linear_cross_entropy_backward(
+    const at::Tensor& grad_output, const LinearCrossEntropyArguments& arguments,
+    const at::Tensor& statistics, const at::Tensor& divisor, const LinearGradientMask& wanted) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::linear_cross_entropy_backward", "");
+  NamedValues values = named_arguments(arguments, wanted);
+  values.emplace_back("grad_output", grad_output);
+  values.emplace_back("statistics", statistics);
+  values.emplace_back("divisor", divisor);
+  return results_of<LinearCrossEntropyGradients>(call_by_name(op, std::move(values)));
 }
 
 AMPFUSE_OPERATORS(m) {
@@ -195,10 +231,9 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
       "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, int dtype, "
       "int weight_grad_dtype, int? chunk_rows, str? group, int[]? vocab_shard, "
-      "bool[3] output_mask, bool with_metrics) -> (Tensor loss, Tensor grad_hidden, Tensor "
-      "grad_weight, "
-      "Tensor grad_bias, Tensor baked, Tensor statistics, Tensor divisor, Tensor lse, Tensor "
-      "entropy, Tensor argmax)",
+      "bool[3] output_mask, bool with_metrics) -> (Tensor loss, Tensor grad_hidden, "
+      "Tensor grad_weight, Tensor grad_bias, Tensor baked_scale, Tensor statistics, "
+      "Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "

@@ -21,60 +21,49 @@ struct LinearCrossEntropyArguments {
   std::optional<at::Tensor> bias;          // [classes]
   at::Tensor target;                       // [rows] indices, or probabilities [rows, classes]
   std::optional<at::Tensor> class_weight;  // [all classes], of the loss's dtype
-  int64_t reduction;
-  int64_t ignore_index;
-  double label_smoothing;
-  double z_loss;
-  std::optional<double> softcap;
-  at::ScalarType dtype;              // that is multiplied in
-  at::ScalarType weight_grad_dtype;  // that one where it is bfloat16, or its wide one
-  std::optional<int64_t> chunk_rows;
-  std::optional<VocabShard>
-      shard;  // where weight, bias and probabilities are those of some classes
+  LossOptions options = {};
+  // The dtype of products, and that of the weight's gradient: the same if it is bfloat16, or
+  // accumulate_dtype(dtype).
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  at::ScalarType weight_grad_dtype = at::ScalarType::Undefined;
+  std::optional<int64_t> chunk_rows = {};
+  // The classes that weight, bias and probabilities have, if not all.
+  std::optional<VocabShard> shard = {};
 
-  /// Of what gradients of logits are multiplied by: half ones are multiplied by weights and added
-  /// up before backward is called with what may be less.
+  /// Upper bound on the scale of the logits' gradients. Half ones are multiplied by the weight and
+  /// summed before the real upstream gradient is known, so they need headroom.
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
-  /// Of logits that have a shape, but no memory: of all classes that targets are numbered among,
-  /// or have probabilities of.
+  /// All but the tensors, as arguments of the operators below autograd, and back; the public
+  /// overloads have no dtypes.
+  NamedValues named_options() const;
+  void set_options(const FindValue& find);
+
+  static LinearCrossEntropyArguments from(const NamedArguments& named);
+
+  /// The loss's arguments. Its logits have a shape, but no memory: of all classes that targets are
+  /// numbered among, or have probabilities of.
   CrossEntropyArguments loss() const;
-  /// Of those that are here.
+  /// The same for the classes of this shard.
   CrossEntropyArguments loss_of_shard() const;
 };
 
-/// What people pass.
-struct LinearCrossEntropyInputs {
-  const at::Tensor& hidden;
-  const at::Tensor& weight;
-  const at::Tensor& target;
-  const std::optional<at::Tensor>& bias;
-  const std::optional<at::Tensor>& class_weight;
-  int64_t reduction;
-  int64_t ignore_index;
-  double label_smoothing;
-  const std::optional<at::Tensor>& grad_scale;
-  const std::optional<at::Tensor>& denominator;
-  double z_loss;
-  std::optional<double> softcap;
-  std::optional<int64_t> chunk_rows;
-  const std::optional<at::Tensor>& accumulate_into;
-  std::optional<VocabShard> shard;
-};
-
+/// A call of linear_cross_entropy, of either overload.
 struct LinearCrossEntropyCall {
   LinearCrossEntropyArguments arguments;
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> denominator;
   std::optional<at::Tensor> accumulate_into;
-  bool with_metrics;
+  bool with_metrics = false;
+
+  static LinearCrossEntropyCall from(const NamedArguments& named);
 };
 
 /// The same as rows: hidden states of shape [..., features], targets of shape [...] or
 /// [..., classes], products in the dtype that all have, or that autocast asks for.
 class LinearCrossEntropyRows {
  public:
-  LinearCrossEntropyRows(const LinearCrossEntropyInputs& inputs, bool with_metrics);
+  explicit LinearCrossEntropyRows(LinearCrossEntropyCall as_passed);
 
   const LinearCrossEntropyCall& call() const { return call_; }
 
@@ -94,17 +83,26 @@ inline bool any(const LinearGradientMask& wanted) {
   return wanted[0] || wanted[1] || wanted[2];
 }
 
-/// The hidden states' in their dtype, the weight's in weight_grad_dtype, the bias's in the loss's,
-/// in which these two are added up. What is not wanted is [0].
-using LinearCrossEntropyGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+/// A gradient that is not wanted has shape [0].
+struct LinearCrossEntropyGradients {
+  at::Tensor hidden;  // of the dtype of the hidden states
+  at::Tensor weight;  // of weight_grad_dtype
+  at::Tensor bias;    // of the dtype of the loss
 
-/// loss, then gradients of it times `baked`, then baked, statistics, divisor, lse, entropy and
-/// argmax as of cross_entropy_forward. With reduction none there are statistics instead of
-/// gradients, where these are wanted. Without a grad_scale `baked` is for half products the divisor
-/// itself: their gradients would be mostly zeros otherwise.
-using LinearCrossEntropyOutputs =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-               at::Tensor, at::Tensor, at::Tensor>;
+  auto tie() { return std::tie(hidden, weight, bias); }
+};
+
+/// `gradients` are those of the loss times baked_scale. With reduction none there are statistics
+/// instead, if a gradient is wanted. Without a grad_scale, baked_scale is the divisor for half
+/// products: otherwise their gradients would be mostly zeros.
+struct LinearCrossEntropyOutputs : LossOutputs {
+  LinearCrossEntropyGradients gradients;
+
+  auto tie() {
+    return std::tie(loss, gradients.hidden, gradients.weight, gradients.bias, baked_scale,
+                    statistics, divisor, lse, entropy, argmax);
+  }
+};
 
 /// The dtype of products of matrices of this dtype: float for 16 bits, whose sums are floats anyway
 /// and would only be rounded to be stored.
@@ -115,12 +113,11 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                                 const std::optional<at::Tensor>& grad_scale,
                                 const std::optional<at::Tensor>& denominator);
 
-/// Whose values nobody has written; in outputs there are no gradients yet.
+/// Uninitialized memory. The outputs have no gradients yet.
 LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,
                                                    const LinearGradientMask& wanted);
 LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
                                                const LinearGradientMask& wanted, bool with_metrics);
-void put_gradients(LinearCrossEntropyOutputs& outputs, LinearCrossEntropyGradients gradients);
 
 /// By chunks of rows, with a backend's kernels.
 LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
@@ -135,19 +132,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
     const at::Tensor& divisor, const LinearGradientMask& wanted);
 
-/// The operators below autograd, as the dispatcher has them.
-using LinearCrossEntropyForward = LinearCrossEntropyOutputs(
-    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
-    const std::optional<at::Tensor>&, int64_t, int64_t, double, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, double, std::optional<double>, int64_t, int64_t,
-    std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
-    LinearGradientMask, bool);
-using LinearCrossEntropyBackward = LinearCrossEntropyGradients(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-    const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    int64_t, int64_t, double, double, std::optional<double>, int64_t, int64_t,
-    std::optional<int64_t>, std::optional<c10::string_view>, at::OptionalIntArrayRef,
-    LinearGradientMask);
+/// The operators below autograd.
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
                                                        const std::optional<at::Tensor>& grad_scale,
                                                        const std::optional<at::Tensor>& denominator,

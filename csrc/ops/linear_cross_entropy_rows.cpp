@@ -26,7 +26,7 @@ std::vector<c10::SymInt> shape_of_rows(const at::Tensor& hidden) {
 }
 
 // One dtype for all that logits are made of, or that of autocast, which leaves doubles alone.
-at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
+at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
   const OptionalTensor& bias = inputs.bias;
   const bool is_double = hidden.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble;
@@ -46,15 +46,13 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyInputs& inputs) {
 
 // The weight is given its gradient in the dtype of the products where it asks for no other, and
 // these have the range of the sum: what half has of one that is not scaled as it will be has not.
-at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyInputs& inputs,
-                                        at::ScalarType dtype) {
-  const bool has_buffer = inputs.accumulate_into && inputs.accumulate_into->defined();
-  const bool is_rounded =
-      dtype == at::kBFloat16 && !has_buffer && inputs.weight.grad_dtype() == dtype;
+at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyCall& call, at::ScalarType dtype) {
+  const bool is_rounded = dtype == at::kBFloat16 && !call.accumulate_into &&
+                          call.arguments.weight.grad_dtype() == dtype;
   return is_rounded ? dtype : accumulate_dtype(dtype);
 }
 
-at::Tensor rows_of_target(const LinearCrossEntropyInputs& inputs, std::vector<c10::SymInt> shape,
+at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector<c10::SymInt> shape,
                           const c10::SymInt& rows, at::ScalarType loss_dtype) {
   const at::Tensor& target = inputs.target;
   TORCH_CHECK_VALUE(target.device() == inputs.hidden.device(), kLinearCrossEntropy,
@@ -98,10 +96,10 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::ScalarType loss_dtype) {
-  const OptionalTensor& buffer = inputs.accumulate_into;
-  const at::Tensor& weight = inputs.weight;
-  if (!buffer || !buffer->defined()) return std::nullopt;
+void check_buffer(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype) {
+  const OptionalTensor& buffer = call.accumulate_into;
+  const at::Tensor& weight = call.arguments.weight;
+  if (!buffer) return;
   TORCH_CHECK_VALUE(buffer->sym_sizes() == weight.sym_sizes() &&
                         buffer->scalar_type() == loss_dtype && buffer->device() == weight.device(),
                     kLinearCrossEntropy, ": accumulate_into: expected ", loss_dtype, " of shape ",
@@ -111,7 +109,7 @@ OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::Scalar
       buffer->layout() == at::kStrided && at::has_internal_overlap(*buffer) != at::MemOverlap::Yes,
       kLinearCrossEntropy, ": accumulate_into: expected strided memory of its own, got ",
       buffer->layout());
-  for (const at::Tensor& other : {weight, inputs.hidden}) {
+  for (const at::Tensor& other : {weight, call.arguments.hidden}) {
     TORCH_CHECK_VALUE(!overlap(*buffer, other), kLinearCrossEntropy,
                       ": accumulate_into: is memory of the weight or the hidden states");
   }
@@ -119,40 +117,40 @@ OptionalTensor checked_buffer(const LinearCrossEntropyInputs& inputs, at::Scalar
                     ": accumulate_into: expected a tensor that does not require grad");
   TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kLinearCrossEntropy,
                     ": accumulate_into: the weight does not require grad");
-  return buffer;
 }
 
 }  // namespace
 
-LinearCrossEntropyRows::LinearCrossEntropyRows(const LinearCrossEntropyInputs& inputs,
-                                               bool with_metrics)
-    : shape_(shape_of_rows(inputs.hidden)) {
-  const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
+LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
+    : call_(std::move(as_passed)), shape_(shape_of_rows(call_.arguments.hidden)) {
+  LinearCrossEntropyArguments& arguments = call_.arguments;
+  const auto& [hidden, weight] = std::tie(arguments.hidden, arguments.weight);
   TORCH_CHECK_VALUE(weight.dim() == 2, kLinearCrossEntropy,
                     ": weight: expected [classes, features], got shape ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(!inputs.denominator || inputs.reduction == at::Reduction::Mean,
-                    kLinearCrossEntropy, ": denominator: is for reduction mean");
-  TORCH_CHECK_VALUE(!(with_metrics && inputs.shard && inputs.target.is_floating_point()),
-                    kLinearCrossEntropy,
-                    ": metrics: expected indices as targets, got a shard of probabilities");
-  const at::ScalarType dtype = dtype_of_products(inputs);
+  TORCH_CHECK_VALUE(!call_.denominator || arguments.options.is_mean(), kLinearCrossEntropy,
+                    ": denominator: is for reduction mean");
+  TORCH_CHECK_VALUE(
+      !(call_.with_metrics && arguments.shard && arguments.target.is_floating_point()),
+      kLinearCrossEntropy, ": metrics: expected indices as targets, got a shard of probabilities");
+  const at::ScalarType dtype = dtype_of_products(arguments);
   const at::ScalarType loss_dtype = accumulate_dtype(dtype);
   const at::Device device = hidden.device();
   const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
   const c10::SymInt classes =
-      inputs.shard ? c10::SymInt(inputs.shard->num_classes) : weight.sym_size(0);
-  call_ = {
-      {hidden.dim() == 2 ? hidden : hidden.reshape_symint({rows, hidden.sym_size(-1)}), weight,
-       inputs.bias && inputs.bias->defined() ? inputs.bias : std::nullopt,
-       rows_of_target(inputs, shape_, rows, loss_dtype),
-       loss_class_weight(kLinearCrossEntropy, "class_weight", inputs.class_weight, classes,
-                         loss_dtype, device),
-       inputs.reduction, inputs.ignore_index, inputs.label_smoothing, inputs.z_loss, inputs.softcap,
-       dtype, dtype_of_weight_gradient(inputs, dtype), inputs.chunk_rows, inputs.shard},
-      loss_number(kLinearCrossEntropy, "grad_scale", inputs.grad_scale, at::kFloat, device),
-      loss_number(kLinearCrossEntropy, "denominator", inputs.denominator, at::kDouble, device),
-      checked_buffer(inputs, loss_dtype),
-      with_metrics};
+      arguments.shard ? c10::SymInt(arguments.shard->num_classes) : weight.sym_size(0);
+  arguments.target = rows_of_target(arguments, shape_, rows, loss_dtype);
+  arguments.class_weight = loss_class_weight(kLinearCrossEntropy, "class_weight",
+                                             arguments.class_weight, classes, loss_dtype, device);
+  arguments.dtype = dtype;
+  arguments.weight_grad_dtype = dtype_of_weight_gradient(call_, dtype);
+  call_.grad_scale =
+      loss_number(kLinearCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, device);
+  call_.denominator =
+      loss_number(kLinearCrossEntropy, "denominator", call_.denominator, at::kDouble, device);
+  check_buffer(call_, loss_dtype);
+  if (hidden.dim() != 2) {
+    arguments.hidden = hidden.reshape_symint({rows, hidden.sym_size(-1)});
+  }
 }
 
 at::Tensor LinearCrossEntropyRows::shaped(const at::Tensor& of_rows) const {
@@ -160,34 +158,29 @@ at::Tensor LinearCrossEntropyRows::shaped(const at::Tensor& of_rows) const {
 }
 
 at::Tensor LinearCrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
-  return call_.arguments.reduction == at::Reduction::None ? shaped(loss) : loss;
+  return call_.arguments.options.is_per_row() ? shaped(loss) : loss;
 }
 
 // --- the public functions ------------------------------------------------------------------------
 
 namespace {
 
-template <typename Result>
-auto find(const char* overload) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow("ampfuse::linear_cross_entropy", overload)
-      .typed<Result(const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                    const OptionalTensor&, int64_t, int64_t, double, const OptionalTensor&,
-                    const OptionalTensor&, double, std::optional<double>, std::optional<int64_t>,
-                    const OptionalTensor&, std::optional<c10::string_view>,
-                    at::OptionalIntArrayRef)>();
-}
-
-template <typename Op>
-auto call_with(const Op& op, const at::Tensor& hidden, const at::Tensor& weight,
-               const at::Tensor& target, const OptionalTensor& bias,
-               const LinearCrossEntropyOptions& options) {
-  const VocabShardArguments shard(options.shard());
-  return op.call(hidden, weight, target, bias, options.class_weight(),
-                 loss_reduction(kLinearCrossEntropy, options.reduction()), options.ignore_index(),
-                 options.label_smoothing(), options.grad_scale(), options.denominator(),
-                 options.z_loss(), options.softcap(), options.chunk_rows(),
-                 options.accumulate_into(), shard.group(), shard.numbers());
+torch::jit::Stack call_operator(const c10::OperatorHandle& op, const at::Tensor& hidden,
+                                const at::Tensor& weight, const at::Tensor& target,
+                                const OptionalTensor& bias,
+                                const LinearCrossEntropyOptions& options) {
+  NamedValues values = loss_options(kLinearCrossEntropy, options).named();
+  for (auto& value : named(options.shard())) values.push_back(std::move(value));
+  values.emplace_back("hidden", hidden);
+  values.emplace_back("weight", weight);
+  values.emplace_back("target", target);
+  values.emplace_back("bias", bias);
+  values.emplace_back("class_weight", options.class_weight());
+  values.emplace_back("grad_scale", options.grad_scale());
+  values.emplace_back("denominator", options.denominator());
+  values.emplace_back("chunk_rows", options.chunk_rows());
+  values.emplace_back("accumulate_into", options.accumulate_into());
+  return call_by_name(op, std::move(values));
 }
 
 }  // namespace
@@ -195,18 +188,21 @@ auto call_with(const Op& op, const at::Tensor& hidden, const at::Tensor& weight,
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                 const at::Tensor& target, const OptionalTensor& bias,
                                 const LinearCrossEntropyOptions& options) {
-  static const auto op = find<at::Tensor>("");
-  return call_with(op, hidden, weight, target, bias, options);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::linear_cross_entropy", "");
+  return call_operator(op, hidden, weight, target, bias, options)[0].toTensor();
 }
 
 CrossEntropyWithMetrics linear_cross_entropy_with_metrics(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const OptionalTensor& bias, const LinearCrossEntropyOptions& options) {
   static const auto op =
-      find<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>>("metrics");
-  auto [loss, lse, entropy, argmax] = call_with(op, hidden, weight, target, bias, options);
-  const at::Tensor correct = correct_predictions(argmax, target, options.ignore_index(), -1);
-  return {loss, {lse, entropy, argmax, correct}};
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::linear_cross_entropy", "metrics");
+  const auto results =
+      results_of<LossAndMetrics>(call_operator(op, hidden, weight, target, bias, options));
+  const at::Tensor correct =
+      correct_predictions(results.argmax, target, options.ignore_index(), /*class_dim=*/-1);
+  return {results.loss, {results.lse, results.entropy, results.argmax, correct}};
 }
 
 }  // namespace ampfuse

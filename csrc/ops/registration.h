@@ -7,6 +7,11 @@
 
 #include <torch/library.h>
 
+#include <type_traits>
+#include <utility>
+
+#include "named_arguments.h"
+
 namespace ampfuse {
 
 /// Whether no other build of this library has registered its operators. torch refuses to register
@@ -14,17 +19,23 @@ namespace ampfuse {
 /// build registers nothing, and warns.
 bool is_only_build();
 
-template <auto kArguments, auto kKernel>
-void call_stack_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  kKernel(kArguments(op.schema(), *stack));
-  torch::jit::drop(*stack, op.schema().arguments().size());
+template <auto kFunction>
+void call_kernel_by_name(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const NamedArguments arguments(op.schema(), *stack);
+  if constexpr (std::is_void_v<decltype(kFunction(arguments))>) {
+    kFunction(arguments);
+    torch::jit::drop(*stack, op.schema().arguments().size());
+  } else {
+    auto results = kFunction(arguments);
+    torch::jit::drop(*stack, op.schema().arguments().size());
+    push_results(*stack, std::move(results));
+  }
 }
 
-/// The kernel of an operator with so many arguments that kArguments(schema, stack) makes a struct
-/// of them. It returns nothing.
-template <auto kArguments, auto kKernel>
-torch::CppFunction stack_kernel() {
-  return torch::CppFunction::makeFromBoxedFunction<&call_stack_kernel<kArguments, kKernel>>();
+/// A kernel that takes NamedArguments, and returns nothing or what push_results() takes.
+template <auto kFunction>
+torch::CppFunction kernel_by_name() {
+  return torch::CppFunction::makeFromBoxedFunction<&call_kernel_by_name<kFunction>>();
 }
 
 }  // namespace ampfuse

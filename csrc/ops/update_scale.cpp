@@ -61,34 +61,27 @@ void check_history(const at::Tensor& history, const at::Tensor& scale) {
 
 }  // namespace
 
-UpdateScaleArguments update_scale_arguments(const c10::FunctionSchema& schema,
-                                            const torch::jit::Stack& stack) {
-  size_t next = stack.size() - schema.arguments().size();
-  const auto tensor = [&] { return stack[next++].toTensor(); };
-  const auto optional = [&] { return stack[next++].toOptional<at::Tensor>(); };
-  const auto number_or = [&](double otherwise) {
-    return stack[next++].toOptional<double>().value_or(otherwise);
+UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
+  const auto limit_or = [&](const char* name, double otherwise) {
+    return named[name].toOptional<double>().value_or(otherwise);
   };
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-  UpdateScaleArguments arguments;
-  arguments.scale = tensor();
-  arguments.growth_tracker = tensor();
-  arguments.counters = tensor();
-  arguments.found_infs = stack[next++].toListRef();
-  math::ScalePolicy& policy = arguments.policy;
-  policy.growth_factor = stack[next++].toDouble();
-  policy.backoff_factor = stack[next++].toDouble();
-  policy.growth_interval = stack[next++].toInt();
-  policy.min_scale = number_or(-kInfinity);
-  policy.max_scale = number_or(kInfinity);
-  policy.hysteresis = stack[next++].toInt();
-  policy.refill = refill_named(stack[next++].toStringView());
-  policy.dynamic = stack[next++].toBool();
-  arguments.history = optional();
-  arguments.norm = optional();
-
-  check_policy(policy);
+  const UpdateScaleArguments arguments = {
+      .scale = named.tensor("scale"),
+      .growth_tracker = named.tensor("growth_tracker"),
+      .counters = named.tensor("counters"),
+      .found_infs = named["found_infs"].toListRef(),
+      .policy = {.growth_factor = named["growth_factor"].toDouble(),
+                 .backoff_factor = named["backoff_factor"].toDouble(),
+                 .growth_interval = named["growth_interval"].toInt(),
+                 .min_scale = limit_or("min_scale", -kInfinity),
+                 .max_scale = limit_or("max_scale", kInfinity),
+                 .hysteresis = named["hysteresis"].toInt(),
+                 .refill = refill_named(named["hysteresis_refill"].toStringView()),
+                 .dynamic = named["dynamic"].toBool()},
+      .history = named.optional_tensor("history"),
+      .norm = named.optional_tensor("norm")};
+  check_policy(arguments.policy);
   TORCH_CHECK_TYPE(arguments.scale.defined(), kUpdateScale, ": scale: expected a tensor, got none");
   const at::Tensor& scale = arguments.scale;
   check_state("scale", scale, at::kFloat, 1, scale);
@@ -144,7 +137,7 @@ AMPFUSE_OPERATORS(m) {
 }
 
 AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("update_scale", stack_kernel<update_scale_arguments, update_scale_no_backend>());
+  m.impl("update_scale", kernel_by_name<update_scale_by_name<update_scale_no_backend>>());
 }
 
 }  // namespace ampfuse

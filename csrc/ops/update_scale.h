@@ -1,18 +1,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/stack.h>
 
 #include <optional>
 
 #include "../math/update_scale.h"
+#include "named_arguments.h"
 
 namespace ampfuse {
 
 /// The op's name in error messages.
 inline constexpr const char* kUpdateScale = "update_scale";
 
-/// The op's arguments, of which its schema has fourteen, checked.
+/// The op's arguments, checked.
 struct UpdateScaleArguments {
   at::Tensor scale;
   at::Tensor growth_tracker;
@@ -25,9 +25,13 @@ struct UpdateScaleArguments {
   math::ScaleMemory memory() const;
 };
 
-/// The arguments on top of the stack, checked.
-UpdateScaleArguments update_scale_arguments(const c10::FunctionSchema& schema,
-                                            const torch::jit::Stack& stack);
+UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);
+
+/// A kernel for kernel_by_name(), of a backend's function of checked arguments.
+template <auto kKernel>
+void update_scale_by_name(const NamedArguments& arguments) {
+  kKernel(update_scale_arguments(arguments));
+}
 
 /// The CUDA kernel.
 void update_scale_cuda(const UpdateScaleArguments& arguments);

@@ -192,10 +192,8 @@ struct Batch {
             options.weighted ? weight.data() : nullptr,
             options.probabilities ? probabilities.data() : nullptr,
             rows_at(classes),
-            acc_t(1 - options.label_smoothing),
-            acc_t(options.label_smoothing / classes),
-            ampfuse::RowNumber<scalar_t>(options.z_loss),
-            acc_t(options.softcap)};
+            {acc_t(1 - options.label_smoothing), acc_t(options.label_smoothing / classes),
+             ampfuse::RowNumber<scalar_t>(options.z_loss), acc_t(options.softcap)}};
   }
 
   grad_t* gradient() const {

@@ -80,7 +80,7 @@ TEST_CASE("all rows' targets weigh together what their blocks do") {
                0, batch.table(), batch.weights.data());
   ampfuse::CrossEntropyReduction reduction = batch.reduction();
   reduction.grad_scale = nullptr;
-  reduction.baked = nullptr;
+  reduction.baked_scale = nullptr;
   simt::launch(ampfuse::cross_entropy_total_kernel<float>, 1, ampfuse::kThreads, 0, batch.table(),
                reduction);
   double weight = 0;

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import ampfuse
+import ampfuse_cpp as cpp
 import pytest
 import torch
 from torch.nn import Parameter
-
-import ampfuse_cpp as cpp
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumber
       own = math::Lane<Vec>::choose_equal(target, Vec(static_cast<A>(c)), here, own);
     }
     put_each<A>(own, targets.logit + row);
-    put_each<A>(math::softcapped(found, static_cast<A>(tile.softcap)), largest + row);
+    put_each<A>(math::softcapped(found, static_cast<A>(tile.terms.softcap)), largest + row);
   }
 }
 
@@ -55,8 +55,8 @@ void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumber
 template <typename A>
 void apply_softcap(const Tile& tile, const TileMemory<A>& memory) {
   using Vec = VecOf<A>;
-  if (tile.softcap == 0) return;
-  const A softcap = static_cast<A>(tile.softcap);
+  if (tile.terms.softcap == 0) return;
+  const A softcap = static_cast<A>(tile.terms.softcap);
   for (int64_t i = 0; i < tile.classes * kTileRows; i += Vec::size()) {
     const Vec x = Vec::loadu(memory.exponentials + i);
     math::softcap_slope(x, softcap).store(memory.slopes + i);
@@ -141,7 +141,7 @@ void read_targets(const Tile& tile, TileTargets& targets) {
   } else {
     read.template operator()<uint8_t>();
   }
-  const double share = tile.target_share;
+  const double share = tile.terms.of_target + tile.terms.uniform;
   for (int64_t row = 0; row < kTileRows; ++row) {
     targets.share[row] = targets.index[row] >= 0 ? share : 0;
   }
@@ -244,7 +244,7 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
   });
 }
 
-void tile_loss(const Tile& tile, const TilePart& part, const TileTargets& targets, double z_loss,
+void tile_loss(const Tile& tile, const TilePart& part, const TileTargets& targets,
                bool with_metrics, TileLoss& loss) {
   using Vec = VecOf<double>;
   using L = math::Lane<Vec>;
@@ -254,10 +254,11 @@ void tile_loss(const Tile& tile, const TilePart& part, const TileTargets& target
     const math::RowPart<Vec> others = {at(part.largest), at(part.reference), at(part.sum),
                                        at(part.shares),  at(part.spread),    at(part.entropy)};
     const Vec index = at(targets.index);
-    const Vec z = L::choose(index >= Vec(0), math::softcapped(at(targets.logit), tile.softcap),
-                            Vec(-kInfinity<double>));
+    const Vec z =
+        L::choose(index >= Vec(0), math::softcapped(at(targets.logit), tile.terms.softcap),
+                  Vec(-kInfinity<double>));
     const math::RowTarget<Vec> target = {tile.has_targets(), z, at(targets.share)};
-    const math::RowLoss<Vec> of_rows = math::row_loss(others, target, z_loss);
+    const math::RowLoss<Vec> of_rows = math::row_loss(others, target, tile.terms);
     const auto put = [&](const Vec& x, TileNumbers& to) {
       L::choose_equal(index, Vec(kIgnored), Vec(0), x).store(to + row);
     };

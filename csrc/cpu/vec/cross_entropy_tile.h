@@ -21,13 +21,12 @@ struct Tile {
   TileLayout layout;
   int64_t rows;  // at most kTileRows
   int64_t classes;
-  double softcap;      // 0: none
+  math::LossTerms<double> terms;
   ClassShares shares;  // probabilities are the first row's
   TileLayout probabilities;
   const void* targets;  // the first row's; null where there are probabilities
   c10::ScalarType target_dtype;
   int64_t ignore_index;
-  double target_share;  // of each row that has a target, but for its class's weight
 
   AMPFUSE_HOST_DEVICE bool has_targets() const { return targets != nullptr; }
   // How many rows are computed: those there are, in vectors of as many floats as any has.
@@ -68,7 +67,7 @@ struct TileLoss {
 inline int64_t tile_bytes(const Tile& tile) {
   const bool is_fp32 = tile.dtype == c10::ScalarType::Float;
   const int64_t arrays =
-      1 + is_fp32 + (tile.softcap != 0) + !tile.has_targets() + tile.layout.by_row;
+      1 + is_fp32 + (tile.terms.softcap != 0) + !tile.has_targets() + tile.layout.by_row;
   const int64_t number = tile.dtype == c10::ScalarType::Double ? 8 : 4;
   return arrays * tile.classes * kTileRows * number;
 }
@@ -86,7 +85,7 @@ AMPFUSE_PER_CAPABILITY(void tile_exponentials(const Tile& tile, void* memory,
 /// math::row_loss of each row, zeros for rows that are ignored; lse and entropy, which these have
 /// too, only with_metrics.
 AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePart& part,
-                                      const TileTargets& targets, double z_loss, bool with_metrics,
+                                      const TileTargets& targets, bool with_metrics,
                                       TileLoss& loss))
 
 /// Writes the gradient, of row_gradient's dtypes, which may be where the logits are, times `scale`;
@@ -94,7 +93,7 @@ AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePart& part,
 AMPFUSE_PER_CAPABILITY(void tile_gradient(const Tile& tile, void* memory,
                                           const TileStatistics& statistics,
                                           const TileNumbers& reference, const TileTargets& targets,
-                                          double z_loss, const TileNumbers& scale, void* out,
+                                          const TileNumbers& scale, void* out,
                                           c10::ScalarType out_dtype, TileLayout layout))
 
 }  // namespace ampfuse

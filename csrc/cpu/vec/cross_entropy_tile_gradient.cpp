@@ -15,17 +15,17 @@ struct TileGradient {
   TileNumbers of_exponential, scale, of_target;
 
   TileGradient(const Tile& tile, const TileStatistics& statistics, const TileNumbers& reference,
-               const TileTargets& targets, double z_loss, const TileNumbers& factor) {
+               const TileTargets& targets, const TileNumbers& factor) {
     using Vec = VecOf<double>;
     for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
       const auto at = [&](const TileNumbers& numbers) { return Vec::loadu(numbers + row); };
       const math::Statistics<Vec> known = {at(statistics.largest), at(statistics.sum),
                                            at(statistics.others), at(statistics.shares)};
       math::RowGradient<Vec> gradient =
-          math::row_gradient(known, at(reference), at(targets.share), z_loss, at(factor));
-      if (tile.softcap != 0) {
+          math::row_gradient(known, at(reference), at(targets.share), tile.terms, at(factor));
+      if (tile.terms.softcap != 0) {
         gradient.of_target =
-            gradient.of_target * math::softcap_slope(at(targets.logit), tile.softcap);
+            gradient.of_target * math::softcap_slope(at(targets.logit), tile.terms.softcap);
       }
       gradient.of_exponential.store(of_exponential + row);
       gradient.scale.store(scale + row);
@@ -71,7 +71,7 @@ class RowGradients {
       : memory_(memory),
         row_(row),
         has_shares_(tile.shares.any()),
-        is_capped_(tile.softcap != 0),
+        is_capped_(tile.terms.softcap != 0),
         shares_(tile, memory.probabilities),
         factor_(factor_of_rows<A>(gradient.of_exponential + row)),
         minus_scale_(load_as<A>(gradient.scale + row).neg()),
@@ -133,10 +133,10 @@ void write_gradient(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
 }  // namespace
 
 void tile_gradient(const Tile& tile, void* bytes, const TileStatistics& statistics,
-                   const TileNumbers& reference, const TileTargets& targets, double z_loss,
+                   const TileNumbers& reference, const TileTargets& targets,
                    const TileNumbers& scale, void* out, c10::ScalarType out_dtype,
                    TileLayout layout) {
-  const TileGradient gradient(tile, statistics, reference, targets, z_loss, scale);
+  const TileGradient gradient(tile, statistics, reference, targets, scale);
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
     const TileMemory<acc_t<scalar_t>> memory(tile, bytes);
     const auto write = [&](auto* to, int64_t stride) {

@@ -27,7 +27,7 @@ struct TileMemory {
     };
     exponentials = take(true);
     lows = take(tile.dtype == c10::ScalarType::Float);
-    slopes = take(tile.softcap != 0);
+    slopes = take(tile.terms.softcap != 0);
     probabilities = take(!tile.has_targets());
     moving = take(tile.layout.by_row);
   }

@@ -1,0 +1,51 @@
+#include "cross_entropy_options.h"
+
+namespace ampfuse {
+
+void LossOptions::check(const char* op, at::ScalarType dtype) const {
+  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,
+                    ": label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
+  TORCH_CHECK_VALUE(math::is_finite(static_cast<float>(z_loss)) && z_loss >= 0, op,
+                    ": z_loss: expected a finite number, at least 0, got ", z_loss);
+  const double cap = softcap.value_or(1);
+  const double rounded = dtype == at::kDouble ? cap : static_cast<float>(cap);
+  TORCH_CHECK_VALUE(math::is_finite(rounded) && rounded > 0, op,
+                    ": softcap: expected a finite number above 0, got ", cap);
+  TORCH_CHECK_VALUE(reduction >= at::Reduction::None && reduction < at::Reduction::END, op,
+                    ": reduction: expected 0 (none), 1 (mean) or 2 (sum), got ", reduction);
+}
+
+NamedValues LossOptions::named() const {
+  return {{"reduction", reduction},
+          {"ignore_index", ignore_index},
+          {"label_smoothing", label_smoothing},
+          {"z_loss", z_loss},
+          {"softcap", softcap}};
+}
+
+LossOptions LossOptions::from(const FindValue& find) {
+  LossOptions options;
+  if (const auto* value = find("reduction")) options.reduction = value->toInt();
+  if (const auto* value = find("ignore_index")) options.ignore_index = value->toInt();
+  if (const auto* value = find("label_smoothing")) options.label_smoothing = value->toDouble();
+  if (const auto* value = find("z_loss")) options.z_loss = value->toDouble();
+  if (const auto* value = find("softcap")) options.softcap = value->toOptional<double>();
+  return options;
+}
+
+void LossOptions::print(std::ostream& stream) const {
+  constexpr const char* kReductions[] = {"none", "mean", "sum"};
+  stream << "reduction=" << kReductions[reduction] << ", ignore_index=" << ignore_index
+         << ", label_smoothing=" << label_smoothing;
+  if (z_loss != 0) stream << ", z_loss=" << z_loss;
+  if (softcap) stream << ", softcap=" << *softcap;
+}
+
+int64_t loss_reduction(const char* op, const std::string& name) {
+  if (name == "none") return at::Reduction::None;
+  if (name == "mean") return at::Reduction::Mean;
+  if (name == "sum") return at::Reduction::Sum;
+  TORCH_CHECK_VALUE(false, op, ": reduction: expected none, mean or sum, got ", name);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,61 @@
+#include "named_arguments.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+
+namespace ampfuse {
+
+NamedArguments::NamedArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack)
+    : schema_(schema), first_(stack.data() + stack.size() - schema.arguments().size()) {}
+
+const c10::IValue* NamedArguments::find(const char* name) const {
+  const auto index = schema_.argumentIndexWithName(name);
+  return index ? first_ + *index : nullptr;
+}
+
+const c10::IValue& NamedArguments::operator[](const char* name) const {
+  const c10::IValue* const value = find(name);
+  TORCH_INTERNAL_ASSERT(value != nullptr, schema_.name(), " has no argument ", name);
+  return *value;
+}
+
+std::optional<at::Tensor> NamedArguments::optional_tensor(const char* name) const {
+  const auto tensor = (*this)[name].toOptional<at::Tensor>();
+  return tensor && tensor->defined() ? tensor : std::nullopt;
+}
+
+FindValue values_in(const NamedArguments& arguments) {
+  return [&arguments](const char* name) { return arguments.find(name); };
+}
+
+FindValue values_in(const SavedData& data) {
+  return [&data](const char* name) {
+    const auto entry = data.find(name);
+    return entry == data.end() ? nullptr : &entry->second;
+  };
+}
+
+void save(NamedValues values, SavedData& data) {
+  for (auto& [name, value] : values) data[std::string(name)] = std::move(value);
+}
+
+torch::jit::Stack call_by_name(const c10::OperatorHandle& op, NamedValues values) {
+  torch::jit::Stack stack;
+  const auto& arguments = op.schema().arguments();
+  stack.reserve(arguments.size());
+  size_t used = 0;
+  for (const c10::Argument& argument : arguments) {
+    const auto value = std::find_if(values.begin(), values.end(), [&](const auto& named) {
+      return named.first == argument.name();
+    });
+    used += value != values.end();
+    stack.push_back(value != values.end() ? std::move(value->second)
+                                          : argument.default_value().value());
+  }
+  TORCH_INTERNAL_ASSERT(used == values.size(), op.schema().name(), " lacks a named argument");
+  op.callBoxed(stack);
+  return stack;
+}
+
+}  // namespace ampfuse
