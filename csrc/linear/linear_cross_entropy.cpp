@@ -26,7 +26,7 @@ namespace ampfuse {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-using Chunk = LinearChunks::Chunk;
+using LinearChunk = LinearChunks::Chunk;
 
 // Products here are in the dtype that was chosen before.
 const c10::DispatchKeySet kAutocastKeys({c10::DispatchKey::AutocastCPU,
@@ -49,7 +49,7 @@ at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Te
 }
 
 // Of a tensor with one entry per row, or none at all.
-at::Tensor rows_of(const at::Tensor& all, const Chunk& chunk) {
+at::Tensor rows_of(const at::Tensor& all, const LinearChunk& chunk) {
   return all.numel() == 0 ? all : all.narrow(0, chunk.first_row, chunk.rows);
 }
 
@@ -68,31 +68,6 @@ void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTenso
   const at::Tensor excess = (baked / divisor).abs() / limit;
   const at::Tensor lower = at::ldexp(baked, -1 - excess.log2().floor());
   baked.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked));
-}
-
-// What all processes that share classes out are to be called with.
-void check_agreement(const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
-                     const OptionalTensor& denominator, const LinearGradientMask& wanted,
-                     bool with_metrics) {
-  const bool has_probabilities = arguments.target.is_floating_point();
-  Agreement agreement;
-  agreement.add("rows", arguments.hidden.size(0));
-  agreement.add("features", arguments.hidden.size(1));
-  agreement.add("dtype", static_cast<int64_t>(arguments.dtype));
-  agreement.add("bias", int64_t{arguments.bias.has_value()});
-  agreement.add("targets that are probabilities", int64_t{has_probabilities});
-  if (!has_probabilities) agreement.add("target", arguments.target.to(at::kLong));
-  agreement.add("class_weight", arguments.class_weight);
-  for (const auto& [name, value] : arguments.options.named()) {
-    agreement.add(name.data(), static_cast<int64_t>(c10::IValue::hash(value)));
-  }
-  agreement.add("grad_scale", grad_scale);
-  agreement.add("denominator", denominator);
-  agreement.add("chunk_rows", arguments.chunk_rows.value_or(0));
-  agreement.add("hidden states that require grad", int64_t{wanted[0]});
-  agreement.add("tensors that require grad", int64_t{any(wanted)});
-  agreement.add("metrics", int64_t{with_metrics});
-  agreement.check(*arguments.shard, arguments.weight.size(0));
 }
 
 // In an order that does not depend on threads.
@@ -115,7 +90,7 @@ LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, Li
   const at::Tensor& loss = outputs.loss;
   const bool is_each = loss.dim() == 1;
   const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
-  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
+  auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const LossOutputs of_chunk = {
         .loss = is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number),
         .baked_scale = outputs.baked_scale,
@@ -142,7 +117,7 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   const auto doubles = divisor.options();
   const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);
   const at::Tensor losses = at::empty({chunks.count()}, doubles);
-  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
+  auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
     const at::Tensor parts = at::full({chunk.rows, math::kShardPart}, NAN, doubles);
     shard_kernels.look(chunk.loss, {parts, best});
@@ -170,9 +145,6 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   const at::Tensor& divisor = outputs.divisor;
   const LinearGradientMask now = arguments.options.is_per_row() ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
-  if (arguments.shard && arguments.weight.is_cpu()) {
-    check_agreement(arguments, grad_scale, denominator, wanted, with_metrics);
-  }
   LinearChunks chunks(kernels, arguments, any(now));
   at::Tensor total = at::empty({}, divisor.options());
   kernels.weigh(arguments.loss(), total);
@@ -181,7 +153,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   if (!scale && any(now) && arguments.dtype == at::kHalf) scale = half_scale(arguments, total);
   if (chunks.number() == 0) {
     put_baked(arguments, std::nullopt, total, outputs);
-    outputs.gradients = chunks.each(now, [](const Chunk&) {});
+    outputs.gradients = chunks.each(now, [](const LinearChunk&) {});
     if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
   } else if (arguments.shard) {
     put_baked(arguments, scale, total, outputs);
@@ -211,7 +183,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     peak = at::where(is_usable, largest, at::ones_like(largest));
     upstream = upstream / *peak;
   }
-  auto gradients = chunks.each(wanted, [&](const Chunk& chunk) {
+  auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     kernels.backward(chunk.loss, rows_of(upstream, chunk), rows_of(statistics, chunk), divisor,
                      chunk.grad);
   });

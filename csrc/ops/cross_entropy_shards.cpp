@@ -2,13 +2,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
-#include <c10/util/bit_cast.h>
 
-#include <algorithm>
-#include <functional>
-#include <string_view>
 #include <utility>
 
 #include "../math/cross_entropy_shards.h"
@@ -16,8 +11,6 @@
 namespace ampfuse {
 
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // Boxed, because torch changed the type of the group's name, a string, from str to Any.
 at::Tensor collective(const char* name, std::vector<c10::IValue> arguments) {
@@ -65,50 +58,6 @@ at::Tensor gather(const VocabShard& shard, const at::Tensor& mine) {
   const at::Tensor all =
       collective("_c10d_functional::all_gather_into_tensor", {mine, shard.group_size, shard.group});
   return finished(all).view(shape);
-}
-
-void Agreement::add(const char* name, double number) {
-  add(name, c10::bit_cast<int64_t>(number));
-}
-
-void Agreement::add(const char* name, const OptionalTensor& tensor) {
-  uint64_t hash = 0;
-  if (tensor) {
-    const at::Tensor whole = tensor->contiguous();
-    const auto* const bytes = static_cast<const char*>(whole.const_data_ptr());
-    hash = std::hash<std::string_view>()({bytes, whole.nbytes()});
-  }
-  add(name, static_cast<int64_t>(hash));
-}
-
-void Agreement::check(const VocabShard& shard, int64_t classes) const {
-  std::vector<int64_t> mine = {shard.first_class, classes, shard.num_classes};
-  for (const auto& [name, number] : entries_) mine.push_back(number);
-  const at::Tensor all = gather(shard, at::tensor(mine, at::kLong));
-  const auto entry = all.accessor<int64_t, 2>();
-  std::vector<std::pair<int64_t, int64_t>> shards;
-  for (int64_t rank = 0; rank < all.size(0); ++rank) {
-    shards.emplace_back(entry[rank][0], entry[rank][0] + entry[rank][1]);
-    for (size_t i = 2; i < mine.size(); ++i) {
-      TORCH_CHECK_VALUE(entry[rank][i] == entry[0][i],
-                        "linear_cross_entropy: ", i == 2 ? "num_classes" : entries_[i - 3].first,
-                        ": expected the same of all processes that share classes out, got another "
-                        "in process ",
-                        rank, " than in the first");
-    }
-  }
-  std::sort(shards.begin(), shards.end());
-  int64_t end = 0;
-  for (const auto& [first, last] : shards) {
-    TORCH_CHECK_VALUE(first == end,
-                      "linear_cross_entropy: expected each class in one process, got classes from ",
-                      first, " on after those up to ", end,
-                      ": shards that are not equal want "
-                      "first_class and num_classes");
-    end = last;
-  }
-  TORCH_CHECK_VALUE(end == shard.num_classes, "linear_cross_entropy: num_classes: got ",
-                    shard.num_classes, ", and ", end, " in the processes");
 }
 
 void ShardSums::begin(const VocabShard& shard, at::Tensor part, at::Tensor whole) {

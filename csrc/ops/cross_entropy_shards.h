@@ -6,7 +6,6 @@
 #include <ampfuse/vocab_shard.h>
 
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,21 +26,6 @@ at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
 
 /// [group_size, ...]: what each process has, which waits for none on the host of a GPU.
 at::Tensor gather(const VocabShard& shard, const at::Tensor& mine);
-
-/// Refuses what not all processes of a group were called with, or shards that are not all classes
-/// together, where no host of a GPU would have to wait for it: on CPUs.
-class Agreement {
- public:
-  void add(const char* name, int64_t number) { entries_.emplace_back(name, number); }
-  void add(const char* name, double number);
-  /// Of all bytes, or that there is none.
-  void add(const char* name, const std::optional<at::Tensor>& tensor);
-
-  void check(const VocabShard& shard, int64_t classes) const;
-
- private:
-  std::vector<std::pair<const char*, int64_t>> entries_;
-};
 
 /// Sums over processes, one of which is under way at a time.
 class ShardSums {

@@ -14,11 +14,9 @@ namespace {
 
 math::HysteresisRefill refill_named(std::string_view name) {
   if (name == "growth") return math::HysteresisRefill::kGrowth;
-  // Of these two one says what refills, the other what it makes count: overflows in a row.
-  if (name == "clean_step" || name == "consecutive") return math::HysteresisRefill::kCleanStep;
+  if (name == "clean_step") return math::HysteresisRefill::kCleanStep;
   TORCH_CHECK_VALUE(false, kUpdateScale,
-                    ": hysteresis_refill: expected growth, clean_step or consecutive, ", "got ",
-                    name);
+                    ": hysteresis_refill: expected growth or clean_step, got ", name);
 }
 
 void check_policy(const math::ScalePolicy& policy) {

@@ -122,16 +122,17 @@ def linear_cross_entropy(
       `ampfuse.AdamW` to use it set `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and
       call `zero_grad(set_to_none=False)`. Of a weight that is an embedding's, too, the
       embedding's part is in `weight.grad`.
-    - `process_group`, of `torch.distributed`: the processes that share the classes out (tensor
-      parallelism). Weight and bias, and probabilities, are those of the classes here: as many as
-      each of the others has, in the order of ranks, or from `first_class` on of `num_classes` in
-      all. What pads a vocabulary counts as classes. All processes pass the same hidden states and
-      targets, numbered among all classes, `class_weight` of all of them and the same options, ask
+    - `process_group`, of `torch.distributed`: the ranks that each hold a shard of the classes
+      (tensor parallelism). Weight, bias and probabilities are those of this rank's classes. By
+      default all shards have the same size and lie in the order of ranks; otherwise pass
+      `first_class`, the first class of this shard, and `num_classes`, the number of all classes.
+      Padding of a vocabulary counts as classes. All ranks pass the same hidden states, the same
+      targets (numbered among all classes), `class_weight` of all classes and the same options, ask
       for the same gradients, and call backward with the same number. All get the same loss, to the
-      last bit, and the whole gradient of the hidden states, summed in float32. A few numbers per
-      row are all that they exchange besides. On CPUs it is refused where they do not agree; on a
-      GPU, where hosts would have to wait to know, losses are NaN where the classes are not all
-      there are, and of rows whose target nobody has.
+      last bit, and the whole gradient of the hidden states, summed in float32. Besides that sum
+      they exchange a few numbers per row. A loss is NaN if the shards do not cover all classes, or
+      if no shard has the row's target. Other differences between the ranks' arguments are not
+      detected.
 
     There is no second derivative, no forward mode and no `torch.func.grad`: where one is needed,
     use torch's cross_entropy of the logits. Targets that are no class are treated as in

@@ -109,6 +109,8 @@ REFERENCES: dict[str, list[tuple[str, Reference]]] = {
         ("Megatron-LM", megatron_scales),
         ("DeepSpeed", lambda *given: deepspeed_scales(*given, consecutive=False)),
     ],
-    "clean_step": [("apex", apex_scales)],
-    "consecutive": [("DeepSpeed", lambda *given: deepspeed_scales(*given, consecutive=True))],
+    "clean_step": [
+        ("apex", apex_scales),
+        ("DeepSpeed", lambda *given: deepspeed_scales(*given, consecutive=True)),
+    ],
 }

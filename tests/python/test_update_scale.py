@@ -95,7 +95,6 @@ def test_hysteresis_is_that_of_others(refill, flags, hysteresis, interval):
         # Once used up, it forgives nothing until the scale has grown.
         ("growth", [64, 32, 32, 16, 16, 16, 32, 32, 16]),
         ("clean_step", [64, 32, 32, 32, 32, 32, 64, 64, 32]),
-        ("consecutive", [64, 32, 32, 32, 32, 32, 64, 64, 32]),
     ],
 )
 def test_what_refills_the_hysteresis(device, refill, expected):

@@ -40,7 +40,7 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // where backing off ends
   TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // where growing ends
   TORCH_ARG(int64_t, hysteresis) = 1;  // the overflow in this place of a row is the first to cost
-  /// What starts the row anew: "growth", "clean_step" or "consecutive".
+  /// What starts the row anew: "growth" or "clean_step".
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
   TORCH_ARG(bool, dynamic) = true;  // else the scale stays what it is
   /// update() throws ScaleCollapseError when so many steps in a row were skipped. On a GPU it looks
@@ -85,8 +85,7 @@ struct ScaleRecord {
 ///     hysteresis_refill | hysteresis is restored by | as in
 ///     ----------------- | ------------------------- | ---------------------------------
 ///     growth            | growth of the scale       | Megatron-LM, DeepSpeed
-///     clean_step        | any step that is taken    | apex
-///     consecutive       | the same by another name  | DeepSpeed, consecutive_hysteresis
+///     clean_step        | any step that is taken    | apex; DeepSpeed's consecutive_hysteresis
 ///
 /// Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY, and
 /// from READY step() unscales by itself, or has the optimizer do it.

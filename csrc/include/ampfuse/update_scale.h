@@ -27,7 +27,7 @@ struct UpdateScaleOptions {
   std::optional<double> max_scale = std::nullopt;  ///< where growing ends
   int64_t hysteresis = 1;  ///< the overflow in this place of a row is the first to back off
   std::string hysteresis_refill = "growth";  ///< what starts the row anew: "growth" of the scale,
-                                             ///< or any "clean_step", also named "consecutive"
+                                             ///< or any "clean_step"
   bool dynamic = true;                       ///< else the scale stays what it is
   std::optional<at::Tensor> norm = std::nullopt;  ///< float, one element, for the history
 };

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
-REFILLS = ("growth", "clean_step", "consecutive")
+REFILLS = ("growth", "clean_step")
 
 
 def positive(name: str, value: Any) -> float:

@@ -44,8 +44,8 @@ class GradScaler(Hooks):
     | hysteresis_refill       | hysteresis is restored by | as in                            |
     | ----------------------- | ------------------------- | -------------------------------- |
     | `"growth"`              | growth of the scale       | Megatron-LM, DeepSpeed           |
-    | `"clean_step"`          | any step that is taken    | apex                             |
-    | `"consecutive"`         | the same by another name  | DeepSpeed, consecutive_hysteresis |
+    | `"clean_step"`          | any step that is taken    | apex; DeepSpeed with             |
+    |                         |                           | consecutive_hysteresis           |
 
     Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY, and
     from READY step() unscales by itself, or has the optimizer do it.
