@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "../ops/cross_entropy_inputs.h"
 #include "../ops/registration.h"
 #include "cross_entropy_double_backward.h"
 #include "cross_entropy_rescale.h"
@@ -55,11 +56,9 @@ variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& 
 struct GradientInForward : Function<GradientInForward> {
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
                                const CrossEntropyCall& call) {
-    const bool is_twice = call.is_twice_differentiable;
-    if (is_twice) ForAnotherTime(context).keep(call.on(input).arguments);
+    if (call.is_twice_differentiable) ForAnotherTime(context).keep(call.on(input).arguments);
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto outputs = cross_entropy_forward(
-        call.on(input), is_twice ? ForBackward::kGradientWithinRange : ForBackward::kGradient);
+    const auto outputs = cross_entropy_forward(call.on(input), ForBackward::kGradient);
     context->save_for_backward({outputs.grad, outputs.baked_scale});
     return with_metrics(context, outputs);
   }
@@ -165,22 +164,20 @@ bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
 }
 
-LossAndMetrics differentiable(const CrossEntropyCall& call) {
+variable_list differentiable(const CrossEntropyCall& call) {
   const at::Tensor& input = call.arguments.input;
   const at::Tensor& target = call.arguments.target;
   if (!c10::GradMode::is_enabled() || !(input.requires_grad() || target.requires_grad())) {
     const auto outputs = cross_entropy_forward(call, ForBackward::kNothing);
     return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
   }
-  const variable_list results = can_form_gradient_in_forward(call)
-                                    ? GradientInForward::apply(input, call)
-                                    : GradientInBackward::apply(input, target, call);
-  return {results[0], results[1], results[2], results[3]};
+  return can_form_gradient_in_forward(call) ? GradientInForward::apply(input, call)
+                                            : GradientInBackward::apply(input, target, call);
 }
 
 at::Tensor cross_entropy_composite(const NamedArguments& named) {
   const CrossEntropyRows rows(CrossEntropyCall::from(named));
-  return rows.shaped_loss(differentiable(rows.call()).loss);
+  return rows.shaped_loss(differentiable(rows.call())[0]);
 }
 
 at::Tensor cross_entropy_as_torch_composite(const NamedArguments& named) {
@@ -189,16 +186,20 @@ at::Tensor cross_entropy_as_torch_composite(const NamedArguments& named) {
                     "cross_entropy.as_torch: target: has no derivative here");
   call.is_twice_differentiable = true;
   const CrossEntropyRows rows(std::move(call));
-  return rows.shaped_loss(differentiable(rows.call()).loss);
+  return rows.shaped_loss(differentiable(rows.call())[0]);
 }
 
 LossAndMetrics cross_entropy_metrics_composite(const NamedArguments& named) {
   CrossEntropyCall call = CrossEntropyCall::from(named);
   call.with_metrics = true;
   const CrossEntropyRows rows(std::move(call));
-  const LossAndMetrics of_rows = differentiable(rows.call());
-  return {rows.shaped_loss(of_rows.loss), rows.shaped(of_rows.lse.detach()),
-          rows.shaped(of_rows.entropy.detach()), rows.shaped(of_rows.argmax)};
+  const variable_list of_rows = differentiable(rows.call());
+  const at::Tensor argmax = rows.shaped(of_rows[3]);
+  const int64_t class_dim = named.tensor("input").dim() == 1 ? 0 : 1;
+  return {
+      rows.shaped_loss(of_rows[0]), rows.shaped(of_rows[1].detach()),
+      rows.shaped(of_rows[2].detach()), argmax,
+      correct_predictions(argmax, named.tensor("target"), rows.options().ignore_index, class_dim)};
 }
 
 CrossEntropyInPlaceOutputs cross_entropy_in_place_autograd(const NamedArguments& named) {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "../ops/cross_entropy_inputs.h"
 #include "../ops/registration.h"
 #include "cross_entropy_rescale.h"
 #include "once_differentiable.h"
@@ -180,8 +181,11 @@ LossAndMetrics linear_cross_entropy_metrics_composite(const NamedArguments& name
   call.with_metrics = true;
   const LinearCrossEntropyRows rows(std::move(call));
   const variable_list of_rows = differentiable(rows.call());
+  const at::Tensor argmax = rows.shaped(of_rows[3]);
   return {rows.shaped_loss(of_rows[0]), rows.shaped(of_rows[1].detach()),
-          rows.shaped(of_rows[2].detach()), rows.shaped(of_rows[3])};
+          rows.shaped(of_rows[2].detach()), argmax,
+          correct_predictions(argmax, named.tensor("target"), rows.options().ignore_index,
+                              /*class_dim=*/-1)};
 }
 
 }  // namespace

@@ -189,10 +189,12 @@ CrossEntropyArguments CrossEntropyArguments::from(const NamedArguments& named) {
 }
 
 CrossEntropyCall CrossEntropyCall::from(const NamedArguments& named) {
+  const auto tensor_or_none = [&](const char* name) {
+    return named.find(name) == nullptr ? std::nullopt : named.optional_tensor(name);
+  };
   return {.arguments = CrossEntropyArguments::from(named),
-          .grad_scale = named.optional_tensor("grad_scale"),
-          .denominator =
-              named.find("denominator") ? named.optional_tensor("denominator") : std::nullopt};
+          .grad_scale = tensor_or_none("grad_scale"),
+          .denominator = tensor_or_none("denominator")};
 }
 
 CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward) {
@@ -238,17 +240,16 @@ AMPFUSE_OPERATORS(m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  // What torch.nn.functional.cross_entropy may be replaced by: differentiable twice, and within
-  // range whatever backward is called with, where grad_scale is a guess.
+  // A replacement of torch.nn.functional.cross_entropy: it is differentiable twice.
   m.def(
       "cross_entropy.as_torch(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
-      "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None) -> Tensor",
+      "int ignore_index=-100, float label_smoothing=0.0) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "cross_entropy.metrics(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
-      "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
+      "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "cross_entropy_(Tensor(a!) input, Tensor target, Tensor? weight=None, int reduction=1, "
@@ -256,7 +257,7 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
       "(Tensor loss, Tensor baked_scale)");
   // Rows of logits, without autograd. for_backward is ForBackward: 0, nothing; 1, statistics; 2,
-  // the gradient; 3, one that is within range.
+  // the gradient.
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "

@@ -80,9 +80,8 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
                                   const at::Tensor& grad_output, const at::Tensor& statistics,
                                   const at::Tensor& divisor);
 
-/// What forward leaves for backward. A gradient that is within range is so whatever backward is
-/// called with in the end: half ones may be formed of less than grad_scale, some powers of two.
-enum class ForBackward : int64_t { kNothing, kStatistics, kGradient, kGradientWithinRange };
+/// What forward computes for backward.
+enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
 
 /// What both losses return. An output that was not asked for has shape [0].
 struct LossOutputs {
@@ -116,8 +115,9 @@ struct LossAndMetrics {
   at::Tensor lse;
   at::Tensor entropy;
   at::Tensor argmax;
+  at::Tensor correct;
 
-  auto tie() { return std::tie(loss, lse, entropy, argmax); }
+  auto tie() { return std::tie(loss, lse, entropy, argmax, correct); }
 };
 
 LossOutputs empty_loss_outputs(const CrossEntropyArguments& arguments, ForBackward for_backward,
@@ -129,7 +129,7 @@ struct CrossEntropyCall {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> denominator;
   bool with_metrics = false;
-  // As torch's function is, by which the second time is gone through.
+  // The second derivative is that of torch's function.
   bool is_twice_differentiable = false;
 
   static CrossEntropyCall from(const NamedArguments& named);
@@ -148,6 +148,7 @@ class CrossEntropyRows {
   explicit CrossEntropyRows(CrossEntropyCall as_passed);
 
   const CrossEntropyCall& call() const { return call_; }
+  const LossOptions& options() const { return call_.arguments.options; }
 
   /// What there is one of per row, in the shape of index targets.
   at::Tensor shaped(const at::Tensor& of_rows) const;

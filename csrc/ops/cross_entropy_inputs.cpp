@@ -55,9 +55,12 @@ at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_
 
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim) {
-  if (target.is_floating_point()) return argmax.eq(target.argmax(class_dim));
+  if (target.is_floating_point()) {
+    const bool has_classes = target.sym_size(class_dim) != 0;
+    return has_classes ? argmax.eq(target.argmax(class_dim)) : argmax.ne(argmax);
+  }
   // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
-  const at::Tensor classes = target.reshape(argmax.sizes()).to(at::kLong);
+  const at::Tensor classes = target.reshape_symint(argmax.sym_sizes()).to(at::kLong);
   return argmax.eq(classes).logical_and(classes.ne(ignore_index));
 }
 

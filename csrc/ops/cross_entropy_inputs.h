@@ -22,8 +22,8 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
 /// In a dtype that a loss of this dtype reads.
 at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_dtype);
 
-/// Whether the largest logits are those of the targets, or of the most probable classes, which are
-/// along this dimension. Never where targets are ignored.
+/// True where the largest logit is the target's, or the most probable class's; false for ignored
+/// rows. Probabilities have their classes along `class_dim`.
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim);
 

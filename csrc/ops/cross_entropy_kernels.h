@@ -19,20 +19,18 @@ inline void check_forward(const char* op, const CrossEntropyCall& call) {
 
 template <const CrossEntropyKernels& kKernels>
 CrossEntropyOutputs forward(const NamedArguments& named) {
-  CrossEntropyCall call = CrossEntropyCall::from(named);
-  CrossEntropyArguments& arguments = call.arguments;
+  const CrossEntropyCall call = CrossEntropyCall::from(named);
+  const CrossEntropyArguments& arguments = call.arguments;
   const at::Tensor& input = arguments.input;
   check_forward("cross_entropy", call);
   const int64_t for_backward = named["for_backward"].toInt();
   const auto what = static_cast<ForBackward>(for_backward);
-  TORCH_CHECK_VALUE(what >= ForBackward::kNothing && what <= ForBackward::kGradientWithinRange,
-                    "cross_entropy_forward: for_backward: expected 0 (nothing), 1 (statistics), 2 "
-                    "(the gradient) or 3 (the gradient within range), got ",
-                    for_backward);
-  const bool is_limited = what == ForBackward::kGradientWithinRange;
-  const bool with_grad = what == ForBackward::kGradient || is_limited;
-  constexpr float kLargestHalf = 65504;
-  if (is_limited && input.scalar_type() == at::kHalf) arguments.gradient_limit = kLargestHalf;
+  TORCH_CHECK_VALUE(
+      what >= ForBackward::kNothing && what <= ForBackward::kGradient,
+      "cross_entropy_forward: for_backward: expected 0 (nothing), 1 (statistics) or 2 "
+      "(the gradient), got ",
+      for_backward);
+  const bool with_grad = what == ForBackward::kGradient;
   TORCH_CHECK_VALUE(!with_grad || !arguments.options.is_per_row(),
                     "cross_entropy_forward: reduction: expected mean or sum for the gradient, got "
                     "none");

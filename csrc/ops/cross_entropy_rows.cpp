@@ -114,7 +114,7 @@ at::Tensor CrossEntropyRows::shaped(const at::Tensor& of_rows) const {
 }
 
 at::Tensor CrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
-  return call_.arguments.options.is_per_row() ? shaped(loss) : loss;
+  return options().is_per_row() ? shaped(loss) : loss;
 }
 
 // --- the public functions ------------------------------------------------------------------------
@@ -146,10 +146,9 @@ CrossEntropyWithMetrics cross_entropy_with_metrics(const at::Tensor& input,
                                                    const CrossEntropyOptions& options) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::cross_entropy", "metrics");
-  const auto results = results_of<LossAndMetrics>(call_operator(op, input, target, options));
-  const at::Tensor correct =
-      correct_predictions(results.argmax, target, options.ignore_index(), input.dim() == 1 ? 0 : 1);
-  return {results.loss, {results.lse, results.entropy, results.argmax, correct}};
+  auto [loss, lse, entropy, argmax, correct] =
+      results_of<LossAndMetrics>(call_operator(op, input, target, options));
+  return {loss, {lse, entropy, argmax, correct}};
 }
 
 at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,

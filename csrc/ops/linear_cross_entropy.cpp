@@ -221,7 +221,7 @@ AMPFUSE_OPERATORS(m) {
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
-      "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)",
+      "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
       {at::Tag::pt2_compliant_tag});
   // Rows, without autograd; products in `dtype`. `vocab_shard`, of a group of processes:
   // [group_size, first_class, num_classes]. Dtypes are numbers, c10's: what a package compiled

@@ -66,6 +66,7 @@ class LinearCrossEntropyRows {
   explicit LinearCrossEntropyRows(LinearCrossEntropyCall as_passed);
 
   const LinearCrossEntropyCall& call() const { return call_; }
+  const LossOptions& options() const { return call_.arguments.options; }
 
   /// What there is one of per row, in the shape of index targets.
   at::Tensor shaped(const at::Tensor& of_rows) const;

@@ -158,7 +158,7 @@ at::Tensor LinearCrossEntropyRows::shaped(const at::Tensor& of_rows) const {
 }
 
 at::Tensor LinearCrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
-  return call_.arguments.options.is_per_row() ? shaped(loss) : loss;
+  return options().is_per_row() ? shaped(loss) : loss;
 }
 
 // --- the public functions ------------------------------------------------------------------------
@@ -198,11 +198,9 @@ CrossEntropyWithMetrics linear_cross_entropy_with_metrics(
     const OptionalTensor& bias, const LinearCrossEntropyOptions& options) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::linear_cross_entropy", "metrics");
-  const auto results =
+  auto [loss, lse, entropy, argmax, correct] =
       results_of<LossAndMetrics>(call_operator(op, hidden, weight, target, bias, options));
-  const at::Tensor correct =
-      correct_predictions(results.argmax, target, options.ignore_index(), /*class_dim=*/-1);
-  return {results.loss, {results.lse, results.entropy, results.argmax, correct}};
+  return {loss, {lse, entropy, argmax, correct}};
 }
 
 }  // namespace ampfuse

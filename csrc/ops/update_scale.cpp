@@ -15,8 +15,8 @@ namespace {
 math::HysteresisRefill refill_named(std::string_view name) {
   if (name == "growth") return math::HysteresisRefill::kGrowth;
   if (name == "clean_step") return math::HysteresisRefill::kCleanStep;
-  TORCH_CHECK_VALUE(false, kUpdateScale,
-                    ": hysteresis_refill: expected growth or clean_step, got ", name);
+  TORCH_CHECK_VALUE(false, kUpdateScale, ": hysteresis_refill: expected growth or clean_step, got ",
+                    name);
 }
 
 void check_policy(const math::ScalePolicy& policy) {

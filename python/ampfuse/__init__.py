@@ -7,20 +7,18 @@ from ampfuse import _library
 _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
-from ampfuse._cross_entropy import (  # noqa: E402
-    CrossEntropyLoss,
-    CrossEntropyMetrics,
-    cross_entropy,
-    cross_entropy_,
-)
-from ampfuse._linear_cross_entropy import (  # noqa: E402
-    LinearCrossEntropyLoss,
-    linear_cross_entropy,
-)
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.amp._cpp_archive import load_cpp_scaler_state, save_cpp_scaler_state  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from ampfuse.graphed_step import GraphedStep  # noqa: E402
+from ampfuse.losses import (  # noqa: E402
+    CrossEntropyLoss,
+    CrossEntropyMetrics,
+    LinearCrossEntropyLoss,
+    cross_entropy,
+    cross_entropy_,
+    linear_cross_entropy,
+)
 from ampfuse.optim import Adam, AdamW  # noqa: E402
 from ampfuse.optim._cpp_archive import (  # noqa: E402
     load_cpp_optimizer_state,

@@ -159,7 +159,7 @@ class GraphedStep:
                 for param in group["params"]
             ],
             "model.training": [module.training for module in self._modules],
-            "optimizer.max_grad_norm": self.optimizer._shared_limit(),
+            "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
         }
         for index, group in enumerate(groups):
             for name in self._options:

@@ -135,7 +135,7 @@ class Hooks(TorchGradScaler):
     ) -> None:
         if torch.compiler.is_compiling() or is_capturing() or not isinstance(optimizer, Adam):
             return
-        limit = optimizer._shared_limit()
+        limit = optimizer.max_grad_norm
         if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
             (scaled_norm,) = inspection.total_norms.values()
             assert self._scale is not None

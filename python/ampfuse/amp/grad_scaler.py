@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ampfuse import ops
 from ampfuse._mistakes import Watch
 from ampfuse._warning import warn_caller
-from ampfuse.amp import _active, _policy
+from ampfuse.amp import _policy
 from ampfuse.amp._gradients import Inspection, norm_for, unscaled_norm
 from ampfuse.amp._hooks import Hooks
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
@@ -117,7 +117,6 @@ class GradScaler(Hooks):
         self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
         self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
         self._watch = Watch()
-        _active.note(self)
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -335,7 +334,6 @@ class GradScaler(Hooks):
         super().__setstate__(state)
         if self._enabled:
             self._watch = Watch()
-            _active.note(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
         """Another one for the same processes."""

@@ -12,7 +12,7 @@ import torch
 
 import ampfuse
 from ampfuse.amp import GradScaler
-from ampfuse.patching._parts import Part, unreached
+from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
 
 REMEMBERED = 2**16  # updates of each scaler: 12 bytes each on its device
@@ -43,7 +43,6 @@ def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[
             }
             for part in parts
         },
-        "unreached": unreached(parts),
         "scalers": scalers,
         "earlier_scalers": RECORDING.made - len(recorded),
         "peak_memory": _peak_memory(),

@@ -26,7 +26,6 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             ("", f"left to torch {_times(count)}: {reason}")
             for reason, count in part["left_to_torch"].items()
         ]
-    told += [("", what) for what in report["unreached"]]
     if report["earlier_scalers"]:
         told.append(("scalers", f"{report['earlier_scalers']:,} before these"))
     for scaler in report["scalers"]:

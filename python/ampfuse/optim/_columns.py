@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse.optim._options import Option, check_params, kept
+from ampfuse.optim._options import check_params, kept, option
 from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import Spares, ensure
 
@@ -80,15 +80,13 @@ class GroupColumns:
         group: dict[str, Any],
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
-        option: Option,
     ) -> None:
-        self._option = option
         self._params: list[Tensor] = list(group["params"])
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
         self._steps: list[Any] = []
-        self._kept = kept(group, option)
+        self._kept = kept(group)
         grads, self._kinds = self._survey()
         for index, param in enumerate(self._params):
             if grads[index] is None:
@@ -106,7 +104,7 @@ class GroupColumns:
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
         grads, kinds = self._survey()
-        if kinds != self._kinds or kept(group, self._option) != self._kept:
+        if kinds != self._kinds or kept(group) != self._kept:
             return None
         try:
             if not all(map(is_, self._steps, self._read_steps())):
@@ -155,14 +153,13 @@ class GroupColumns:
             columns.masters = [state["master_param"] for state in states]
         if self._is_plain:
             return columns
-        return localized(columns, self._option(group, "write_back_grads"))
+        return localized(columns, option(group, "write_back_grads"))
 
 
 class ColumnCache:
     """The columns of all groups."""
 
-    def __init__(self, option: Option) -> None:
-        self._option = option
+    def __init__(self) -> None:
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # kinds of gradients that the op does not refuse
@@ -180,8 +177,8 @@ class ColumnCache:
             self._checked = None
             self._before_step = set(state)
             for index, group in enumerate(groups):  # models may have been cast
-                check_params(group, index, self._option)
-            self._groups = [GroupColumns(group, state, spares, self._option) for group in groups]
+                check_params(group, index)
+            self._groups = [GroupColumns(group, state, spares) for group in groups]
             self._states = list(state.values())
             columns = self._read_known(groups, state)
             assert columns is not None

@@ -13,12 +13,10 @@ from torch.optim import Optimizer
 from ampfuse.optim._options import (
     NEEDED,
     Kept,
-    Option,
     check_options,
     has_torchs,
     is_number,
     kept,
-    own_option,
     without_torchs,
 )
 from ampfuse.optim._remainders import exported
@@ -97,9 +95,7 @@ class NewState(NamedTuple):
 
 
 @torch.no_grad()
-def new_states(
-    groups: list[dict[str, Any]], saved: dict[str, Any], option: Option
-) -> dict[Tensor, NewState]:
+def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, NewState]:
     """Check the states of a dictionary against their parameters, and make new ones of them."""
     if not isinstance(saved["state"], dict):
         raise TypeError(f"loaded state dict: state: expected a dict, got {_kind(saved['state'])}")
@@ -108,7 +104,7 @@ def new_states(
         if key in saved["state"]:
             check_saved(saved["state"][key], param, group)
     return {
-        param: _new_state(saved["state"][key], param, kept(group, option))
+        param: _new_state(saved["state"][key], param, kept(group))
         for key, (param, group) in found.items()
         if key in saved["state"]
     }
@@ -192,7 +188,6 @@ def keep_options(
     loaded: list[dict[str, Any]],
     groups: list[dict[str, Any]],
     defaults: dict[str, Any],
-    option: Option,
 ) -> None:
     """Complete loaded groups by how state is kept, and by what torch's checkpoints lack; check."""
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
@@ -201,16 +196,14 @@ def keep_options(
         for name in old.keys() - NEEDED:
             new.setdefault(name, old[name])
         missing = sorted(NEEDED - new.keys())
-        if missing and option is own_option:
+        if missing:
             raise KeyError(
                 f"loaded state dict: group {index} lacks {' and '.join(missing)}: expected lr, "
                 "betas, eps and weight_decay; was another optimizer saved?"
             )
-        if missing:
-            continue  # torch's Adam loads it, and takes no step
         _check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
         try:
-            check_options(new, option)
+            check_options(new)
         except (ValueError, TypeError) as error:
             raise type(error)(f"loaded state dict: group {index}: {error}") from None
 

@@ -1,6 +1,5 @@
 """The options of Adam's groups, and which of them make no sense."""
 
-from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -35,17 +34,9 @@ def without_torchs(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in TORCHS_OWN}
 
 
-Option = Callable[[dict[str, Any], str], Any]  # what a group says of one of ours
-
-
-def own_option(group: dict[str, Any], name: str) -> Any:
-    """Of an optimizer of ours."""
+def option(group: dict[str, Any], name: str) -> Any:
+    """A group's value of one of our options."""
     return group.get(name, OURS[name])
-
-
-def torchs_option(group: dict[str, Any], name: str) -> Any:
-    """Of an optimizer in place of torch's, where a name of ours is the program's own."""
-    return OURS[name]
 
 
 def of_op(group: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +61,7 @@ class Kept(NamedTuple):
     amsgrad: bool
 
 
-def kept(group: dict[str, Any], option: Option) -> Kept:
+def kept(group: dict[str, Any]) -> Kept:
     """A group's."""
     return Kept(option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"])
 
@@ -91,9 +82,9 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-def check_first(options: dict[str, Any], option: Option) -> None:
+def check_first(options: dict[str, Any]) -> None:
     """Refuse what makes no sense to begin with; torch's words where torch refuses it too."""
-    check_options(options, option)
+    check_options(options)
     lr = options["lr"]
     # A learning rate on a GPU is not looked at: the host would wait for it.
     if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not lr >= 0:
@@ -102,7 +93,7 @@ def check_first(options: dict[str, Any], option: Option) -> None:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
 
 
-def check_options(options: dict[str, Any], option: Option) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Refuse what no step could make sense of.
 
     Schedules of learning rates and weight decay may go below 0, as with torch's.
@@ -182,7 +173,7 @@ def check_limit(max_grad_norm: float | None) -> None:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
 
-def check_params(group: dict[str, Any], index: int, option: Option) -> None:
+def check_params(group: dict[str, Any], index: int) -> None:
     """Refuse a group whose parameters cannot have the masters that it asks for."""
     if option(group, "master_weights") != "remainder":
         return
@@ -201,8 +192,8 @@ def fill(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
             group.setdefault(name, defaults[name])
 
 
-def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any], option: Option) -> None:
+def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
     """Before each step: programs change options."""
     fill(groups, defaults)
     for group in groups:
-        check_options(group, option)
+        check_options(group)

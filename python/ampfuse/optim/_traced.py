@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from ampfuse._compiling import at_compile_time, make_static
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 from ampfuse.optim._grad_norm import placed
-from ampfuse.optim._options import kept
+from ampfuse.optim._options import kept, option
 from ampfuse.optim._state import ensure
 
 
@@ -94,7 +94,7 @@ class Traced:
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
-            of_state = kept(group, optimizer._option)
+            of_state = kept(group)
             for param in of_group:
                 state = optimizer.state[param]
                 ensure(state, param, of_state, optimizer._spare_masters)
@@ -143,5 +143,5 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
             columns.masters.append(state["master_param"])
     if all(map(is_plain, params)):
         return list(found.values())
-    write_back_grads = optimizer._option(group, "write_back_grads")
+    write_back_grads = option(group, "write_back_grads")
     return [localized(columns, write_back_grads) for columns in found.values()]

@@ -90,7 +90,9 @@ class Adam(OwnNames, torch.optim.Adam):
     _is_in_zero = False  # which has other processes step the other parameters
     _is_in_graphs = False  # which write state where it was when they were made
     _unscales_in_place = False  # gradients that a scaler hands to it
-    _option: _options.Option = staticmethod(_options.own_option)
+    _has_own_options = True  # a replacement of torch's class has only torch's
+    max_grad_norm: float | None = None
+    process_group: Any = None
 
     def __init__(
         self,
@@ -125,12 +127,12 @@ class Adam(OwnNames, torch.optim.Adam):
                 "max_grad_norm": None,
                 "write_back_grads": write_back_grads,
             }
-        _options.check_first(_options.plain(defaults), self._option)
+        _options.check_first(_options.plain(defaults))
         _options.check_limit(max_grad_norm)
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
             self.process_group = process_group
-        self._columns = ColumnCache(self._option)
+        self._columns = ColumnCache()
         self._written = WrittenParams()
         self._is_in_zero = steps_one_shard_of_many()
         self._spare_masters: Spares = {}
@@ -147,12 +149,12 @@ class Adam(OwnNames, torch.optim.Adam):
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
             _options.plain(group)
         try:
-            _options.check_first(group, self._option)
-            _options.check_params(group, len(self.param_groups) - 1, self._option)
+            _options.check_first(group)
+            _options.check_params(group, len(self.param_groups) - 1)
         except Exception:
             del self.param_groups[-1]
             raise
-        self._columns = ColumnCache(self._option)
+        self._columns = ColumnCache()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
@@ -161,7 +163,7 @@ class Adam(OwnNames, torch.optim.Adam):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
         """Another one for the same processes."""
-        memo[id(self._processes())] = self._processes()
+        memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
@@ -172,14 +174,14 @@ class Adam(OwnNames, torch.optim.Adam):
         if loading is not None:
             _options.fill(self.param_groups, self.defaults)
             old, new = self.param_groups, state["param_groups"]
-            _loading.keep_options(new, old, self.defaults, self._option)
-            states = _loading.new_states(old, loading, self._option)
+            _loading.keep_options(new, old, self.defaults)
+            states = _loading.new_states(old, loading)
             keep_rates(new, old)
             state = {**state, "state": self.state}
         Optimizer.__setstate__(self, state)
         if self._has_own_options:
             self.defaults.pop("differentiable", None)  # which torch's has just put there
-        self._columns = ColumnCache(self._option)
+        self._columns = ColumnCache()
         self._written = vars(self).get("_written") or WrittenParams()
         self._written.forget()
         self._traced = vars(self).get("_traced") or Traced(self)
@@ -220,15 +222,15 @@ class Adam(OwnNames, torch.optim.Adam):
                 param.grad = None  # which nobody reads: what it was makes no other graph
 
     def _step(self) -> None:
-        _options.check_limit(self._shared_limit())
+        _options.check_limit(self.max_grad_norm)
         groups = groups_of(self)
         limits = self._limits(groups)
-        if self._is_in_zero and self._processes() is None:
-            refuse_limits([*limits, self._shared_limit()])
+        if self._is_in_zero and self.process_group is None:
+            refuse_limits([*limits, self.max_grad_norm])
         if torch.compiler.is_compiling():
             columns = traced_columns(self)
         else:
-            _options.check_groups(self.param_groups, self.defaults, self._option)
+            _options.check_groups(self.param_groups, self.defaults)
             self._is_in_graphs = self._is_in_graphs or is_capturing()
             columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
             self._written.adopt(columns)
@@ -241,17 +243,17 @@ class Adam(OwnNames, torch.optim.Adam):
             groups,
             columns,
             limits,
-            self._shared_limit(),
+            self.max_grad_norm,
             self._grad_norm,
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
-            process_group=self._processes(),
+            process_group=self.process_group,
             known_norms=self._traced.known_norms,
         )
         if found_inf is None:
             found_inf = found_here
-        elif self._processes() is not None:
-            found_inf = found_by_any(found_inf, self._processes())
+        elif self.process_group is not None:
+            found_inf = found_by_any(found_inf, self.process_group)
         if self._is_rehearsed:
             found_inf = torch.ones((), dtype=torch.float32)
         for group, of_group, clip in zip(groups, columns, clips, strict=True):
@@ -274,19 +276,9 @@ class Adam(OwnNames, torch.optim.Adam):
         """Whether a step that is skipped may be one that does nothing, but for making state."""
         return True
 
-    @property
-    def _has_own_options(self) -> bool:
-        return self._option is _options.own_option
-
-    def _shared_limit(self) -> float | None:
-        return self.max_grad_norm
-
-    def _processes(self) -> Any:
-        return self.process_group
-
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
         """Of groups that have one of their own."""
-        return [self._option(group, "max_grad_norm") for group in groups]
+        return [_options.option(group, "max_grad_norm") for group in groups]
 
     def _check_before_writing(self, columns: list[list[Columns]]) -> None:
         """A step that is skipped, and so only checked, before several calls of the op begin.
@@ -321,7 +313,7 @@ class Adam(OwnNames, torch.optim.Adam):
                 lr=columns.lr(group["lr"]),
                 **_options.of_op(group),
                 write_back_grads=(
-                    self._option(group, "write_back_grads")
+                    _options.option(group, "write_back_grads")
                     or (self._unscales_in_place and grad_scale is not None)
                 ),
                 grad_scale=columns.scalar(grad_scale),

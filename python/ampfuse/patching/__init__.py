@@ -1,4 +1,4 @@
-"""Torch's own names for what ampfuse is faster at, for programs that are to stay as they are.
+"""Replaces torch's names by ampfuse's, for programs that are not to be changed.
 
 | part             | what is replaced                                                        |
 | ---------------- | ----------------------------------------------------------------------- |
@@ -11,43 +11,43 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ampfuse.patching._parts import PARTS, changing, chosen, tell_unreached
+from ampfuse.patching._parts import PARTS, changing, chosen
 
 __all__ = ["PARTS", "patch", "patched", "unpatch"]
 
 
 def patch(*parts: str, without: Iterable[str] = ()) -> None:
-    """Have torch's names mean ampfuse's, until `unpatch()`: of these parts, or of all.
+    """Replace torch's names by ampfuse's, until `unpatch()`: in these parts, or in all.
 
     The parts are `"scaler"`, `"optimizers"`, `"cross_entropy"` and `"clip_grad_norm"`.
 
-    - `torch.amp.GradScaler(...)` makes an `ampfuse.GradScaler`, as do its older names.
-    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, whatever torch's implementation was
-      to be chosen; but a scaler's steps unscale gradients themselves with `fused=True` alone.
-      Without, these are unscaled before, and where hooks or wrappers would see a step that is
-      skipped, and until there is state, the host waits to know, as in torch. They have torch's
-      options and state, but that moments of float16 parameters are float32. What they cannot do is
-      left to torch's class (`differentiable=True`, parameters that are neither on a CPU nor a GPU
-      of NVIDIA's, or twice in a group), and the reason is logged, once; and so is what is made
-      while a program has put methods of its own into the class.
+    - `torch.amp.GradScaler(...)` and its older names make an `ampfuse.GradScaler`.
+    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, whichever of torch's implementations
+      was chosen. They have torch's options and state; only the moments of float16 parameters are
+      float32. With `fused=True` the step unscales the gradients, as torch's does. Otherwise the
+      scaler unscales them before, and the host waits for the result, as in torch, if hooks or
+      wrappers would see a step that is skipped, or if there is no state yet.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
-      `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. It
-      expects the gradient that `scaler.scale(loss).backward()` brings, of the newest scaler that
-      is alive and has been used. That is a guess: where it is another scaler's scale, or the
-      gradient is taken without one (a loss divided by three, say), that costs one more pass over
-      the gradient, and one more rounding where it has 16 bits and the factor is no power of two.
-      (In half precision a guess that is far off would lose digits. So there is none where several
-      scalers are alive, or the program has a class of scalers of its own, and never one below 1.)
-      Logits must stay as they are until backward, which may read them; torch's reads a copy.
+      `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. The
+      gradient of float16 logits is computed in backward, where the loss scale is known: the logits
+      must stay as they are until then. That of other logits is computed in forward; if the loss is
+      scaled, one more pass multiplies it.
     - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
 
-    Names that modules imported before mean ampfuse's, too. Where torch's are referred to by other
-    names, in tables, default arguments or closures, a warning is logged that says where; what
-    objects have as attributes, `self.loss = cross_entropy` say, is not looked at. Classes stay
-    torch's for `isinstance`, and for classes that derive from them, whose metaclass may be `type`
-    or `ABCMeta`. Torch's own, made before or left to torch, are not pickled meanwhile: their name
-    means another class. Ampfuse's are pickled as such; state dictionaries load in either. To call
-    it again changes nothing.
+    Torch's class is used for what ampfuse's cannot do: `differentiable=True`, parameters that are
+    neither on a CPU nor on a GPU of NVIDIA's, a parameter that is in a group twice, and classes
+    into which the program has put methods of its own. The reason is logged once.
+
+    Modules that were imported before are changed, too, where they use torch's own name: `from
+    torch.optim import AdamW`. Other references stay torch's: another name, an entry of a table, a
+    default argument, a closure, a partial function, an attribute of an object. So patch before you
+    import the program, or run it under `python -m ampfuse`, which does that. In groups of
+    parameters the keys `max_grad_norm`, `master_weights`, `state_dtype` and `write_back_grads` are
+    ampfuse's options; a program cannot use them for itself.
+
+    `isinstance` works with torch's classes, and classes may derive from them, also with the
+    metaclass `ABCMeta`. Objects of torch's classes cannot be pickled while these are replaced;
+    state dictionaries load in either. A second call changes nothing.
 
     >>> import torch, ampfuse
     >>> ampfuse.patch()
@@ -57,14 +57,12 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     """
     wanted = chosen(parts, without)
     with changing():
-        new = [part for part in wanted if not part.is_patched]
-        for part in new:
+        for part in wanted:
             part.is_patched = True
-    tell_unreached(new)
 
 
 def unpatch(*parts: str) -> None:
-    """Undo `patch()`: of these parts, or of all. Inside of a `patched()` it waits for its end."""
+    """Undo `patch()` for these parts, or for all; inside a `patched()` block, at its end."""
     with changing():
         for part in chosen(parts, ()):
             part.is_patched = False
@@ -72,12 +70,10 @@ def unpatch(*parts: str) -> None:
 
 @contextmanager
 def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
-    """As `patch()`, for a block, whatever way that ends; for all threads, and for others' blocks
-    until their own ends.
+    """Call `patch()` for the duration of a block, on all threads. Blocks may be nested or overlap.
 
-    Entry and exit each look through the names of all imported modules, which takes milliseconds:
-    about ten where 2,500 modules are imported. So put the block around a training loop, not inside
-    it.
+    Entry and exit each look through the names of all imported modules, which takes about ten
+    milliseconds for 2,500 modules. So put the block around a training loop, not inside it.
 
     >>> import torch, ampfuse
     >>> with ampfuse.patched("scaler"):

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.cross_entropy`: ours, expecting the scale of the scaler that is there."""
+"""Replaces `torch.nn.functional.cross_entropy`."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
-from ampfuse._cross_entropy import REDUCTIONS
-from ampfuse.amp._active import active_scale
+from ampfuse.losses._options import REDUCTIONS
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("cross_entropy")
@@ -77,10 +76,6 @@ def _ours(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    # Class weights may take half gradients out of the range that is seen to. Traced, gradients are
-    # formed in backward, which is told.
-    is_scaled = weight is None or input.dtype != torch.float16
-    is_scaled = is_scaled and not torch.compiler.is_compiling() and type(input) in PLAIN[:2]
     try:
         loss: Tensor = torch.ops.ampfuse.cross_entropy.as_torch(
             input,
@@ -89,7 +84,6 @@ def _ours(
             REDUCTIONS[reduction],
             ignore_index,
             label_smoothing,
-            grad_scale=active_scale(input.device, input.dtype) if is_scaled else None,
         )
     except (TypeError, ValueError, IndexError) as error:
         # Torch's error, or what torch takes and ours does not.

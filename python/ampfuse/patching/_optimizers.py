@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import optim
-from ampfuse.optim._options import OURS, TORCHS_OWN, torchs_option
+from ampfuse.optim._options import OURS, TORCHS_OWN
 from ampfuse.patching._stand_in import StandIn
 from ampfuse.patching._usage import Usage
 
@@ -22,16 +21,6 @@ ADAMS_OWN = {*OURS, "process_group"}
 IMPLEMENTATIONS = dict.fromkeys(TORCHS_OWN) | {"capturable": False, "differentiable": False}
 
 
-class _ProgramsOwn:
-    """A name that torch's class has not: whatever a program puts there."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        raise AttributeError(f"{owner and owner.__name__!r} object has no attribute {self._name!r}")
-
-
 class _InPlaceOfTorchs(optim.Adam):
     """With torch's arguments, options, and the contract that a program knows of torch's class.
 
@@ -39,11 +28,7 @@ class _InPlaceOfTorchs(optim.Adam):
     first, and call no hooks of a step that is skipped.
     """
 
-    _option = staticmethod(torchs_option)
-
-    grad_norm = _ProgramsOwn()
-    master_params = _ProgramsOwn()
-    sync_masters_from_model = _ProgramsOwn()
+    _has_own_options = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._implementations = {
@@ -74,21 +59,6 @@ class _InPlaceOfTorchs(optim.Adam):
     def _take_contract(self) -> None:
         is_fused = bool(self._implementations["fused"])
         self._step_supports_amp_scaling = self._unscales_in_place = is_fused
-
-    def __dir__(self) -> Iterable[str]:
-        """What there is."""
-        return [
-            name
-            for name in super().__dir__()
-            if name in vars(self)
-            or not isinstance(getattr_static(type(self), name, None), _ProgramsOwn)
-        ]
-
-    def _shared_limit(self) -> None:
-        """A program's own `max_grad_norm` is for its own use."""
-
-    def _processes(self) -> None:
-        """The same of `process_group`."""
 
     def _may_skip_itself(self) -> bool:
         """A first step that is skipped leaves no state, and schedulers warn of it."""

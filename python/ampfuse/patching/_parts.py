@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ampfuse.patching import _clipping, _losses, _optimizers, _scalers
-from ampfuse.patching._references import exchange, references
-from ampfuse.patching._usage import Usage, logger
+from ampfuse.patching._references import exchange
+from ampfuse.patching._usage import Usage
 
 _lock = RLock()
 
@@ -101,18 +101,3 @@ def changing() -> Iterator[None]:
             pairs += own
         if pairs:
             exchange(pairs)
-
-
-def unreached(parts: Iterable[Part]) -> list[str]:
-    """Where torch's are referred to by what cannot be changed, or would not."""
-    originals = [original for part in parts for original, _ in part.pairs]
-    return [
-        f"{where} is {value.__module__}.{value.__qualname__} still"
-        for where, value in references(originals)
-    ]
-
-
-def tell_unreached(parts: Iterable[Part]) -> None:
-    """Log them."""
-    for what in unreached(parts):
-        logger.warning("%s, which is not replaced there: patch before it is imported", what)

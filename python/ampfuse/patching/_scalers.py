@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.amp import GradScaler, _active
+from ampfuse.amp import GradScaler
 from ampfuse.patching._stand_in import StandIn
 from ampfuse.patching._usage import Usage
 
@@ -40,10 +40,10 @@ class Recording:
     def note(self, scaler: GradScaler) -> None:
         if self.history and scaler.is_enabled():
             self.made += 1
-            # What it knows, and not itself: while it is alive, losses expect its scale.
-            known = object.__new__(type(scaler))
-            known.__dict__ = vars(scaler)
-            self.scalers.append(known)
+            # A twin that shares the attributes, so that the program's scaler is not kept alive.
+            twin = object.__new__(type(scaler))
+            twin.__dict__ = vars(scaler)
+            self.scalers.append(twin)
 
 
 # Not __qualname__, by which pickles find them.
@@ -71,9 +71,7 @@ def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
         scaler = ours(**given, history=RECORDING.history)
     except (TypeError, ValueError) as error:
         USAGE.leave_to_torch(f"{original.__module__}.GradScaler", str(error))
-        made = original(**given)
-        _active.note(made)
-        return made
+        return original(**given)
     USAGE.serve()
     RECORDING.note(scaler)
     return scaler

@@ -1,23 +1,29 @@
 """Cross-entropy that reads logits once and leaves their gradient behind, scaled before rounding."""
 
-from numbers import Number
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from typing_extensions import Unpack  # which torch brings along
 
-from ampfuse._transforms import raise_if_refused, refusal
-
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+from ampfuse.losses._options import (
+    DEFAULTS,
+    LossOptions,
+    changed_options,
+    checked_scaler,
+    op_options,
+    scale_of,
+)
+from ampfuse.losses._transforms import raise_if_refused, refusal
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """What the same pass tells of each row, in the shape of index targets; without derivatives.
+    """What the same pass computes for each row, in the shape of index targets; without gradients.
 
-    `lse` is the log-sum-exp of the logits, after softcap, and `entropy` that of the predicted
-    distribution, in nats, both of the loss's dtype. `argmax` is the class of the largest logit, and
-    `correct` whether that is the target, or the most probable one; never for ignored rows.
+    `lse` is the log-sum-exp of the logits after softcap, and `entropy` the entropy of the predicted
+    distribution in nats, both of the loss's dtype. `argmax` is the class of the largest logit.
+    `correct` is True where that is the target, or the most probable class; False for ignored rows.
     """
 
     lse: Tensor
@@ -32,14 +38,8 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    grad_scale: Tensor | float | None = None,
-    denominator: Tensor | float | None = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
     return_metrics: Literal[False] = False,
+    **options: Unpack[LossOptions],
 ) -> Tensor: ...
 
 
@@ -49,14 +49,8 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    grad_scale: Tensor | float | None = None,
-    denominator: Tensor | float | None = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
     return_metrics: Literal[True],
+    **options: Unpack[LossOptions],
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
 
@@ -118,7 +112,7 @@ def cross_entropy(
     (tensor(0.4100), tensor([[-0.0596,  0.0596],
             [ 0.2500, -0.2500]]))
     """
-    options = _options(
+    options = op_options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
     try:
@@ -129,9 +123,7 @@ def cross_entropy(
     except RuntimeError as error:
         raise_if_refused("cross_entropy", error)
         raise
-    loss, lse, entropy, argmax = results
-    correct = _correct(argmax, target, ignore_index, class_dim=min(1, input.dim() - 1))
-    return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
+    return results[0], CrossEntropyMetrics(*results[1:])
 
 
 def cross_entropy_(
@@ -168,7 +160,7 @@ def cross_entropy_(
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:  # torch would refuse it too, but after it was overwritten
         raise refusal("cross_entropy_")
-    options = _options(
+    options = op_options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
     try:
@@ -212,14 +204,13 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-        self.scaler = _checked_scaler(scaler)
+        self.scaler = checked_scaler(scaler)
         self.z_loss = z_loss
         self.softcap = softcap
 
     def extra_repr(self) -> str:
-        """What differs from the defaults."""
-        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-        return _told(self, defaults | {"z_loss": 0.0, "softcap": None})
+        """The options that differ from the defaults."""
+        return changed_options(self, DEFAULTS)
 
     def forward(
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
@@ -232,80 +223,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=_scale_of(self.scaler, input.device),
+            grad_scale=scale_of(self.scaler, input.device),
             denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,
         )
-
-
-def _told(module: Any, defaults: dict[str, Any]) -> str:
-    """What of a loss differs from the defaults."""
-    given = {name: getattr(module, name) for name in defaults}
-    if module.scaler is not None:
-        given["scaler"] = type(module.scaler).__name__
-    return ", ".join(f"{name}={v}" for name, v in given.items() if v != defaults.get(name))
-
-
-def _checked_scaler(scaler: Any) -> Any:
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
-        raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
-    return scaler
-
-
-def _scale_of(scaler: Any, device: torch.device) -> Tensor | None:
-    """What `scaler.scale(loss).backward()` will bring; `torch.amp.GradScaler` keeps its tensor."""
-    # Compiled, gradients are formed in backward, which is told.
-    if scaler is None or torch.compiler.is_compiling() or not scaler.is_enabled():
-        return None
-    if hasattr(scaler, "_live_scale"):
-        return scaler._live_scale()  # type: ignore[no-any-return]
-    one = torch.ones((), dtype=torch.float32, device=device)
-    return scaler.scale(one)  # type: ignore[no-any-return]
-
-
-def _options(
-    input: Tensor,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    grad_scale: Tensor | float | None,
-    denominator: Tensor | float | None,
-    z_loss: float,
-    softcap: float | None,
-) -> dict[str, Any]:
-    """As arguments of the operators."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
-    for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
-        if isinstance(constant, Tensor):  # would be read by the host, and have no derivative
-            raise TypeError(f"{name}: expected a number, got a tensor")
-    return {
-        "reduction": REDUCTIONS[reduction],
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "grad_scale": _number("grad_scale", grad_scale, torch.float32, input),
-        "denominator": _number("denominator", denominator, torch.float64, input),
-        "z_loss": z_loss,
-        "softcap": softcap,
-    }
-
-
-def _number(
-    name: str, value: Tensor | float | None, dtype: torch.dtype, input: Tensor
-) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return value
-    if not torch.compiler.is_compiling() and not isinstance(value, Number):
-        hint = ": CrossEntropyLoss takes scalers" if hasattr(value, "get_scale") else ""
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
-    # A product, since a constant would be compiled anew for each value.
-    return torch.ones((), dtype=dtype, device=input.device) * value
-
-
-def _correct(argmax: Tensor, target: Tensor, ignore_index: int, class_dim: int) -> Tensor:
-    if target.is_floating_point():
-        return argmax == target.argmax(class_dim)
-    # Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
-    target = target.reshape(argmax.shape).long()
-    return (argmax == target) & (target != ignore_index)

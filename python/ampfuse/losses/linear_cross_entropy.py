@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack  # which torch brings along
 
-from ampfuse._cross_entropy import (
-    CrossEntropyMetrics,
-    _checked_scaler,
-    _correct,
-    _options,
-    _scale_of,
-    _told,
+from ampfuse.losses._options import (
+    DEFAULTS,
+    LinearLossOptions,
+    changed_options,
+    checked_scaler,
+    op_options,
+    scale_of,
 )
-from ampfuse._transforms import raise_if_refused
+from ampfuse.losses._transforms import raise_if_refused
+from ampfuse.losses.cross_entropy import CrossEntropyMetrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
@@ -28,20 +30,8 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    grad_scale: Tensor | float | None = None,
-    denominator: Tensor | float | None = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    chunk_rows: int | None = None,
-    accumulate_into: Tensor | None = None,
-    process_group: ProcessGroup | None = None,
-    first_class: int | None = None,
-    num_classes: int | None = None,
     return_metrics: Literal[False] = False,
+    **options: Unpack[LinearLossOptions],
 ) -> Tensor: ...
 
 
@@ -52,20 +42,8 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    grad_scale: Tensor | float | None = None,
-    denominator: Tensor | float | None = None,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    chunk_rows: int | None = None,
-    accumulate_into: Tensor | None = None,
-    process_group: ProcessGroup | None = None,
-    first_class: int | None = None,
-    num_classes: int | None = None,
     return_metrics: Literal[True],
+    **options: Unpack[LinearLossOptions],
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
 
@@ -154,7 +132,7 @@ def linear_cross_entropy(
         class_weight=class_weight,
         accumulate_into=accumulate_into,
     )
-    options = _options(
+    options = op_options(
         hidden, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
     options |= {
@@ -172,12 +150,11 @@ def linear_cross_entropy(
         if not return_metrics:
             loss: Tensor = op(hidden, weight, target, bias, **options)
             return loss
-        loss, lse, entropy, argmax = op.metrics(hidden, weight, target, bias, **options)
+        results = op.metrics(hidden, weight, target, bias, **options)
     except RuntimeError as error:
         raise_if_refused("linear_cross_entropy", error)
         raise
-    correct = _correct(argmax, target, ignore_index, class_dim=-1)
-    return loss, CrossEntropyMetrics(lse, entropy, argmax, correct)
+    return results[0], CrossEntropyMetrics(*results[1:])
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -222,15 +199,14 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
-        self.scaler = _checked_scaler(scaler)
+        self.scaler = checked_scaler(scaler)
         self.z_loss = z_loss
         self.softcap = softcap
         self.chunk_rows = chunk_rows
 
     def extra_repr(self) -> str:
-        """What differs from the defaults."""
-        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-        return _told(self, defaults | {"z_loss": 0.0, "softcap": None, "chunk_rows": None})
+        """The options that differ from the defaults."""
+        return changed_options(self, DEFAULTS | {"chunk_rows": None})
 
     def forward(
         self,
@@ -249,7 +225,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=_scale_of(self.scaler, hidden.device),
+            grad_scale=scale_of(self.scaler, hidden.device),
             denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,

@@ -1,0 +1,18 @@
+"""Cross-entropy of logits, and of hidden states and the weight that makes logits of them."""
+
+from ampfuse.losses.cross_entropy import (
+    CrossEntropyLoss,
+    CrossEntropyMetrics,
+    cross_entropy,
+    cross_entropy_,
+)
+from ampfuse.losses.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+
+__all__ = [
+    "CrossEntropyLoss",
+    "CrossEntropyMetrics",
+    "LinearCrossEntropyLoss",
+    "cross_entropy",
+    "cross_entropy_",
+    "linear_cross_entropy",
+]

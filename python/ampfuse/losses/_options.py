@@ -1,0 +1,102 @@
+"""The options that both losses have: their types, and what the operators are called with."""
+
+from numbers import Number
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+DEFAULTS = {
+    "ignore_index": -100,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "softcap": None,
+}
+
+
+class LossOptions(TypedDict, total=False):
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    grad_scale: Tensor | float | None
+    denominator: Tensor | float | None
+    z_loss: float
+    softcap: float | None
+
+
+class LinearLossOptions(LossOptions, total=False):
+    class_weight: Tensor | None
+    chunk_rows: int | None
+    accumulate_into: Tensor | None
+    process_group: "ProcessGroup | None"
+    first_class: int | None
+    num_classes: int | None
+
+
+def changed_options(module: Any, defaults: dict[str, Any]) -> str:
+    """The options of a loss that differ from the defaults, as text."""
+    given = {name: getattr(module, name) for name in defaults}
+    if module.scaler is not None:
+        given["scaler"] = type(module.scaler).__name__
+    return ", ".join(f"{name}={v}" for name, v in given.items() if v != defaults.get(name))
+
+
+def checked_scaler(scaler: Any) -> Any:
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
+    return scaler
+
+
+def scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+    """The gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
+    # Compiled losses form their gradients in backward, where the scale is known.
+    if scaler is None or torch.compiler.is_compiling() or not scaler.is_enabled():
+        return None
+    if hasattr(scaler, "_live_scale"):
+        return scaler._live_scale()  # type: ignore[no-any-return]
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return scaler.scale(one)  # type: ignore[no-any-return]
+
+
+def op_options(
+    input: Tensor,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    grad_scale: Tensor | float | None,
+    denominator: Tensor | float | None,
+    z_loss: float,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """The options as arguments of the operators."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
+    for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
+        if isinstance(constant, Tensor):  # would be read by the host, and have no derivative
+            raise TypeError(f"{name}: expected a number, got a tensor")
+    return {
+        "reduction": REDUCTIONS[reduction],
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "grad_scale": _number("grad_scale", grad_scale, torch.float32, input),
+        "denominator": _number("denominator", denominator, torch.float64, input),
+        "z_loss": z_loss,
+        "softcap": softcap,
+    }
+
+
+def _number(
+    name: str, value: Tensor | float | None, dtype: torch.dtype, input: Tensor
+) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    if not torch.compiler.is_compiling() and not isinstance(value, Number):
+        hint = ": CrossEntropyLoss takes scalers" if hasattr(value, "get_scale") else ""
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
+    # A product, since a constant would be compiled anew for each value.
+    return torch.ones((), dtype=dtype, device=input.device) * value
