@@ -25,7 +25,8 @@ KINDS = {
     "checkpointed": {"model": partial(Transformer, checkpointing=True)},
 }
 EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-
+# torch's compiler takes 7 s for each; the others' graphs differ by operators that these have.
+COMPILED = ["clipped by the optimizer", "fp16", "bf16 parameters with remainders", "linear loss"]
 
 CALLS = ["fused_adam", "multi_tensor_norm", "multi_tensor_unscale_norm", "update_scale"]
 
@@ -167,7 +168,7 @@ def test_gradients_of_several_batches_accumulate_in_one_graph(device):
     assert twins.counter.frame_count == 1
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("options", [KINDS[kind] for kind in COMPILED], ids=COMPILED)
 def test_inductor_makes_no_copies_and_learns_the_same(device, options, missed_copies):
     # A block less spares half of the compiler's time, which is most of this file's.
     model = partial(options.get("model", Transformer), blocks=1)
