@@ -87,14 +87,14 @@ bench: build  ## compare with torch, quickly; BENCH_FLAGS= for all cases, BENCH_
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH_FLAGS) || exit 1; done
 
 lint: $(READY)  ## check formatting, types and the rules of the layout
-	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/python/test_layout.py
 
 format: $(READY)  ## format the sources
-	$(BIN)/clang-format -i $(CXX_FILES)
+	@$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

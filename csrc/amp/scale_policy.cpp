@@ -45,8 +45,8 @@ void check_options(const GradScalerOptions& options) {
   if (low && high) check("max_scale", *high, *high >= *low, "at least min_scale");
   check("hysteresis", options.hysteresis(), options.hysteresis() >= 1, "at least 1");
   const std::string& refill = options.hysteresis_refill();
-  check("hysteresis_refill", refill,
-        refill == "growth" || refill == "clean_step", "growth or clean_step");
+  check("hysteresis_refill", refill, refill == "growth" || refill == "clean_step",
+        "growth or clean_step");
   const auto skips = options.max_consecutive_skips();
   if (skips) check("max_consecutive_skips", *skips, *skips >= 1, "none or at least 1");
   check("history", options.history(), options.history() >= 0, "at least 0");

@@ -1,6 +1,6 @@
 // The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever computes with tensors
-// is an op; EagerOp is a way to call one, and list_queries.h asks many tensors what Python could ask
-// each.
+// is an op; EagerOp is a way to call one, and list_queries.h asks many tensors what Python could
+// ask each.
 #include <ampfuse/build_info.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

@@ -22,8 +22,8 @@ struct AMPFUSE_API AutocastState {
   static AutocastState capture(at::DeviceType device_type);
 };
 
-/// torch.autocast for C++: sets autocast for one type of device until the end of the scope, and then
-/// restores it, also after an exception. Scopes may be nested, also in Python's.
+/// torch.autocast for C++: sets autocast for one type of device until the end of the scope, and
+/// then restores it, also after an exception. Scopes may be nested, also in Python's.
 ///
 /// The end of the outermost scope drops the cache of cast weights. If a scope lasts over an
 /// optimizer's step, call clear_cache() after the step, or the next forward uses the old weights.

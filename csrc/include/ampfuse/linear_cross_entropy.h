@@ -32,11 +32,11 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// Float of the weight's shape (double for doubles), that backward adds the weight's gradient to.
   /// The weight gets none then.
   TORCH_ARG(std::optional<at::Tensor>, accumulate_into) = std::nullopt;
-  /// Set if weight, bias and probabilities are those of some classes, and other ranks have the rest.
-  /// All ranks pass the same hidden states, the same targets (numbered among all classes), the class
-  /// weights of all classes and the same options. All get the same loss, and the whole gradient of
-  /// the hidden states. A loss is NaN if the shards do not cover all classes, or if no shard has the
-  /// row's target; other differences between ranks are not detected.
+  /// Set if weight, bias and probabilities are those of some classes, and other ranks have the
+  /// rest. All ranks pass the same hidden states, the same targets (numbered among all classes),
+  /// the class weights of all classes and the same options. All get the same loss, and the whole
+  /// gradient of the hidden states. A loss is NaN if the shards do not cover all classes, or if no
+  /// shard has the row's target; other differences between ranks are not detected.
   TORCH_ARG(std::optional<VocabShard>, shard) = std::nullopt;
 };
 

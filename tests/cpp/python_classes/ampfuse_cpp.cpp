@@ -34,13 +34,14 @@ void bind_optimizers(py::module_& m) {
   py::class_<Optimizer>(m, "Optimizer")
       .def("step", wrap([](Optimizer& self) { self.step(); }))
       .def("zero_grad", wrap([](Optimizer& self) { self.zero_grad(); }));
-  py::class_<torch::optim::SGD, Optimizer>(m, "SGD")
-      .def(py::init([](const Tensors& params, double lr) {
-             return torch::optim::SGD(params, torch::optim::SGDOptions(lr));
-           }),
-           py::arg("params"), py::arg("lr"));
-  py::class_<torch::optim::LBFGS, Optimizer>(m, "LBFGS")
-      .def(py::init([](const Tensors& params) { return torch::optim::LBFGS(params); }));
+  py::class_<torch::optim::SGD, Optimizer>(m, "SGD").def(
+      py::init([](const Tensors& params, double lr) {
+        return torch::optim::SGD(params, torch::optim::SGDOptions(lr));
+      }),
+      py::arg("params"), py::arg("lr"));
+  py::class_<torch::optim::LBFGS, Optimizer>(m, "LBFGS").def(py::init([](const Tensors& params) {
+    return torch::optim::LBFGS(params);
+  }));
   py::class_<Adam, Optimizer>(m, "Adam")
       .def_readwrite("grad_scale", &Adam::grad_scale)
       .def_readwrite("found_inf", &Adam::found_inf)
