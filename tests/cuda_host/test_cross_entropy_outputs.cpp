@@ -1,5 +1,5 @@
 // What the kernels of cross_entropy are told and what they leave: kinds of indices, results that
-// are not asked for, bad_targets, and backward from what forward left.
+// are not asked for, bad targets, and backward from what forward left.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"

@@ -20,7 +20,7 @@
 // only barriers, __syncwarp and fenced atomics put in order (shuffles do not, and blocks are in no
 // order with each other), so it finds races in global and shared memory even where the result comes
 // out right. The runtime itself refuses divergent barriers and wrong warp masks (sync.h) and fills
-// shared memory with NaNs. Its bad_target, like an exception from a kernel, leaves simt::launch as
+// shared memory with NaNs. Its error, like an exception from a kernel, leaves simt::launch as
 // an exception; the other threads' frames are then dropped without unwinding.
 //
 // It cannot show speed, occupancy, spills, real contention, memory-ordering effects, progress of
