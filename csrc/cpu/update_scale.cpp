@@ -16,7 +16,8 @@ void update_scale_cpu(const UpdateScaleArguments& arguments) {
 }  // namespace
 
 AMPFUSE_KERNELS(CPU, m) {
-  m.impl("update_scale", kernel_by_name<update_scale_by_name<update_scale_cpu>>());
+  m.impl("update_scale",
+         kernel_by_name<with_arguments<update_scale_arguments, update_scale_cpu>>());
 }
 
 }  // namespace ampfuse

@@ -19,7 +19,8 @@ AMPFUSE_KERNELS(CUDA, m) {
   m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
   m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());
   m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cuda>());
-  m.impl("update_scale", kernel_by_name<update_scale_by_name<update_scale_cuda>>());
+  m.impl("update_scale",
+         kernel_by_name<with_arguments<update_scale_arguments, update_scale_cuda>>());
 }
 
 }  // namespace ampfuse

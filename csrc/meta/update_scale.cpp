@@ -10,7 +10,8 @@ void update_scale_meta(const UpdateScaleArguments&) {}  // which have been check
 }  // namespace
 
 AMPFUSE_KERNELS(Meta, m) {
-  m.impl("update_scale", kernel_by_name<update_scale_by_name<update_scale_meta>>());
+  m.impl("update_scale",
+         kernel_by_name<with_arguments<update_scale_arguments, update_scale_meta>>());
 }
 
 }  // namespace ampfuse

@@ -23,7 +23,7 @@ void CrossEntropyLossImpl::reset() {
 
 void CrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
   stream << "ampfuse::CrossEntropyLoss(";
-  loss_options("CrossEntropyLoss", options).print(stream);
+  print_loss_options(stream, options);
   stream << ")";
 }
 

@@ -28,7 +28,7 @@ void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
   stream << "ampfuse::LinearCrossEntropyLoss(in_features=" << linear_options.in_features()
          << ", out_features=" << linear_options.out_features()
          << ", bias=" << (linear_options.bias() ? "true" : "false") << ", ";
-  loss_options("LinearCrossEntropyLoss", options).print(stream);
+  print_loss_options(stream, options);
   if (options.chunk_rows()) stream << ", chunk_rows=" << *options.chunk_rows();
   stream << ")";
 }

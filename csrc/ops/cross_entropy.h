@@ -1,6 +1,6 @@
-// Cross-entropy as its kernels see it: rows of logits, whatever shape they came in. Where classes
-// are far apart, as in [batch, classes, height, width], the rows of a batch's entry lie beside each
-// other: they are its places.
+// Cross-entropy as kernels see it: rows of logits, whatever shape the caller passed. If the classes
+// of a row are far apart in memory, as in [batch, classes, height, width], each position of the
+// image ("place" in the code) is a row, and the positions of a class are contiguous.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,22 +18,21 @@ namespace ampfuse {
 inline constexpr const char* kCrossEntropy = "cross_entropy";
 
 struct CrossEntropyArguments {
-  // [rows, classes], classes next to each other; or [batch, classes, places], places next to each
-  // other, whose rows are [batch · places].
+  // [rows, classes] with contiguous classes, or [batch, classes, positions] with contiguous
+  // positions, which is batch · positions rows.
   at::Tensor input;
   at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
-  std::optional<at::Tensor> weight;  // [classes], of the dtype of the arithmetic
+  std::optional<at::Tensor> weight;  // [classes], of dtype loss_dtype(input)
   LossOptions options = {};
   // Targets were validated as part of a larger batch, and `denominator` holds their total weight.
   bool is_weighed = false;
-  // The number of classes of all shards, where those here are a shard: then math::kElsewhere may be
-  // a target.
+  // Number of classes of all shards, if `input` is one shard: targets may be math::kElsewhere then.
   std::optional<int64_t> all_classes = {};
   // Upper bound on |grad_scale / divisor|. A larger grad_scale is lowered by powers of two
   // (math::baked_scale).
   float gradient_limit = HUGE_VALF;
 
-  /// The arguments that all overloads and the operators below autograd have.
+  /// Reads the arguments that all overloads and the operators below autograd share.
   static CrossEntropyArguments from(const NamedArguments& named);
 
   bool has_probabilities() const { return target.is_floating_point(); }
@@ -47,55 +46,55 @@ struct CrossEntropyArguments {
   }
 };
 
-/// What a loss is computed in, and comes in: double for double logits, else float.
+/// The dtype in which a loss is computed and returned: double for double logits, else float.
 at::ScalarType loss_dtype(const at::Tensor& input);
 
-/// Refuses targets that are neither classes nor probabilities, which these are not.
+/// Throws unless an index target has dtype Long, Int or Byte.
 void check_class_dtype(const char* op, const at::Tensor& target);
 
-/// Refuses what kernels could not read.
+/// Throws for arguments that kernels cannot read.
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 
-/// Whether what is along the last dimension are neighbours in memory.
+/// Whether the elements along the last dimension are contiguous.
 bool has_neighbours(const at::Tensor& rows);
 
-/// Whether these are rows, or rows in places, that may be overwritten: each with its own memory.
+/// Whether `rows` may be overwritten, with or without positions: no two elements share memory.
 bool has_memory_of_its_own(const at::Tensor& rows);
 
-/// Refuses logits that could not be overwritten with their gradient.
+/// Throws for logits that cannot be overwritten with their gradient.
 void check_cross_entropy_in_place(const at::Tensor& input);
 
-/// Refuses tensors whose storage was freed under them: they would be read all the same.
+/// Throws for tensors whose storage was freed: kernels would read it without noticing.
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments);
 void check_target_memory(const CrossEntropyArguments& arguments);
 void check_memory(const char* op, const char* name, const at::Tensor& tensor);
 
-/// Refuses anything but one number of this dtype on the logits' device.
+/// Throws unless `scalar` is absent or one element of this dtype on the logits' device.
 void check_cross_entropy_scalar(const char* op, const char* name,
                                 const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                 const at::Tensor& input);
 
-/// Refuses what forward did not leave for backward.
+/// Throws unless the tensors have the shapes and dtypes that backward needs.
 void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& arguments,
                                   const at::Tensor& grad_output, const at::Tensor& statistics,
                                   const at::Tensor& divisor);
 
-/// What forward computes for backward.
+/// The data that forward computes for backward.
 enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
 
-/// What both losses return. An output that was not asked for has shape [0].
+/// Outputs of both losses. An output that was not asked for has shape [0].
 struct LossOutputs {
   at::Tensor loss;         // [], or [rows] with reduction none
-  at::Tensor baked_scale;  // [] float: grad_scale, lowered to gradient_limit; 1 if 0 or not finite
+  at::Tensor baked_scale;  // [] float: grad_scale within gradient_limit; 1 if none, 0 or not finite
   at::Tensor statistics;   // [rows, 4] double: math::RowStatistics
-  at::Tensor divisor;      // [] double: what the sum of losses is divided by
-  at::Tensor lse;          // [rows], as entropy and argmax: metrics
+  at::Tensor divisor;      // [] double: the number that the sum of losses is divided by
+  at::Tensor lse;          // [rows], like entropy and argmax; these three are the metrics
   at::Tensor entropy;
   at::Tensor argmax;
 };
 
 struct CrossEntropyOutputs : LossOutputs {
-  at::Tensor grad;  // of the loss times baked_scale; the shape of input
+  at::Tensor grad;  // the gradient of loss · baked_scale, in the shape of input
 
   auto tie() {
     return std::tie(loss, grad, baked_scale, statistics, divisor, lse, entropy, argmax);
@@ -109,7 +108,7 @@ struct CrossEntropyInPlaceOutputs {
   auto tie() { return std::tie(loss, baked_scale); }
 };
 
-/// What the overloads with metrics return.
+/// Outputs of the overloads with metrics.
 struct LossAndMetrics {
   at::Tensor loss;
   at::Tensor lse;
@@ -129,7 +128,7 @@ struct CrossEntropyCall {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> denominator;
   bool with_metrics = false;
-  // The second derivative is that of torch's function.
+  // Whether the loss may be differentiated twice, the second time by torch's function.
   bool is_twice_differentiable = false;
 
   static CrossEntropyCall from(const NamedArguments& named);
@@ -141,8 +140,8 @@ struct CrossEntropyCall {
   }
 };
 
-/// What people pass, as rows: logits of shape [classes], [batch, classes] or
-/// [batch, classes, d1, ...], targets to match, tensors of any dtype and device that can be used.
+/// A public call, reshaped to rows. Logits have shape [classes], [batch, classes] or
+/// [batch, classes, d1, ...]. Other tensors are converted to what kernels read.
 class CrossEntropyRows {
  public:
   explicit CrossEntropyRows(CrossEntropyCall as_passed);
@@ -150,7 +149,7 @@ class CrossEntropyRows {
   const CrossEntropyCall& call() const { return call_; }
   const LossOptions& options() const { return call_.arguments.options; }
 
-  /// What there is one of per row, in the shape of index targets.
+  /// Reshapes a tensor with one entry per row to the shape of index targets.
   at::Tensor shaped(const at::Tensor& of_rows) const;
   at::Tensor shaped_loss(const at::Tensor& loss) const;
 
@@ -159,7 +158,7 @@ class CrossEntropyRows {
   std::vector<c10::SymInt> shape_;
 };
 
-/// The operators below autograd.
+/// Calls of the operators below autograd.
 CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward);
 CrossEntropyInPlaceOutputs cross_entropy_in_place(const CrossEntropyCall& call);
 at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
@@ -168,9 +167,9 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
 void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scale,
                             const at::Tensor& grad_output);
 
-/// The functions that a backend implements. They fill those of the gradient, statistics and metrics
-/// whose tensors in `outputs` are not empty. The gradient may share the memory of the logits, and
-/// the gradient of float logits may have 16 bits.
+/// The functions that a backend implements. They fill the gradient, statistics and metrics whose
+/// tensors in `outputs` are not empty. The gradient may share the memory of the logits, and may
+/// have 16 bits for float logits.
 struct CrossEntropyKernels {
   /// Sets `total`, one double, to the sum of the targets' weights. Targets out of range raise an
   /// error, here or in a later call. The logits are not read.

@@ -1,8 +1,10 @@
 #include "cross_entropy_options.h"
 
+#include "named_arguments.h"
+
 namespace ampfuse {
 
-void LossOptions::check(const char* op, at::ScalarType dtype) const {
+void LossOptions::check(const char* op, c10::ScalarType dtype) const {
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,
                     ": label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
   TORCH_CHECK_VALUE(math::is_finite(static_cast<float>(z_loss)) && z_loss >= 0, op,
@@ -31,14 +33,6 @@ LossOptions LossOptions::from(const FindValue& find) {
   if (const auto* value = find("z_loss")) options.z_loss = value->toDouble();
   if (const auto* value = find("softcap")) options.softcap = value->toOptional<double>();
   return options;
-}
-
-void LossOptions::print(std::ostream& stream) const {
-  constexpr const char* kReductions[] = {"none", "mean", "sum"};
-  stream << "reduction=" << kReductions[reduction] << ", ignore_index=" << ignore_index
-         << ", label_smoothing=" << label_smoothing;
-  if (z_loss != 0) stream << ", z_loss=" << z_loss;
-  if (softcap) stream << ", softcap=" << *softcap;
 }
 
 int64_t loss_reduction(const char* op, const std::string& name) {

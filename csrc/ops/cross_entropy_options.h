@@ -1,7 +1,8 @@
-// The options that both losses have, as one value.
+// The options that both losses share, as one value.
 #pragma once
 
 #include <ATen/core/Reduction.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
@@ -9,7 +10,7 @@
 #include <string>
 
 #include "../math/cross_entropy.h"
-#include "named_arguments.h"
+#include "named_values.h"
 
 namespace ampfuse {
 
@@ -21,21 +22,17 @@ struct LossOptions {
   std::optional<double> softcap = {};
 
   bool is_mean() const { return reduction == at::Reduction::Mean; }
-  /// Whether there is a loss for each row.
+  /// Whether each row has a loss of its own (reduction "none").
   bool is_per_row() const { return reduction == at::Reduction::None; }
 
-  /// Refuses values out of range; softcap as it is rounded to `dtype`, the loss's.
-  void check(const char* op, at::ScalarType dtype) const;
+  /// Throws for values out of range. softcap is rounded to `dtype`, the dtype of the loss, first.
+  void check(const char* op, c10::ScalarType dtype) const;
 
-  /// All options under their names in schemas, and back. Options without a value have their
-  /// defaults.
+  /// Converts all options to a schema's named arguments, and back; missing ones get defaults.
   NamedValues named() const;
   static LossOptions from(const FindValue& find);
 
-  /// The options as a module prints them.
-  void print(std::ostream& stream) const;
-
-  /// The options as the arithmetic reads them, where the loss has so many classes.
+  /// The options as the arithmetic reads them, for a loss over `classes` classes.
   template <typename T, typename Number = T>
   math::LossTerms<T, Number> terms(int64_t classes) const {
     return {static_cast<T>(1 - label_smoothing),
@@ -44,14 +41,23 @@ struct LossOptions {
   }
 };
 
-/// at::Reduction of "none", "mean" or "sum".
+/// The at::Reduction for "none", "mean" or "sum". Throws for other names.
 int64_t loss_reduction(const char* op, const std::string& name);
 
-/// The options of CrossEntropyOptions or LinearCrossEntropyOptions.
+/// Converts CrossEntropyOptions or LinearCrossEntropyOptions.
 template <typename Options>
 LossOptions loss_options(const char* op, const Options& options) {
   return {loss_reduction(op, options.reduction()), options.ignore_index(),
           options.label_smoothing(), options.z_loss(), options.softcap()};
+}
+
+/// Prints the same options as a module shows them.
+template <typename Options>
+void print_loss_options(std::ostream& stream, const Options& options) {
+  stream << "reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()
+         << ", label_smoothing=" << options.label_smoothing();
+  if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
+  if (options.softcap()) stream << ", softcap=" << *options.softcap();
 }
 
 }  // namespace ampfuse

@@ -6,6 +6,7 @@
 
 #include "cross_entropy.h"
 #include "cross_entropy_inputs.h"
+#include "named_arguments.h"
 
 namespace ampfuse {
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../math/cross_entropy_shards.h"
+#include "named_arguments.h"
 
 namespace ampfuse {
 

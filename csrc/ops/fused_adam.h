@@ -1,12 +1,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <array>
 #include <optional>
 
 #include "../math/fused_adam.h"
-#include "named_arguments.h"
+#include "named_values.h"
 
 namespace ampfuse {
 

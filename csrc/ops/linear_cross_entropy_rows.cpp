@@ -10,6 +10,7 @@
 
 #include "cross_entropy_inputs.h"
 #include "linear_cross_entropy.h"
+#include "named_arguments.h"
 
 namespace ampfuse {
 

@@ -1,18 +1,17 @@
-// Operators with many arguments: their kernels take them by name, and they are called by name. So
-// their order stands in the schema alone.
+// Kernels of operators with many arguments read them by name, and callers pass them by name. So
+// only the schema depends on their order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 #include <c10/util/flat_hash_map.h>
 
-#include <functional>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <utility>
-#include <vector>
+
+#include "named_values.h"
 
 namespace c10 {
 struct FunctionSchema;
@@ -21,8 +20,7 @@ class OperatorHandle;
 
 namespace ampfuse {
 
-/// The arguments of a call, on top of the dispatcher's stack. They stay there: valid only during
-/// the call.
+/// The arguments of a call, which stay on the dispatcher's stack. Valid only during the call.
 class NamedArguments {
  public:
   NamedArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack);
@@ -32,7 +30,7 @@ class NamedArguments {
   const c10::IValue* find(const char* name) const;
   const c10::IValue& operator[](const char* name) const;
   const at::Tensor& tensor(const char* name) const { return (*this)[name].toTensor(); }
-  /// None is nullopt, and so is a tensor that is not defined.
+  /// nullopt for None and for an undefined tensor.
   std::optional<at::Tensor> optional_tensor(const char* name) const;
 
  private:
@@ -40,11 +38,6 @@ class NamedArguments {
   const c10::IValue* first_;
 };
 
-/// What an operator is called with: names, and their values.
-using NamedValues = std::vector<std::pair<std::string_view, c10::IValue>>;
-
-/// The value of a name, or null if there is none.
-using FindValue = std::function<const c10::IValue*(const char* name)>;
 FindValue values_in(const NamedArguments& arguments);
 
 /// An AutogradContext's saved_data.
@@ -52,7 +45,7 @@ using SavedData = ska::flat_hash_map<std::string, c10::IValue>;
 void save(NamedValues values, SavedData& data);
 FindValue values_in(const SavedData& data);
 
-/// Calls an operator and returns its results. Arguments that are not named have their defaults.
+/// Calls an operator and returns its results. Arguments without a value get their defaults.
 torch::jit::Stack call_by_name(const c10::OperatorHandle& op, NamedValues values);
 
 /// Results of a kernel or of call_by_name: a tensor, or a struct of tensors whose tie() lists them

@@ -38,6 +38,12 @@ torch::CppFunction kernel_by_name() {
   return torch::CppFunction::makeFromBoxedFunction<&call_kernel_by_name<kFunction>>();
 }
 
+/// A function for kernel_by_name(): a backend's kernel, of the struct that kArguments makes.
+template <auto kArguments, auto kKernel>
+void with_arguments(const NamedArguments& named) {
+  kKernel(kArguments(named));
+}
+
 }  // namespace ampfuse
 
 #define AMPFUSE_OPERATORS(m) AMPFUSE_OPERATORS_(m, C10_UID)

@@ -135,7 +135,8 @@ AMPFUSE_OPERATORS(m) {
 }
 
 AMPFUSE_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("update_scale", kernel_by_name<update_scale_by_name<update_scale_no_backend>>());
+  m.impl("update_scale",
+         kernel_by_name<with_arguments<update_scale_arguments, update_scale_no_backend>>());
 }
 
 }  // namespace ampfuse

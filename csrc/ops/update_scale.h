@@ -1,11 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <optional>
 
 #include "../math/update_scale.h"
-#include "named_arguments.h"
+#include "named_values.h"
 
 namespace ampfuse {
 
@@ -26,12 +27,6 @@ struct UpdateScaleArguments {
 };
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);
-
-/// A kernel for kernel_by_name(), of a backend's function of checked arguments.
-template <auto kKernel>
-void update_scale_by_name(const NamedArguments& arguments) {
-  kKernel(update_scale_arguments(arguments));
-}
 
 /// The CUDA kernel.
 void update_scale_cuda(const UpdateScaleArguments& arguments);
