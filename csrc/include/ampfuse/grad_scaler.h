@@ -27,36 +27,35 @@ class ScalerState;
 struct Inspection;
 }  // namespace amp
 
-/// Checked when a scaler is made and whenever its scale moves, not when they are set.
+/// Checked by the constructor, update() and load_state_dict(), not when they are set.
 struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(double, init_scale) = 65536.0;
   TORCH_ARG(double, growth_factor) = 2.0;
   TORCH_ARG(double, backoff_factor) = 0.5;
   TORCH_ARG(int64_t, growth_interval) = 2000;
   TORCH_ARG(bool, enabled) = true;
-  /// Where the scale is when it is asked for before anything was scaled; otherwise it is where the
-  /// first outputs are. A GPU unless there is none; named, but not there, it disables the scaler.
+  /// Where scale_tensor() makes the scale; scale() makes it on the device of its first outputs. By
+  /// default a GPU, if there is one. Naming CUDA without a GPU disables the scaler.
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
-  TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // where backing off ends
-  TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // where growing ends
-  TORCH_ARG(int64_t, hysteresis) = 1;  // the overflow in this place of a row is the first to cost
-  /// What starts the row anew: "growth" or "clean_step".
+  TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // backing off ends here
+  TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // growth ends here
+  TORCH_ARG(int64_t, hysteresis) = 1;  // forgives hysteresis - 1 overflows, then lowers the scale
+  /// The event that restores the hysteresis: "growth" of the scale, or any "clean_step".
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
-  TORCH_ARG(bool, dynamic) = true;  // else the scale stays what it is
-  /// update() throws ScaleCollapseError when so many steps in a row were skipped. On a GPU it looks
-  /// at what has arrived, so that this may be some steps later, and a row that has ended by then is
-  /// not seen.
+  TORCH_ARG(bool, dynamic) = true;  // false: the scale never changes
+  /// update() throws ScaleCollapseError after this many skips in a row. On a GPU it reads the last
+  /// count that has reached the host, so it may throw late, or miss skips that have ended by then.
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
-  TORCH_ARG(int64_t, history) = 0;  // how many updates history() remembers
-  /// Processes that are to skip together, though each sees other gradients.
-  /// A c10d::ProcessGroup, whose header takes long to compile.
+  TORCH_ARG(int64_t, history) = 0;  // number of updates that history() remembers
+  /// The ranks that skip a step together, though each has other gradients. A c10d::ProcessGroup;
+  /// including its header would take long to compile.
   TORCH_ARG(c10::intrusive_ptr<c10::intrusive_ptr_target>, process_group) = nullptr;
-  TORCH_ARG(bool, allow_fp16_grads) = false;  // half gradients, for optimizers that have masters
-  TORCH_ARG(bool, allow_no_grads) = false;    // a step without gradients is no error
+  TORCH_ARG(bool, allow_fp16_grads) = false;  // accept half gradients, for optimizers with masters
+  TORCH_ARG(bool, allow_no_grads) = false;    // accept steps without gradients
 };
 
-/// As many steps in a row were skipped as `max_consecutive_skips` says. The scale has moved all the
-/// same, and training may go on.
+/// Thrown after `max_consecutive_skips` skips in a row. The scale has been updated all the same,
+/// and training may go on.
 class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -64,16 +63,16 @@ class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
 
 /// One update of the scale.
 struct ScaleRecord {
-  double scale;  ///< that the step was taken with
-  bool skipped;  ///< whether gradients were not finite
-  double norm;   ///< of all unscaled gradients; NaN where nobody measured it
+  double scale;  ///< the scale of the step
+  bool skipped;  ///< whether a gradient was NaN or infinite
+  double norm;   ///< norm of all unscaled gradients; NaN if it was not measured
 };
 
 /// torch.amp.GradScaler for C++: scales losses so that 16-bit gradients do not vanish, unscales
 /// gradients, skips steps whose gradients are not finite, and moves the scale accordingly.
 ///
-/// With ampfuse::Adam and AdamW nothing here waits for the device; any other torch::optim optimizer
-/// is waited for once per step, to decide on the host. Misuse throws in torch's words.
+/// With ampfuse::Adam and AdamW the host never waits. With other torch::optim optimizers it waits
+/// once per step, to decide whether to call step(). Misuse throws with torch's messages.
 ///
 ///     overflow ──▶ hysteresis left? ──yes──▶ one less of it; the scale stays
 ///                      │ no
@@ -87,63 +86,63 @@ struct ScaleRecord {
 ///     growth            | growth of the scale       | Megatron-LM, DeepSpeed
 ///     clean_step        | any step that is taken    | apex; DeepSpeed's consecutive_hysteresis
 ///
-/// Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY, and
-/// from READY step() unscales by itself, or has the optimizer do it.
+/// Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. From
+/// READY, step() unscales by itself, or has the optimizer do it.
 class AMPFUSE_API GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
   ~GradScaler();
-  GradScaler(GradScaler&&) noexcept;  ///< the other may only be assigned to or destroyed
+  GradScaler(GradScaler&&) noexcept;  ///< a moved-from scaler may only be assigned to or destroyed
   GradScaler& operator=(GradScaler&&) noexcept;
 
-  /// The outputs times the scale, which is made on the device of the first.
+  /// The outputs times the scale. The first call makes the scale on the device of its outputs.
   at::Tensor scale(const at::Tensor& outputs);
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
-  /// Divides the gradients by the scale, for whoever wants to see or change them before the step.
+  /// Divides the gradients by the scale in place, to read or change them before step().
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// Scales the optimizer's gradients so that their norm is at most `max_norm`, and returns the
-  /// norm that they had: 0-dim, on their device, without a wait. Unscales them first, and measures
-  /// in the same pass; where unscale_() was called before, it reads them once more. A second pass
-  /// writes them only if the norm is above `max_norm`.
+  /// Clips the optimizer's gradients to a norm of at most `max_norm`, and returns the norm they
+  /// had: 0-dim, on their device; no host wait. Unscales and measures them in one pass; if
+  /// unscale_() was called before, reads them again. A second pass writes them only if the norm is
+  /// above `max_norm`.
   at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm);
 
-  /// optimizer.step() on unscaled gradients, or nothing if one of them is not finite; unscales
-  /// before, if that was not done. Returns what that returns, or an undefined tensor. A closure is
-  /// for disabled scalers alone, and so is LBFGS, which needs one.
+  /// Calls optimizer.step() on unscaled gradients and returns its result; unscales them first if
+  /// needed. If a gradient is not finite, skips the step and returns an undefined tensor. Throws
+  /// c10::Error for a closure, and for LBFGS, which needs one, unless the scaler is disabled.
   at::Tensor step(torch::optim::Optimizer& optimizer,
                   torch::optim::Optimizer::LossClosure closure = nullptr);
 
-  /// Moves the scale as the steps since the last update say, or sets it.
+  /// Changes the scale as the steps since the last update require, or sets it.
   void update();
   void update(double new_scale);
   void update(const at::Tensor& new_scale);
 
-  double get_scale() const;   ///< 1 when disabled; the host waits for it
-  at::Tensor scale_tensor();  ///< the live scale: float, 0-dim; for what takes a `grad_scale`
+  double get_scale() const;   ///< the host waits; 1 when disabled
+  at::Tensor scale_tensor();  ///< the live scale, for `grad_scale` options: float, 0-dim
 
   bool is_enabled() const;
   const GradScalerOptions& options() const;
   GradScalerOptions& options();  ///< factors, interval, limits and policy may be changed
 
-  at::Tensor step_skipped() const;  ///< whether the last step was: bool, 0-dim, on the device
-  bool was_skipped();  ///< the same on the host, which waits if that step is still to come; of
-                       ///< several optimizers it is the last one's
+  at::Tensor step_skipped() const;  ///< bool, 0-dim, on the device: the last step was skipped
+  bool was_skipped();  ///< the same on the host, which waits for the step; for the optimizer that
+                       ///< was stepped last
 
-  std::vector<ScaleRecord> history() const;  ///< the oldest first, by one copy to the host
+  std::vector<ScaleRecord> history() const;  ///< oldest first; makes one copy to the host
 
-  /// Names of the parameters whose gradients were not finite in the last skipped step, of the last
-  /// 16 steps: ask when was_skipped(). The host waits for it.
+  /// Names of the parameters with non-finite gradients in the last skipped step. The scaler
+  /// remembers 16 steps, so call this when was_skipped(). The host waits.
   std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
   std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;
 
-  /// Python's state dictionary: numbers and words. The history is not part of it.
+  /// Python's state dictionary, with numbers and strings; without the history. Empty when disabled.
   c10::impl::GenericDict state_dict() const;
 
-  /// Loads what this class, Python's or torch's saved; what torch's has no entry for stays as it
-  /// is. Throws, and loads nothing, for entries that are missing or make no sense.
+  /// Loads the state of this class, Python's or torch's; what torch's lacks is not changed. Throws
+  /// c10::Error, and loads nothing, if entries are missing or invalid.
   void load_state_dict(const c10::impl::GenericDict& state_dict);
 
   /// The same in archives, which Python reads and writes, too: ampfuse.load_cpp_scaler_state.

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, and of hidden states and the weight that makes logits of them."""
+"""Cross-entropy of logits, and of hidden states with the weight that maps them to logits."""
 
 from ampfuse.losses.cross_entropy import (
     CrossEntropyLoss,

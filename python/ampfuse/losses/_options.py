@@ -1,4 +1,4 @@
-"""The options that both losses have: their types, and what the operators are called with."""
+"""Options that both losses have: their types, and their conversion to operator arguments."""
 
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # which not every build of torch has
+    from torch.distributed import ProcessGroup  # missing in some builds of torch
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 DEFAULTS = {
@@ -39,7 +39,7 @@ class LinearLossOptions(LossOptions, total=False):
 
 
 def changed_options(module: Any, defaults: dict[str, Any]) -> str:
-    """The options of a loss that differ from the defaults, as text."""
+    """Return the options of a loss that differ from the defaults, as text."""
     given = {name: getattr(module, name) for name in defaults}
     if module.scaler is not None:
         given["scaler"] = type(module.scaler).__name__
@@ -53,8 +53,8 @@ def checked_scaler(scaler: Any) -> Any:
 
 
 def scale_of(scaler: Any, device: torch.device) -> Tensor | None:
-    """The gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
-    # Compiled losses form their gradients in backward, where the scale is known.
+    """Return the gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
+    # Compiled losses compute their gradients in backward, where the scale is known.
     if scaler is None or torch.compiler.is_compiling() or not scaler.is_enabled():
         return None
     if hasattr(scaler, "_live_scale"):
@@ -73,11 +73,11 @@ def op_options(
     z_loss: float,
     softcap: float | None,
 ) -> dict[str, Any]:
-    """The options as arguments of the operators."""
+    """Return the options as arguments of the operators."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
     for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
-        if isinstance(constant, Tensor):  # would be read by the host, and have no derivative
+        if isinstance(constant, Tensor):  # the host would wait for it, and it would get no gradient
             raise TypeError(f"{name}: expected a number, got a tensor")
     return {
         "reduction": REDUCTIONS[reduction],
@@ -98,5 +98,5 @@ def _number(
     if not torch.compiler.is_compiling() and not isinstance(value, Number):
         hint = ": CrossEntropyLoss takes scalers" if hasattr(value, "get_scale") else ""
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
-    # A product, since a constant would be compiled anew for each value.
+    # A product, since torch.compile would recompile for each value of a constant.
     return torch.ones((), dtype=dtype, device=input.device) * value

@@ -1,9 +1,9 @@
-"""One clear error where torch.func or forward mode asks a loss for a derivative that it lacks."""
+"""One clear error for derivatives that the losses lack: those of torch.func and forward mode."""
 
 import re
 
-# What torch raises: for autograd functions in C++ under torch.func, for operators in forward mode,
-# and for autograd functions in C++ in forward mode.
+# Torch's messages: for C++ autograd functions under torch.func, for operators in forward mode, and
+# for C++ autograd functions in forward mode.
 _REFUSALS = re.compile(r"with functorch transforms|forward AD|jvp is not implemented")
 
 
@@ -17,9 +17,9 @@ def refusal(function: str) -> NotImplementedError:
 def raise_if_refused(function: str, error: RuntimeError) -> None:
     """Raise `refusal(function)` if the error is torch's own refusal.
 
-    Torch is left to find out, since it refuses only what is differentiated (a metric of detached
-    logits works inside of `torch.func.grad`), and since to ask for the transforms that are active
-    would cost each call something and break the graph of `torch.compile` under vmap.
+    Active transforms are not checked beforehand: torch refuses only what is differentiated (a
+    metric of detached logits works inside `torch.func.grad`), and the check would cost time in each
+    call and break the graph of `torch.compile` under vmap.
     """
     if _REFUSALS.search(str(error)):
         raise refusal(function) from error

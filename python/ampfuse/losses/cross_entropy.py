@@ -1,11 +1,11 @@
-"""Cross-entropy that reads logits once and leaves their gradient behind, scaled before rounding."""
+"""Cross-entropy that reads logits once for loss and gradient, and scales before rounding."""
 
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from typing_extensions import Unpack  # which torch brings along
+from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse.losses._options import (
     DEFAULTS,
@@ -19,11 +19,12 @@ from ampfuse.losses._transforms import raise_if_refused, refusal
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """What the same pass computes for each row, in the shape of index targets; without gradients.
+    """Metrics of each row from the same pass, in the shape of index targets; without gradients.
 
     `lse` is the log-sum-exp of the logits after softcap, and `entropy` the entropy of the predicted
-    distribution in nats, both of the loss's dtype. `argmax` is the class of the largest logit.
-    `correct` is True where that is the target, or the most probable class; False for ignored rows.
+    distribution in nats; both have the loss's dtype. `argmax` is the class of the largest logit.
+    `correct` is True if that is the target (for probabilities, the most probable class); it is
+    False for ignored rows.
     """
 
     lse: Tensor
@@ -68,41 +69,40 @@ def cross_entropy(
     softcap: float | None = None,
     return_metrics: bool = False,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-    """`torch.nn.functional.cross_entropy`, in float32 for 16-bit logits, also under autocast.
+    """Compute `torch.nn.functional.cross_entropy`; 16-bit logits in float32, also under autocast.
 
-    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`, with the classes next to each other in
-    memory or what belongs to a class (others are copied, and so is what has few entries of a
-    class, below 16 or a sixteenth of the classes); targets are classes (int64, int32, uint8) or
-    probabilities.
+    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`. They are read in place if the class
+    dimension has stride 1, or if at least max(16, C/16) positions of a class are contiguous; others
+    are copied. Targets are classes (int64, int32, uint8) or probabilities.
 
-    - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number. The
-      gradient is multiplied by it before it is rounded to the logits' dtype, so that it may come
-      from forward: a float16 gradient of a mean over thousands of rows that is formed without it is
-      mostly zeros. With any other number in backward a pass over the gradient multiplies it by the
-      ratio and rounds once more; what is beyond the range of the logits' dtype by then, above or
-      below, stays so.
-    - `denominator`: what to divide by instead of the batch's own weight, with `reduction="mean"`.
-      The same one for the parts of a batch makes their gradients add up to the whole batch's, and
-      a part whose rows are all ignored no NaN. Under DDP, which averages gradients: the count of
-      all processes, divided by how many these are.
+    - `grad_scale`: the gradient that backward will receive, for example `scaler.scale_tensor()`, or
+      a number. The gradient is multiplied by it before it is rounded to the logits' dtype, so it
+      can be computed in forward: without it, a float16 gradient of a mean over thousands of rows
+      would be mostly zeros. If backward receives another number, one more pass multiplies the
+      gradient by the ratio and rounds again; elements that have already overflowed or underflowed
+      the logits' dtype stay so.
+    - `denominator`: divides the loss instead of the batch's own weight, with `reduction="mean"`.
+      With the same one for all parts of a batch, their gradients add up to the whole batch's, and a
+      part whose rows are all ignored is not NaN. Under DDP, which averages gradients, pass the
+      count over all ranks, divided by the number of ranks.
     - `z_loss`: adds `z_loss * lse**2` to the loss of each row that is not ignored, where `lse` is
-      the row's log-sum-exp. Class weights do not multiply this term, but `reduction="mean"` divides
-      it by what it divides the rest of the loss by: the sum of the targets' class weights (the
-      number of rows where targets are probabilities), or `denominator`.
-    - `softcap`: logits become `softcap * tanh(logits / softcap)` first.
-    - `return_metrics`: also what the pass tells of each row, of ignored ones too, as
-      `CrossEntropyMetrics`.
+      the row's log-sum-exp. Class weights do not multiply this term. `reduction="mean"` divides it
+      like the rest of the loss: by `denominator`, or by the sum of the targets' class weights (for
+      probabilities, by the number of rows).
+    - `softcap`: first replaces logits by `softcap * tanh(logits / softcap)`.
+    - `return_metrics`: also returns `CrossEntropyMetrics` of all rows, including ignored ones.
 
-    Where logits require grad and the loss is a mean or a sum, their gradient comes from the same
-    read of them. They are kept for backward instead with `reduction="none"`, for float16 logits
-    without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. There is
-    no second derivative, no forward mode and no `torch.func.grad`: where one is needed, use torch's
-    function.
+    If logits require grad and the loss is a mean or a sum, their gradient is computed in the same
+    pass. The logits are kept for backward instead with `reduction="none"`, for float16 logits
+    without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. Second
+    derivatives, forward mode and `torch.func.grad` are not supported: use torch's function for
+    them.
 
-    On a CPU each thread holds up to 8 bytes for each class of its row, 16 for float64 logits.
+    On a CPU each thread allocates up to 8 bytes per class, 16 for float64 logits.
 
-    A target that is no class raises IndexError; on a GPU that row's loss is NaN and a later call
-    raises, since nothing waits (the environment variable AMPFUSE_TARGETS=trap stops the GPU).
+    A target out of range raises IndexError. On a GPU the loss of its row is NaN and a later call
+    raises, since the host does not wait; the environment variable AMPFUSE_TARGETS=trap stops the
+    GPU at once.
 
     >>> import torch, ampfuse
     >>> logits = torch.tensor([[2.0, 0.0], [0.0, 0.0]], requires_grad=True)
@@ -139,11 +139,12 @@ def cross_entropy_(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`cross_entropy` of `(N, C)` logits that nobody needs any more: their gradient replaces them.
+    """Compute `cross_entropy` of `(N, C)` logits, and overwrite these with their gradient.
 
-    So there is no memory but theirs, and gradients of what they were made of may share it; under
-    `no_grad` they are overwritten, too. Not for leaves, nor inside `torch.compile`; `reduction` is
-    "mean" or "sum", and float16 logits need `grad_scale`.
+    Only use this for logits that are not needed any more. It uses no other memory of their size,
+    and gradients of tensors from which they were computed may share their memory. They are
+    overwritten under `no_grad`, too. `input` must not be a leaf, `reduction` is "mean" or "sum",
+    and float16 logits need `grad_scale`. Not supported inside `torch.compile`.
 
     >>> import torch, ampfuse
     >>> hidden = torch.ones(1, 2, requires_grad=True)
@@ -158,7 +159,7 @@ def cross_entropy_(
             "for that"
         )
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
-    if dual.tangent is not None:  # torch would refuse it too, but after it was overwritten
+    if dual.tangent is not None:  # torch would refuse it only after overwriting it
         raise refusal("cross_entropy_")
     options = op_options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
@@ -172,11 +173,12 @@ def cross_entropy_(
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` by `ampfuse.cross_entropy`.
+    """`torch.nn.CrossEntropyLoss`, computed by `ampfuse.cross_entropy`.
 
     With `scaler`, ours or torch's, it expects the gradient that `scaler.scale(loss).backward()`
-    brings. Losses are not to be divided or weighted then: in float16 what is above the range before
-    stays above it. The parts of an accumulated batch are called with its `denominator` instead.
+    passes. Do not divide or weight the loss then: a float16 gradient that has overflowed before the
+    division stays infinite. Call it with `denominator` for the parts of an accumulated batch
+    instead.
 
     >>> import torch, ampfuse
     >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
@@ -209,13 +211,13 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.softcap = softcap
 
     def extra_repr(self) -> str:
-        """The options that differ from the defaults."""
+        """Return the options that differ from the defaults."""
         return changed_options(self, DEFAULTS)
 
     def forward(
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
     ) -> Tensor:
-        """The loss; `denominator` is a number, or a tensor of one, as in `cross_entropy`."""
+        """Return the loss; `denominator` is as in `cross_entropy`."""
         return cross_entropy(
             input,
             target,

@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states times a weight, without the logits ever being there at once."""
+"""Cross-entropy of hidden states times a weight, which never holds all logits at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack  # which torch brings along
+from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse.losses._options import (
     DEFAULTS,
@@ -20,7 +20,7 @@ from ampfuse.losses._transforms import raise_if_refused
 from ampfuse.losses.cross_entropy import CrossEntropyMetrics
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # which not every build of torch has
+    from torch.distributed import ProcessGroup  # missing in some builds of torch
 
 
 @overload
@@ -68,53 +68,53 @@ def linear_cross_entropy(
     num_classes: int | None = None,
     return_metrics: bool = False,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-    """`cross_entropy(hidden @ weight.T + bias, target)` in a fraction of the memory.
+    """Compute `cross_entropy(hidden @ weight.T + bias, target)` in a fraction of the memory.
 
     Hidden states have shape `(..., H)`, the weight `(V, H)`, the bias `(V)`; targets are classes of
-    shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. All that is multiplied is of
-    one dtype; under autocast it becomes that one, once. Logits are of float32 where that is
-    float16 or bfloat16, and so is the sum that becomes the weight's gradient. It is rounded to the
-    dtype of the weight, or not at all where `weight.grad_dtype` is float32, which torch.compile and
-    DDP know nothing of, and of optimizers `ampfuse.Adam`, `AdamW` and torch's SGD. The loss is
-    float32 (float64 of float64).
+    shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. Hidden states, weight and bias
+    have one dtype; autocast converts them to its dtype, once. If that is float16 or bfloat16,
+    logits and the sums of the weight's gradient are float32. The gradient is then rounded to the
+    weight's dtype, unless `weight.grad_dtype` is float32. Such gradients are supported by
+    `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers, torch.compile and DDP. The
+    loss is float32 (float64 for float64 inputs).
 
-    A chunk of rows at a time becomes logits, a loss and gradients, so that with reductions mean and
-    sum backward has nothing left to multiply but what it is called with. With `reduction="none"`
-    backward computes the logits once more. Tensors that require no grad cost no product.
+    One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
+    and sum, backward then only multiplies the gradients by the number that it receives. With
+    `reduction="none"` it computes the logits again. Tensors that require no grad cost no product.
 
     - `class_weight`, `ignore_index`, `reduction`, `label_smoothing`, `denominator`, `z_loss`,
       `softcap` and `return_metrics` are those of `cross_entropy` (which calls the first one
       `weight`).
-    - `grad_scale`: what backward will be called with, `scaler.scale_tensor()` say, or a number.
-      With any other number in backward the gradients are multiplied by the ratio, in a pass over
-      them that rounds those of 16 bits a second time unless it is a power of two: of a loss that is
-      divided by n say `1 / n`, or pass a `denominator`. Without it float16 gradients are formed of
-      losses that are not divided yet.
-    - `chunk_rows`: how many rows at a time. By default as many as 64 MiB of logits hold on a
-      CPU, but at least 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048,
-      whatever the number of rows there are. The same rows in the same chunks make the same bits;
-      on a CPU also with the same number of threads, since the matrix product of some CPUs depends
-      on it (that of bfloat16 where there is no AVX512-BF16, say).
-    - `accumulate_into`: float32 of the weight's shape, that backward adds the weight's gradient to.
-      The weight gets none then, for which DDP waits: it is not for weights inside of DDP. For
-      `ampfuse.AdamW` to use it set `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and
-      call `zero_grad(set_to_none=False)`. Of a weight that is an embedding's, too, the
-      embedding's part is in `weight.grad`.
+    - `grad_scale`: the gradient that backward will receive, for example `scaler.scale_tensor()`, or
+      a number. If backward receives another number, one more pass multiplies the gradients by the
+      ratio and, unless this is a power of two, rounds 16-bit ones a second time. For a loss that is
+      divided by n pass `1 / n`, or a `denominator`. Without `grad_scale`, float16 gradients are
+      computed from losses that are not divided yet.
+    - `chunk_rows`: number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU,
+      but at least 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048. The
+      default does not depend on the number of rows. The same rows in the same chunks give the same
+      bits; on a CPU only with the same number of threads, since the matrix product of some CPUs
+      depends on it (for example that of bfloat16 without AVX512-BF16).
+    - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
+      which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
+      one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set
+      `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and call
+      `zero_grad(set_to_none=False)`. If the weight is an embedding's, too, the embedding's part of
+      the gradient is in `weight.grad`.
     - `process_group`, of `torch.distributed`: the ranks that each hold a shard of the classes
       (tensor parallelism). Weight, bias and probabilities are those of this rank's classes. By
       default all shards have the same size and lie in the order of ranks; otherwise pass
       `first_class`, the first class of this shard, and `num_classes`, the number of all classes.
       Padding of a vocabulary counts as classes. All ranks pass the same hidden states, the same
-      targets (numbered among all classes), `class_weight` of all classes and the same options, ask
-      for the same gradients, and call backward with the same number. All get the same loss, to the
-      last bit, and the whole gradient of the hidden states, summed in float32. Besides that sum
+      targets (numbered among all classes), `class_weight` of all classes and the same options,
+      request the same gradients, and call backward with the same number. All get the same loss, to
+      the last bit, and the whole gradient of the hidden states, summed in float32. Besides that sum
       they exchange a few numbers per row. A loss is NaN if the shards do not cover all classes, or
       if no shard has the row's target. Other differences between the ranks' arguments are not
       detected.
 
-    There is no second derivative, no forward mode and no `torch.func.grad`: where one is needed,
-    use torch's cross_entropy of the logits. Targets that are no class are treated as in
-    `cross_entropy`.
+    Second derivatives, forward mode and `torch.func.grad` are not supported: use torch's
+    cross_entropy of the logits for them. Targets out of range are treated as in `cross_entropy`.
 
     >>> import torch, ampfuse
     >>> hidden = torch.ones(1, 2, requires_grad=True)
@@ -158,14 +158,14 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """The last layer of a model and its loss, by `linear_cross_entropy`.
+    """The last layer of a model and its loss, computed by `linear_cross_entropy`.
 
-    `linear` is that layer, an `nn.Linear` that is called for logits alone: to share its weight with
-    an embedding assign `loss.linear.weight = embedding.weight`; a model's own last layer may be
-    assigned, too. Its parameters are trained as any module's are, and so this belongs into the
-    model, inside of DDP; with FSDP2 shard it as a module of its own, `fully_shard(head)`. `weight`
-    is what classes weigh. With `scaler`, ours or torch's, it expects the gradient that
-    `scaler.scale(loss).backward()` brings. The state dict is that of
+    `linear` is that layer, an `nn.Linear` that is called only to get logits. To share its weight
+    with an embedding, assign `loss.linear.weight = embedding.weight`; a model's own last layer may
+    be assigned, too. Its parameters are trained, so make this module a part of the model, inside
+    DDP; with FSDP2 shard it as a module of its own, `fully_shard(head)`. `weight` contains the
+    class weights. With `scaler`, ours or torch's, it expects the gradient that
+    `scaler.scale(loss).backward()` passes. The state dict is that of
     `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
 
     >>> import torch, ampfuse
@@ -205,7 +205,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.chunk_rows = chunk_rows
 
     def extra_repr(self) -> str:
-        """The options that differ from the defaults."""
+        """Return the options that differ from the defaults."""
         return changed_options(self, DEFAULTS | {"chunk_rows": None})
 
     def forward(
@@ -215,7 +215,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         denominator: Tensor | float | None = None,
         accumulate_into: Tensor | None = None,
     ) -> Tensor:
-        """The loss; `denominator` and `accumulate_into` as in `linear_cross_entropy`."""
+        """Return the loss; `denominator` and `accumulate_into` are as in `linear_cross_entropy`."""
         return linear_cross_entropy(
             hidden,
             self.linear.weight,
@@ -237,7 +237,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 def _vocab_shard(
     process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
 ) -> list[int]:
-    """Equal ones in the order of ranks, where nobody says otherwise."""
+    """Return [ranks, first class, classes]; by default for equal shards in the order of ranks."""
     if not torch.compiler.is_compiling() and not hasattr(process_group, "group_name"):
         raise TypeError(
             "process_group: expected a torch.distributed.ProcessGroup that this process is a "
@@ -252,8 +252,8 @@ def _vocab_shard(
 
 
 def _refuse_dtensors(**tensors: Tensor | None) -> None:
-    # Whether a mesh is data parallel or tensor parallel cannot be known from a weight, so that the
-    # function cannot gather or reduce by itself.
+    # A weight does not show whether its mesh is data parallel or tensor parallel, so the function
+    # cannot choose between gathering and reducing.
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Masters of which a parameter has the upper half, and the state its remainder."""
+"""Split masters: the parameter holds the upper half, and the state the remainder."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from ampfuse.optim._shards import local, sharded_like
 
 
 def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as it is saved: remainders as the float32 masters that they stand for.
+    """Return a parameter's state as it is saved: with float32 masters in place of remainders.
 
-    By themselves they mean nothing, and no collective operation knows their dtype.
+    A remainder alone has no meaning, and no collective operation supports its dtype.
     """
     master = state.get("master_param")
     if not isinstance(master, Tensor) or master.dtype != torch.int16:
@@ -22,20 +22,19 @@ def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Split a float32 tensor as the kernels do (math/fused_adam_remainder.h)."""
     bits = local(master).contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16  # wraps around at the top of the negative NaNs, which go below
+    upper = (bits + 0x8000) >> 16  # wraps around for some negative NaNs, replaced below
     upper = torch.where(local(master).isnan(), (bits >> 16) | 0x40, upper)
     bfloat16 = upper.to(torch.int16).view(torch.bfloat16)
     return sharded_like(master, bfloat16), sharded_like(master, bits.to(torch.int16))
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 tensor that `split` gave."""
     bfloat16 = local(param.detach()).contiguous()
     upper = bfloat16.view(torch.int16).to(torch.int32) << 16
     lower = local(remainder).contiguous().to(torch.int32)
-    # A negative remainder brings its own sign bits, which is to borrow from the upper half.
+    # Adding a negative remainder, with its sign extended, borrows from the upper half.
     bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
     joined = bits.view(torch.float32)
-    # As in math/fused_adam_remainder.h, no remainder makes a NaN of another number.
+    # As in math/fused_adam_remainder.h, no remainder turns another number into NaN.
     is_spoilt = joined.isnan() & ~bfloat16.isnan()
     return sharded_like(param, torch.where(is_spoilt, upper.view(torch.float32), joined))

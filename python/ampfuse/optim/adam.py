@@ -1,7 +1,7 @@
 """Adam: torch's, in one pass over memory, with fp32 masters for 16-bit parameters.
 
-Unscaling, clipping and the decision to skip are part of that pass: gradients are read, never
-written unless asked, and the host never waits for a GPU.
+Unscaling, clipping and the decision to skip are part of that pass: gradients are read, not written
+unless requested, and the host never waits for a GPU.
 """
 
 import copy
@@ -33,43 +33,43 @@ OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero"}
 class Adam(OwnNames, torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
 
-    Same results as torch's fused implementation for float32 parameters, or nearer to exact ones.
-    Parameters may be float16, bfloat16 and float32 in any mixture, gradients any of these whatever
-    their parameter's dtype; float64 and complex ones are stepped as torch steps them.
+    For float32 parameters, results equal those of torch's fused implementation or are closer to the
+    exact ones. Parameters may be float16, bfloat16 and float32 in any mixture, and so may their
+    gradients, independently. float64 and complex parameters are stepped as in torch.
 
     Arguments and group options that torch does not have:
 
     - `master_weights`: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
-      is the master rounded to nearest; `"remainder"` keeps of it only the 16 bits that a bfloat16
-      parameter lacks, 2 bytes less per element; False steps 16-bit parameters themselves, which
-      loses updates smaller than half their last bit.
-    - `state_dtype`: of the moments, float32 or bfloat16.
-    - `max_grad_norm`: clips the unscaled gradients as `torch.nn.utils.clip_grad_norm_` does. Given
-      here, to a norm over all groups but those that have their own; given in a group, to the norm
-      of that group (inf: not at all).
-    - `write_back_grads`: leave the unscaled, clipped gradients in `.grad`.
-    - `process_group`: processes that step other parameters of the same model. Norms, and whether
-      to skip, are then decided for all (a scaler's scale is its own: give it one, too). Not
-      pickled, which raises. DTensors need none. ZeroRedundancyOptimizer
-      would make these options its groups': hand it `functools.partial(ampfuse.AdamW,
-      max_grad_norm=..., process_group=...)` as the class.
+      is the master rounded to nearest; `"remainder"` keeps only the 16 bits of the master that a
+      bfloat16 parameter lacks, 2 bytes less per element; False steps 16-bit parameters themselves,
+      which loses updates smaller than half their last bit.
+    - `state_dtype`: dtype of the moments, float32 or bfloat16.
+    - `max_grad_norm`: clips the unscaled gradients as `torch.nn.utils.clip_grad_norm_` does. As an
+      argument, it limits the norm over all groups without a limit of their own; as a group option,
+      the norm of that group (inf: no clipping).
+    - `write_back_grads`: leaves the unscaled, clipped gradients in `.grad`.
+    - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
+      to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
+      An optimizer with a group cannot be pickled. DTensors need no group. A ZeroRedundancyOptimizer
+      would turn these arguments into group options: as its class pass
+      `functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)`.
 
-    Loss scaling: `grad_scale` and `found_inf`, attributes that torch's GradScaler sets for a step,
-    are honoured, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. Where only
-    `grad_scale` is set, the step itself looks for gradients that are not finite, and is skipped
-    when there are any.
+    Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
+    for it, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. If only
+    `grad_scale` is set, the step itself checks for non-finite gradients, and is skipped if there
+    are any.
 
     A learning rate in a tensor is read on its device: change it in place under CUDA graphs and
-    torch.compile. A number, or a tensor on the CPU, is for a captured graph what it was when it was
-    captured; and before one is captured, a step must have been taken.
+    torch.compile. A captured graph keeps the value that a number, or a tensor on the CPU, had
+    during the capture. Take one step before a capture.
 
-    Masters are made at a parameter's first step. When something else writes a parameter later
-    (loading a model, averaging models, masks), its master takes over the elements that were
-    written, with a warning the first time. On a GPU the step compares one element in 128, and so
-    notices a write that changes 128 adjacent elements. It notices smaller and scattered ones under
-    `torch.no_grad()` (not through `.data`) between eager steps of the same parameters, or steps of
-    a `GraphedStep`; else call `sync_masters_from_model()` after them.
-    Tensors that lie in memory in another order than their parameter are copied for the step.
+    Masters are created at a parameter's first step. If other code writes a parameter later (loading
+    or averaging models, masks), its master takes over the elements that were written, with a
+    warning the first time. On a GPU the step compares one element in 128, and so notices a write
+    that changes 128 adjacent elements. It notices smaller and scattered ones under
+    `torch.no_grad()` (not through `.data`) between eager steps of the same parameters, or between
+    steps of a `GraphedStep`; otherwise call `sync_masters_from_model()` after them. Tensors whose
+    memory layout differs from their parameter's are copied for the step.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
@@ -80,17 +80,17 @@ class Adam(OwnNames, torch.optim.Adam):
     torch.float32
     """
 
-    # It is torch's for those who ask with isinstance; what torch's does is done by none of it, so
-    # that what torch's Optimizer does is called by that name.
+    # torch's Adam is a base for isinstance only: its methods are not used, and those of torch's
+    # Optimizer are called by that name.
 
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
-    _is_rehearsed = False  # while steps are skipped, but for the state that they make
-    _is_in_zero = False  # which has other processes step the other parameters
-    _is_in_graphs = False  # which write state where it was when they were made
-    _unscales_in_place = False  # gradients that a scaler hands to it
-    _has_own_options = True  # a replacement of torch's class has only torch's
+    _is_rehearsed = False  # while steps are skipped, but create state
+    _is_in_zero = False  # other ranks step the other parameters
+    _is_in_graphs = False  # graphs write state at fixed addresses
+    _unscales_in_place = False  # writes gradients back if a scaler calls the step
+    _has_own_options = True  # False in replacements of torch's classes
     max_grad_norm: float | None = None
     process_group: Any = None
 
@@ -140,11 +140,11 @@ class Adam(OwnNames, torch.optim.Adam):
         self._traced = Traced(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group's options are checked as the constructor's are."""
+        """Add a group as torch does; its options are checked like the constructor's."""
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
-            if _options.has_torchs(group):  # another optimizer's, it may be
+            if _options.has_torchs(group):  # perhaps another optimizer's
                 group = self.param_groups[-1] = _options.without_torchs(group)
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
             _options.plain(group)
@@ -157,19 +157,19 @@ class Adam(OwnNames, torch.optim.Adam):
         self._columns = ColumnCache()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Return the state for pickle and deepcopy."""
         names = OWN_ATTRIBUTES & vars(self).keys() if self._has_own_options else ()
         return {**Optimizer.__getstate__(self), **{name: vars(self)[name] for name in names}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
-        """Another one for the same processes."""
+        """Copy the optimizer; the copy has the same process group."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle, deepcopy and load_state_dict."""
+        """Restore the state for pickle, deepcopy and load_state_dict."""
         loading = self._loading
         if loading is not None:
             _options.fill(self.param_groups, self.defaults)
@@ -180,7 +180,7 @@ class Adam(OwnNames, torch.optim.Adam):
             state = {**state, "state": self.state}
         Optimizer.__setstate__(self, state)
         if self._has_own_options:
-            self.defaults.pop("differentiable", None)  # which torch's has just put there
+            self.defaults.pop("differentiable", None)  # set by torch's __setstate__
         self._columns = ColumnCache()
         self._written = vars(self).get("_written") or WrittenParams()
         self._written.forget()
@@ -206,20 +206,20 @@ class Adam(OwnNames, torch.optim.Adam):
             self._columns.forget_step(self.state)
             for group in self.param_groups:
                 for param in group["params"]:
-                    refuse_sparse(param)  # clearer than what the ops say
+                    refuse_sparse(param)  # clearer than the ops' errors
             raise
         return loss
 
-    _own_step = inspect.unwrap(step)  # which derived classes may have another one of
+    _own_step = inspect.unwrap(step)  # derived classes may override step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, which torch.compile does not trace."""
+        """Reset gradients as torch does, but so that torch.compile can trace it."""
         if not (torch.compiler.is_compiling() and set_to_none):
             Optimizer.zero_grad(self, set_to_none)
             return
         for group in groups_of(self):
             for param in group["params"]:
-                param.grad = None  # which nobody reads: what it was makes no other graph
+                param.grad = None  # not read, so the graph does not depend on it
 
     def _step(self) -> None:
         _options.check_limit(self.max_grad_norm)
@@ -265,7 +265,7 @@ class Adam(OwnNames, torch.optim.Adam):
             self._written.note_step(columns)
 
     def _signal(self, name: str) -> Tensor | None:
-        """`grad_scale` or `found_inf`, which a scaler sets for the duration of a step."""
+        """Return `grad_scale` or `found_inf`, which a scaler sets for the duration of a step."""
         told = self if self._traced.found_inf is None else self._traced
         signal = getattr(told, name, None)
         if signal is not None and not isinstance(signal, Tensor):
@@ -273,17 +273,17 @@ class Adam(OwnNames, torch.optim.Adam):
         return signal
 
     def _may_skip_itself(self) -> bool:
-        """Whether a step that is skipped may be one that does nothing, but for making state."""
+        """Return whether a skipped step may be a step that does nothing but create state."""
         return True
 
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
-        """Of groups that have one of their own."""
+        """Return the limit of each group, None if it has none of its own."""
         return [_options.option(group, "max_grad_norm") for group in groups]
 
     def _check_before_writing(self, columns: list[list[Columns]]) -> None:
-        """A step that is skipped, and so only checked, before several calls of the op begin.
+        """Check the arguments of several op calls by a skipped step, before any of them writes.
 
-        One that refuses its arguments writes nothing, but calls before it would have stepped.
+        A call that raises writes nothing itself, but earlier calls would have stepped.
         """
         if not self._columns.may_be_refused(columns):
             return
@@ -325,17 +325,16 @@ class Adam(OwnNames, torch.optim.Adam):
             raise about_parameter(error, columns, self.param_groups) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Remainders are saved as the float32 masters that they stand for."""
+        """Return torch's state dict. Remainders are saved as the float32 masters they represent."""
         return _loading.saved_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or torch's saved.
+        """Load a state dict of this class or torch's.
 
-        State that a captured or compiled step writes stays in its tensors; else there are new ones.
-        How state is kept is not loaded: `master_weights` and `state_dtype` stay as they were given,
-        and what was saved is converted. After a checkpoint without masters, torch's say, they are
-        made from the parameters as these are at the next step; one that has masters sets the
-        parameters too. What torch's has no
-        options for stays as it is.
+        State that a captured or compiled step writes is copied into its tensors; otherwise the
+        tensors are replaced. `master_weights` and `state_dtype` are not loaded: saved state is
+        converted to the present ones. After a checkpoint without masters, for example torch's, they
+        are made from the parameters at the next step; a checkpoint with masters sets the parameters
+        too. Options that torch's lacks stay unchanged.
         """
         _loading.load_into(self, state_dict)
