@@ -42,7 +42,7 @@ BENCH_FLAGS ?= --quick
 # Tests of code that is compiled once per instruction set run again as on a CPU without AVX-512, but
 # for those of torch.compile, whose kernels crash when torch is told of another CPU than it runs on.
 VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_entropy multi_tensor \
-	optim_masters optim_written_params,$(wildcard tests/python/test_$(subject)*.py))
+	optim_masters optim_written_params,$(wildcard tests/python/*/test_$(subject)*.py))
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
 
 # Asked once, and only by the verbs that use it.
@@ -91,7 +91,7 @@ lint: $(READY)  ## check formatting, types and the rules of the layout
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/python/test_layout.py
+	$(BIN)/python -m pytest tests/python/project/test_layout.py
 
 format: $(READY)  ## format the sources
 	@$(BIN)/clang-format -i $(CXX_FILES)

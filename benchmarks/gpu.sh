@@ -122,10 +122,10 @@ if wanted pytest; then
   # Most tests are kernels of microseconds between seconds of Python: with pytest-xdist, side by side.
   workers=()
   python3 -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
-  # Packaging has no GPU side, and wants the network's package index.
+  # Installing has no GPU side, and needs a package index.
   stage pytest 400 env OMP_NUM_THREADS=2 python3 -m pytest tests/python -q --durations=20 \
     "${workers[@]}" "${pytest_flags[@]}" \
-    --ignore tests/python/test_packaging.py --ignore tests/python/test_configure.py
+    --ignore tests/python/install
 fi
 if wanted ctest; then
   stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error --parallel "$(nproc)"

@@ -1,5 +1,5 @@
 // ampfuse::GradScaler as C++ programs use it. What it computes is compared with Python's scaler in
-// tests/python/test_grad_scaler_*.py, which drive both.
+// tests/python/amp/test_grad_scaler_*.py, which drive both.
 #include <ATen/record_function.h>
 #include <ampfuse/ampfuse.h>
 

@@ -1,5 +1,5 @@
 // ampfuse::linear_cross_entropy as C++ programs call it. Values are compared with float64 in
-// tests/python/test_linear_cross_entropy*.py.
+// tests/python/losses/test_linear_cross_entropy*.py.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 

@@ -1,6 +1,6 @@
 // ampfuse::linear_cross_entropy of two threads, each of which has the weight of some classes, as
 // processes would. Values are compared with float64 in
-// tests/python/test_linear_cross_entropy_shards.py.
+// tests/python/losses/test_linear_cross_entropy_shards.py.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

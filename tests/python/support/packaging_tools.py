@@ -17,7 +17,7 @@ import torch
 # This interpreter's cmake and ninja, also where its environment is not active.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
 

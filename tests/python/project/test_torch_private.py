@@ -9,7 +9,7 @@ import ampfuse
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODULES = {
     "torch": ["_C", "_dynamo"],
     "torch._C": [

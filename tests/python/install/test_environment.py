@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-ENVIRONMENT = Path(__file__).parents[2] / "tools" / "environment.py"
+ENVIRONMENT = Path(__file__).parents[3] / "tools" / "environment.py"
 # As the real one does in a folder: leaves a package there, here of one header.
 APT_GET = """#!/bin/sh
 mkdir -p package/DEBIAN package/usr/include/catch2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "examples" / "plain_torch"
+FOLDER = Path(__file__).parents[3] / "examples" / "plain_torch"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 # Of 16-bit activations, whose rounding the smallest difference before may turn: how far apart the

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 RUNS = ["float32", "torch.amp", "python -m ampfuse", "ampfuse"]
 
