@@ -2,7 +2,6 @@
 
 #include "../math/multi_tensor_clip.h"
 #include "../ops/registration.h"
-#include "../tensors/borrowed_list.h"
 #include "../tensors/tensor_list.h"
 #include "chunks.h"
 #include "vec/multi_tensor_scale.h"
@@ -26,7 +25,7 @@ void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm,
 }  // namespace
 
 AMPFUSE_KERNELS(CPU, m) {
-  m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cpu>());
+  m.impl("multi_tensor_clip", multi_tensor_clip_cpu);
 }
 
 }  // namespace ampfuse

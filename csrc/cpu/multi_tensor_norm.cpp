@@ -3,7 +3,6 @@
 #include <ATen/Dispatch.h>
 
 #include "../ops/registration.h"
-#include "../tensors/borrowed_list.h"
 #include "../tensors/tensor_list.h"
 #include "vec/multi_tensor_norm.h"
 
@@ -70,7 +69,7 @@ void write_norms(math::NormType type, const Chunks& chunks,
 }
 
 AMPFUSE_KERNELS(CPU, m) {
-  m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cpu>());
+  m.impl("multi_tensor_norm", multi_tensor_norm_cpu);
 }
 
 }  // namespace ampfuse

@@ -3,7 +3,6 @@
 #include <atomic>
 
 #include "../ops/registration.h"
-#include "../tensors/borrowed_list.h"
 #include "../tensors/tensor_list.h"
 #include "multi_tensor_norm.h"
 #include "vec/multi_tensor_norm.h"
@@ -58,8 +57,8 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
 }  // namespace
 
 AMPFUSE_KERNELS(CPU, m) {
-  m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cpu>());
-  m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cpu>());
+  m.impl("multi_tensor_unscale", multi_tensor_unscale_cpu);
+  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_cpu);
 }
 
 }  // namespace ampfuse

@@ -7,7 +7,6 @@
 #include "../ops/multi_tensor_clip.h"
 #include "../ops/multi_tensor_unscale.h"
 #include "../ops/update_scale.h"
-#include "../tensors/borrowed_list.h"
 
 namespace ampfuse {
 
@@ -15,10 +14,10 @@ AMPFUSE_KERNELS(CUDA, m) {
   register_cross_entropy<kCrossEntropyCuda>(m);
   register_fused_adam<fused_adam_cuda>(m);
   register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kVocabShardsCuda>>(m);
-  m.impl("multi_tensor_clip", borrowing_kernel<multi_tensor_clip_cuda>());
-  m.impl("multi_tensor_norm", borrowing_kernel<multi_tensor_norm_cuda>());
-  m.impl("multi_tensor_unscale", borrowing_kernel<multi_tensor_unscale_cuda>());
-  m.impl("multi_tensor_unscale_norm", borrowing_kernel<multi_tensor_unscale_norm_cuda>());
+  m.impl("multi_tensor_clip", multi_tensor_clip_cuda);
+  m.impl("multi_tensor_norm", multi_tensor_norm_cuda);
+  m.impl("multi_tensor_unscale", multi_tensor_unscale_cuda);
+  m.impl("multi_tensor_unscale_norm", multi_tensor_unscale_norm_cuda);
   m.impl("update_scale",
          kernel_by_name<with_arguments<update_scale_arguments, update_scale_cuda>>());
 }

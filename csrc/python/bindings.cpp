@@ -1,12 +1,10 @@
 // The pybind11 module ampfuse._C: what the dispatcher cannot carry. Whatever computes with tensors
-// is an op; EagerOp is a way to call one, and list_queries.h asks many tensors what Python could
-// ask each.
+// is an op. The functions of list_queries.h read attributes of many tensors in one call.
 #include <ampfuse/build_info.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../ops/cross_entropy_target_check.h"
-#include "eager_op.h"
 #include "list_queries.h"
 
 namespace py = pybind11;
@@ -28,7 +26,4 @@ PYBIND11_MODULE(_C, m) {
   py::class_<ampfuse::WeakTensors>(m, "WeakTensors")
       .def(py::init<const py::list&>())
       .def("alive", &ampfuse::WeakTensors::alive);
-  py::class_<ampfuse::EagerOp>(m, "EagerOp")
-      .def(py::init<const std::string&, const std::string&>())
-      .def("__call__", &ampfuse::EagerOp::call);
 }

@@ -16,15 +16,13 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ampfuse._op import Op
-
-_multi_tensor_norm = Op("multi_tensor_norm")
-_multi_tensor_unscale = Op("multi_tensor_unscale")
-_multi_tensor_unscale_norm = Op("multi_tensor_unscale_norm")
-_multi_tensor_clip = Op("multi_tensor_clip")
-_fused_adam = Op("fused_adam")
-_fused_adam_write_back_grads = Op("fused_adam", "write_back_grads")
-_update_scale = Op("update_scale")
+_multi_tensor_norm = torch.ops.ampfuse.multi_tensor_norm.default
+_multi_tensor_unscale = torch.ops.ampfuse.multi_tensor_unscale.default
+_multi_tensor_unscale_norm = torch.ops.ampfuse.multi_tensor_unscale_norm.default
+_multi_tensor_clip = torch.ops.ampfuse.multi_tensor_clip.default
+_fused_adam = torch.ops.ampfuse.fused_adam.default
+_fused_adam_write_back_grads = torch.ops.ampfuse.fused_adam.write_back_grads
+_update_scale = torch.ops.ampfuse.update_scale.default
 
 
 class MultiTensorNorm(NamedTuple):
