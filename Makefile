@@ -23,8 +23,8 @@ export CTEST_PARALLEL_LEVEL ?= 2
 # OpenMP threads must not spin while they wait, which doubled the time, and torch's compiler must not
 # start worker processes of its own.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
-test test-fast: export OMP_WAIT_POLICY ?= passive
-test test-fast: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test test-fast test-one: export OMP_WAIT_POLICY ?= passive
+test test-fast test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # The packaging tests build copies of what is compiled here. ccache compares paths relative to these
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
@@ -53,7 +53,7 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast bench wheel lint format build catch2 clean
+.PHONY: help demo test test-fast test-one bench wheel lint format build catch2 clean
 
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,7 +63,7 @@ test: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
 # A wheel is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
 demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
-test test-fast: export AMPFUSE_BUILD := $(BUILD)
+test test-fast test-one: export AMPFUSE_BUILD := $(BUILD)
 test-fast: override CMAKE_ARGS += -DAMPFUSE_BUILD_CUDA_HOST=OFF
 
 demo: build  ## train a language model in float32, with torch.amp and with ampfuse; draws demo.png
@@ -82,6 +82,20 @@ endif
 test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+
+# A build folder that is configured already is not configured again, and only what the test needs is
+# compiled: an edit to one .cpp is tested in seconds.
+test-one: $(if $(wildcard $(BUILD)/build.ninja),,catch2 build)  ## run one test, T=tests/python/optim or T=test_cpp, after compiling what it needs
+	$(if $(TORCH),$(error test-one: serves the torch in .venv; use make test-fast TORCH=$(TORCH)))
+	$(if $(T),,$(error test-one: T: expected a test, as in make test-one T=tests/python/optim))
+ifneq ($(findstring tests/python,$(T)),)
+	@$(BIN)/cmake --build $(BUILD) --target ampfuse _C ampfuse_cpp
+	@$(BIN)/cmake --install $(BUILD) >$(BUILD)/install.log
+	@$(BIN)/python -m pytest -q $(T)
+else
+	@$(BIN)/cmake --build $(BUILD) --target $(T)
+	@$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -R '^$(T)$$'
+endif
 
 bench: build  ## compare with torch, quickly; BENCH_FLAGS= for all cases, BENCH_FLAGS=--help
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH_FLAGS) || exit 1; done
