@@ -10,7 +10,7 @@ bool is_cast_to_by_cpu(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// Warns in torch's words if autocast cannot be enabled.
+// Returns whether autocast can be enabled; if not, warns in torch's words.
 bool can_be_enabled(at::DeviceType device_type, at::ScalarType dtype) {
   if (device_type == at::kCUDA && !at::hasCUDA()) {
     TORCH_WARN("User provided device_type of 'cuda', but CUDA is not available. Disabling");
@@ -59,8 +59,8 @@ AutocastGuard::AutocastGuard(const AutocastState& state)
 }
 
 AutocastGuard::~AutocastGuard() {
-  // Otherwise the cache would outlive its scope, and weights that a step has changed since would be
-  // used as they were cast before it.
+  // A cache that outlived the outermost guard would return weights as they were cast before the
+  // last optimizer step.
   if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
   set(before_);
 }

@@ -29,7 +29,7 @@ using amp::OptimizerState;
 using amp::ScalerState;
 using amp::Stage;
 
-// Where the scale is if nobody has shown a tensor yet.
+// The device of the scale if scale_tensor() is called before scale() has seen a tensor.
 at::Device first_device(const GradScalerOptions& options) {
   return options.device().value_or(at::hasCUDA() ? at::kCUDA : at::kCPU);
 }
@@ -49,7 +49,7 @@ void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
 }
 
 void unscale(ScalerState& state, OptimizerState& of_optimizer) {
-  // The reciprocal in double, rounded once, as torch's.
+  // The reciprocal is computed in double and rounded once, as torch does.
   const at::Tensor inv_scale = state.scale.to(at::kDouble).reciprocal().to(at::kFloat);
   of_optimizer.inspection =
       amp::inspect(*of_optimizer.optimizer, inv_scale, at::zeros_like(state.scale),
@@ -58,7 +58,7 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer) {
 }
 
 void look_at_scaled(ScalerState& state, OptimizerState& of_optimizer) {
-  // A scale without a finite inverse overflows whatever gradients it brings.
+  // A scale without a finite inverse counts as an overflow, whatever the gradients are.
   at::Tensor found_inf = at::empty_like(state.scale);
   at::le_out(found_inf, state.scale, math::kLargestScaleWithoutInverse);
   of_optimizer.inspection =
@@ -156,21 +156,22 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   TORCH_CHECK(!flags.empty() || takes_tensors || state_->options.allow_no_grads(),
               "No inf checks were recorded for this optimizer. None of its parameters has a "
               "gradient, which allow_no_grads makes no error");
-  // Without gradients there is nothing to overflow.
+  // Without gradients nothing can overflow.
   const at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
   state_->memory.note_step(found_inf, of_optimizer.inspection);
   at::Tensor loss;
   if (takes_tensors) {
     loss = step_with_tensors(*takes_tensors, of_optimizer.inspection, found_inf);
-  } else if (flags.empty() || found_inf.item<float>() == 0) {  // the one place that waits
+  } else if (flags.empty() || found_inf.item<float>() == 0) {  // the host waits for the flag
     loss = optimizer.step();
   }
-  state_->of(optimizer).stage = Stage::kStepped;  // the step may have called this scaler, too
+  // of_optimizer may dangle here: the step may have called this scaler, which changes its list.
+  state_->of(optimizer).stage = Stage::kStepped;
   return loss;
 }
 
-// Scale, flag and norms are the optimizer's for the duration of its step.
+// Sets scale, flag and norms on the optimizer for the duration of its step.
 at::Tensor GradScaler::step_with_tensors(Adam& optimizer, const amp::Inspection& inspection,
                                          const at::Tensor& found_inf) {
   struct Reset {
@@ -188,7 +189,7 @@ at::Tensor GradScaler::step_with_tensors(Adam& optimizer, const amp::Inspection&
         users_own ? state.scale * on_device(*users_own, state.scale.device()) : state.scale;
   }
   optimizer.found_inf = found_inf;
-  // The step of a derived class may write gradients before it calls Adam's.
+  // A derived class may write gradients in its step before it calls Adam's.
   const bool is_own_step = typeid(optimizer) == typeid(Adam) || typeid(optimizer) == typeid(AdamW);
   if (is_own_step && inspection.is_scaled) optimizer.known_norms_ = inspection.total_norms;
   return optimizer.step();
@@ -249,7 +250,7 @@ at::Tensor GradScaler::scale_tensor() {
   return is_enabled() ? state_->scale_on(device) : at::ones({}, at::TensorOptions(at::kFloat));
 }
 
-// --- what happened -------------------------------------------------------------------------------
+// --- results of past steps -----------------------------------------------------------------------
 
 at::Tensor GradScaler::step_skipped() const {
   return state_->memory.step_skipped();

@@ -1,5 +1,5 @@
-// A scaler's state as numbers and words: in a dictionary, whose keys are Python's, and in archives,
-// which hold the same.
+// Saves and loads the state of a scaler: as a dictionary with Python's keys, and in archives with
+// the same entries.
 #include <ampfuse/grad_scaler.h>
 #include <torch/serialize/archive.h>
 
@@ -41,7 +41,8 @@ int64_t count(const char* key, const at::IValue& value, int64_t most = int64_t{1
   return value.toInt();
 }
 
-// Reads entries, by their type; those of torch's must be there, ours may be missing.
+// Reads the entries of a state dictionary. Those that torch also saves are required, the others
+// optional.
 class Reader {
  public:
   explicit Reader(const StateDict& entries) : entries_(entries) {}

@@ -20,13 +20,13 @@ struct DeviceGradients {
 
 struct Gradients {
   std::vector<DeviceGradients> parts = {};
-  bool are_whole = true;  // whether that is all elements of all, and nothing else
+  bool are_whole = true;  // false if `grads` has only the values of a sparse gradient
 };
 
-// What of a gradient is to be unscaled.
+// Returns the tensor to unscale: the gradient, or the values of a sparse one.
 at::Tensor dense_part(const at::Tensor& param) {
   if (!param.grad().is_sparse()) return param.grad();
-  // Duplicates may overflow only when they are added up, most likely in half.
+  // Entries of one index may overflow only in their sum, most likely in fp16: coalesce these first.
   if (param.grad().scalar_type() == at::kHalf) param.mutable_grad() = param.grad().coalesce();
   return param.grad()._values();
 }
@@ -54,7 +54,8 @@ Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
   return all;
 }
 
-// One flag for all processes, also those that have no gradients here: all skip, or none.
+// Returns one flag for all ranks, the largest of theirs: all of them skip the step, or none does.
+// Ranks without gradients take part too.
 at::Tensor shared(const std::vector<at::Tensor>& flags, at::Device device,
                   c10d::ProcessGroup& process_group) {
   std::vector<at::Tensor> flag = {flags.empty()
@@ -77,7 +78,7 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
   inspection.are_whole = !process_group && all.are_whole;
   for (const DeviceGradients& part : all.parts) {
     const at::Tensor flag = on_device(found_inf, part.device);
-    // In double, since scaled gradients have norms beyond float where none of their elements is.
+    // In double: the norm of scaled gradients may exceed the range of float though no element does.
     const UnscaledNorm result = multi_tensor_unscale_norm(
         part.grads, flag, on_device(inv_scale, part.device), /*ord=*/2, at::kDouble);
     for (const at::Tensor& param : part.params) {

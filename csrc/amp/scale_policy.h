@@ -1,4 +1,4 @@
-// The options of a scaler, checked.
+// Checks the options of a GradScaler.
 #pragma once
 
 #include <ampfuse/grad_scaler.h>
@@ -6,16 +6,17 @@
 
 namespace ampfuse::amp {
 
-/// Refuses options that no scaler could make sense of.
+/// Throws for options out of range.
 void check_options(const GradScalerOptions& options);
 
-/// Refuses also factors that change nothing, in torch's words, whose constructor does, too.
+/// Checks as check_options() does, and throws for factors of 1, in torch's words, and for an
+/// init_scale outside min_scale … max_scale. The constructor calls this.
 void check_first_options(const GradScalerOptions& options);
 
-/// Refuses what no float scale can be.
+/// Throws unless `scale`, rounded to float, is finite and above 0.
 void check_scale(const char* name, double scale);
 
-/// As the op takes them.
+/// Converts the options to those of the op update_scale.
 UpdateScaleOptions update_options(const GradScalerOptions& options);
 
 }  // namespace ampfuse::amp

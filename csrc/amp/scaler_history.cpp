@@ -14,7 +14,7 @@ namespace ampfuse::amp {
 
 namespace {
 
-constexpr size_t kRemembered = 16;  // steps that a report can look back
+constexpr size_t kRemembered = 16;  // number of steps that a report can look back
 
 }  // namespace
 
@@ -61,7 +61,7 @@ at::Tensor ScaleMemory::step_skipped() const {
 
 bool ScaleMemory::was_skipped() {
   if (!found_inf_.defined()) return false;
-  if (is_replayed_) return found_inf_.item<float>() != 0;  // who knows how often
+  if (is_replayed_) return found_inf_.item<float>() != 0;  // may have been replayed since
   if (!found_inf_copy_) found_inf_copy_.emplace().send(found_inf_);
   return found_inf_copy_->wait().item<float>() != 0;
 }
@@ -71,7 +71,7 @@ int64_t ScaleMemory::skips_in_a_row() {
   if (is_capturing()) return skips_in_a_row_;
   const auto arrived = counters_copy_.latest();
   if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
-  // One that is on its way still is not overtaken, or none would ever arrive.
+  // Do not start a new copy while one is on its way: replaced each time, none would ever arrive.
   if (arrived || counters_copy_.is_idle()) counters_copy_.send(counters_);
   return skips_in_a_row_;
 }

@@ -1,4 +1,4 @@
-// What a scaler remembers on the device: counters, the last updates, the last steps.
+// The history of a scaler, mostly on the device: counters, the last updates, the last steps.
 #pragma once
 
 #include <ampfuse/grad_scaler.h>
@@ -12,34 +12,36 @@
 
 namespace ampfuse::amp {
 
-/// Everything but the scale and its growth tracker.
+/// The state of a scaler except the scale and its growth tracker.
 class ScaleMemory {
  public:
-  /// Which overflow from here on backs off, skips in a row, updates.
+  /// Indexed by math::ScaleCounter: the hysteresis tracker (1 if the next overflow lowers the
+  /// scale), the skips in a row, and the number of updates.
   using Counts = std::array<int64_t, math::kScaleCounters>;
 
   ScaleMemory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}
 
-  /// On the device of the scale, made where they are first needed.
+  /// Returns the counters on `device`, the scale's. Creates them, and the history, on first use.
   const at::Tensor& counters(at::Device device);
   const std::optional<at::Tensor>& history() const { return history_; }
 
-  Counts counts() const;                  // the host waits for them
-  void set_counts(const Counts& counts);  // the history begins anew
+  Counts counts() const;                  // the host waits for the device
+  void set_counts(const Counts& counts);  // discards the history
 
-  /// A step is about to be taken, unless the flag says otherwise.
+  /// Records a step that is about to be taken, or skipped if `found_inf` is not 0.
   void note_step(const at::Tensor& found_inf, const Inspection& inspection);
 
   at::Tensor step_skipped() const;
   bool was_skipped();
 
-  /// As of the last update of which the host has heard. It does not ask while a CUDA graph is
-  /// captured, nor does any replay.
+  /// On a GPU, returns the count of the last update whose copy has reached the host, and starts the
+  /// next copy. While a CUDA graph is captured no copy is started, and its replays start none.
   int64_t skips_in_a_row();
 
   std::vector<ScaleRecord> records() const;
 
-  /// Parameters whose gradients were not finite in the last skipped step that is known.
+  /// Returns the parameters with non-finite gradients in the last skipped step that is remembered.
+  /// Parameters that were deleted since are left out.
   std::vector<at::Tensor> offenders() const;
 
  private:
@@ -52,12 +54,12 @@ class ScaleMemory {
   int64_t length_;
   at::Tensor counters_;
   std::optional<at::Tensor> history_;
-  int64_t recorded_from_ = 0;  // the first update of which it knows
-  at::Tensor found_inf_;       // of the last step
-  bool is_replayed_ = false;   // that step, by a CUDA graph
+  int64_t recorded_from_ = 0;  // number of the first update in the history
+  at::Tensor found_inf_;       // flag of the last step
+  bool is_replayed_ = false;   // a CUDA graph captured the last step
   HostCopy counters_copy_;
-  int64_t skips_in_a_row_ = 0;              // that the host knows of
-  std::optional<HostCopy> found_inf_copy_;  // once somebody has asked
+  int64_t skips_in_a_row_ = 0;              // as last read by the host
+  std::optional<HostCopy> found_inf_copy_;  // created by the first was_skipped()
   std::deque<Step> steps_;
 };
 

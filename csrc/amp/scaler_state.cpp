@@ -44,7 +44,9 @@ const at::Tensor& ScalerState::scale_on(at::Device device) {
     const at::TensorOptions there(device);
     scale = at::full({}, first_scale_, there.dtype(at::kFloat));
     growth_tracker = at::full({}, first_growth_tracker_, there.dtype(at::kInt));
-    memory.counters(scale.device());  // now: a graph that captures an update would make them anew
+    // Create the counters now: a graph that captures an update would create them anew in each
+    // replay.
+    memory.counters(scale.device());
   }
   return scale;
 }

@@ -1,4 +1,4 @@
-// What a GradScaler is made of.
+// The state of a GradScaler.
 #pragma once
 
 #include "gradients.h"
@@ -21,21 +21,22 @@ class ScalerState {
 
   OptimizerState& of(const torch::optim::Optimizer& optimizer);
 
-  /// The scale, made on this device if there is none.
+  /// Returns the scale; creates it on `device` if it does not exist yet.
   const at::Tensor& scale_on(at::Device device);
 
   double host_scale() const;
   int64_t host_growth_tracker() const;
 
-  /// Sets both, in place where they are on a device already.
+  /// Sets both, in place if they are on a device already.
   void set_scale(double scale, int64_t growth_tracker);
 
-  /// Of the gradients of all optimizers, as the checks before their steps told it.
+  /// Returns the norm of the unscaled gradients of all optimizers, as inspected before their steps,
+  /// or nullopt if it is not known.
   std::optional<at::Tensor> unscaled_norm() const;
 
   GradScalerOptions options;
   bool enabled;
-  at::Tensor scale;  // undefined until somebody needs it, as is the next
+  at::Tensor scale;  // undefined until scale_on(), like growth_tracker
   at::Tensor growth_tracker;
   ScaleMemory memory;
   std::vector<OptimizerState> optimizers;

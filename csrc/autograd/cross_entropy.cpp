@@ -1,6 +1,6 @@
-// Where the gradient of a cross-entropy is formed. In forward, from the read that the loss needs
-// anyway, where it is known by what backward multiplies it: 4 bytes per 16-bit logit in all. Else
-// in backward, from the logits and a few numbers for each row: 6.
+// The gradient of a cross-entropy is formed in forward if possible (can_form_gradient_in_forward),
+// in the read of the logits that the loss needs anyway: 4 bytes per 16-bit logit in all. Otherwise
+// backward forms it, from the logits and a few numbers per row: 6 bytes.
 #include "../ops/cross_entropy.h"
 
 #include <ATen/SavedTensorHooks.h>
@@ -46,8 +46,8 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
   return {without_derivative(rescaled(saved[0], saved[1], grad_output), grad_output), at::Tensor()};
 }
 
-// Callers detach the metrics: compiled autograd knows no outputs without derivatives. Backward has
-// no zeros made for them.
+// Callers detach the metrics: compiled autograd does not support outputs without derivatives.
+// Backward allocates no zeros for their gradients.
 variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
   context->set_materialize_grads(false);
   return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
@@ -88,7 +88,7 @@ struct GradientInPlace : Function<GradientInPlace> {
   }
 };
 
-// −w·(1 − ε)·(z − lse) of probabilities, for each row's gradient.
+// Gradient of probabilities: −w·(1 − ε)·(z − lse), times the upstream gradient of the row.
 at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Tensor& row_grads) {
   at::Tensor z = arguments.input.to(loss_dtype(arguments.input));
   const LossOptions& options = arguments.options;
@@ -121,7 +121,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     if (!grad_outputs[0].defined()) return grads;
     const auto saved = context->get_saved_variables();
     auto& data = context->saved_data;
-    // Hooks may have brought them back with other strides.
+    // Saved-tensor hooks may have returned the rows with other strides.
     const auto in_rows = [](const at::Tensor& rows) {
       return has_neighbours(rows) ? rows : rows.contiguous();
     };
@@ -158,9 +158,10 @@ bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
   return arguments.input.requires_grad() && !arguments.target.requires_grad() &&
          !arguments.options.is_per_row() && !stands_for_others(arguments.input) &&
-         // What is kept for another time would not be seen by hooks, a checkpoint's say.
+         // Saved-tensor hooks, such as those of a checkpoint, would not see what ForAnotherTime
+         // keeps.
          !(call.is_twice_differentiable && at::SavedTensorDefaultHooks::get_hooks()) &&
-         // Half gradients of a mean are mostly zeros without the scale that is to come.
+         // fp16 gradients of a mean would be mostly zeros without the loss scale.
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);
 }
 

@@ -1,4 +1,4 @@
-// The second time that a cross-entropy is differentiated, which is torch's.
+// The second derivative of a cross-entropy, which is computed by torch's function.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -7,12 +7,12 @@
 
 namespace ampfuse {
 
-/// The gradient of the logits, as torch's function has it: differentiable.
+/// Returns the gradient of the logits, computed by torch's function and differentiable.
 at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments, const at::Tensor& grad_output);
 
-/// What a function that has its gradient already needs to be gone through once more. It may never
-/// be asked, so that this is not saved as what backward needs is: logits may be overwritten then,
-/// and a graph that is done with lets go of them.
+/// Keeps the arguments of a loss whose gradient was formed in forward, in case it is differentiated
+/// twice. That is rare, so they are not saved like tensors for backward: until then the logits may
+/// be overwritten, and a backward that does not retain the graph releases them.
 class ForAnotherTime {
  public:
   explicit ForAnotherTime(torch::autograd::AutogradContext* context) : data_(context->saved_data) {}

@@ -11,14 +11,15 @@ namespace ampfuse {
 at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked_scale,
                     const at::Tensor& grad_output) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
-  // Many upstream gradients at once have nothing that could be overwritten.
+  // Do not overwrite the saved gradient if it serves several upstream gradients (vmap), nor in a
+  // compiled backward, which would copy it first.
   if (is_batched(grad_output) || stands_for_others(grad_output)) {
     const at::Tensor ratio = grad_output.to(at::kDouble) / baked_scale;
     return (saved.to(loss_dtype(saved)) * ratio).to(saved.scalar_type());
   }
   const bool is_vector = saved.dim() == 1;
   const at::Tensor rows = is_vector ? saved.unsqueeze(0) : saved;
-  // Nor may what a hook has brought back, if it has other strides.
+  // Copy it if another backward needs it, or if a saved-tensor hook returned it with other strides.
   const bool is_kept =
       torch::autograd::get_current_graph_task_keep_graph() || !has_memory_of_its_own(rows);
   const at::Tensor grad = is_kept ? rows.clone(at::MemoryFormat::Contiguous) : rows.detach();

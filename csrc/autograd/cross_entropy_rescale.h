@@ -1,4 +1,4 @@
-// Gradients that a loss forms in its forward, where its logits are at hand.
+// Gradients that a loss forms in forward, where it has the logits.
 #pragma once
 
 #include <ATen/core/Tensor.h>

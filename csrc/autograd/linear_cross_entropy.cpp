@@ -1,6 +1,7 @@
-// Where the gradients of a linear cross-entropy are formed: in forward, which has the logits, of
-// what backward is expected to get; or, with reduction none, in backward, from logits that are
-// computed once more. What comes in float, the engine rounds to what it is added to.
+// The gradients of a linear cross-entropy are formed in forward, which has the logits, for the
+// upstream gradient that is expected. With reduction none, backward forms them, from logits that it
+// computes once more. The autograd engine rounds gradients in float to the dtype of the tensor that
+// they are added to.
 #include "../ops/linear_cross_entropy.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -33,7 +34,7 @@ LinearGradientMask wanted_of(const LinearCrossEntropyArguments& arguments) {
           arguments.bias && is_wanted(*arguments.bias)};
 }
 
-// As forward's inputs are: hidden, weight, bias, the call, what is wanted.
+// Number of inputs of forward: hidden, weight, bias, the call, the mask of wanted gradients.
 constexpr size_t kInputs = 5;
 
 variable_list loss_and_metrics(const LinearCrossEntropyOutputs& outputs) {
@@ -46,7 +47,7 @@ LinearCrossEntropyOutputs call_forward(const LinearCrossEntropyCall& call,
                                       call.with_metrics);
 }
 
-// With the tensors that autograd passes.
+// Calls forward with the tensors that autograd passes instead of those in the call.
 LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor& hidden,
                                      const at::Tensor& weight, const OptionalTensor& bias,
                                      LinearCrossEntropyCall call,
@@ -55,20 +56,22 @@ LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor&
   call.arguments.weight = weight;
   call.arguments.bias = bias;
   context->saved_data["has_bias"] = bias.has_value();
-  context->set_materialize_grads(false);  // of metrics
-  // Not saved as the others are: backward writes to it, and may do so again.
+  context->set_materialize_grads(false);  // for the gradients of metrics
+  // Not in save_for_backward(), which forbids later writes: backward writes to this buffer, and may
+  // do so again.
   if (call.accumulate_into) context->saved_data["accumulate_into"] = *call.accumulate_into;
   const at::AutoDispatchBelowADInplaceOrView below;
   return call_forward(call, wanted);
 }
 
-// What is not there is not counted among what may need a gradient.
+// Autograd does not count an absent bias as an input: needs_input_grad(2) is valid only with one.
 LinearGradientMask needed(AutogradContext* context) {
   return {context->needs_input_grad(0), context->needs_input_grad(1),
           context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)};
 }
 
-// Adds the weight's gradient to the buffer that is there for it, and keeps the others.
+// Returns the gradients of the inputs. The weight's is added to `accumulate_into` if there is one,
+// and not returned then.
 variable_list gradients_for(AutogradContext* context, const at::Tensor& grad_output,
                             const LinearCrossEntropyGradients& gradients) {
   const auto once = [&](const at::Tensor& grad) {
@@ -140,7 +143,7 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
     };
-    // Hooks may have brought them back with other strides.
+    // Saved-tensor hooks may have returned the tensors with other strides.
     OptionalTensor class_weight = optional(saved[4]);
     if (class_weight) class_weight = class_weight->contiguous();
     LinearCrossEntropyArguments arguments = {.hidden = saved[0],

@@ -3,7 +3,7 @@
 
 namespace ampfuse {
 
-// A number for decisions, not for losses: backward through it raises.
+// The norm is for decisions, not for losses: backward through it throws.
 AMPFUSE_KERNELS(Autograd, m) {
   m.impl("multi_tensor_norm", torch::autograd::autogradNotImplementedFallback());
 }

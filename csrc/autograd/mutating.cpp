@@ -13,8 +13,8 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// The arguments that the schema says are written: tensors, or lists of them, all of which one
-// reference keeps alive.
+// Returns the arguments that the schema marks as written: tensors, or lists of tensors. One
+// reference to a list keeps all its tensors alive.
 std::vector<c10::IValue> written_arguments(const c10::FunctionSchema& schema,
                                            const torch::jit::Stack& stack) {
   std::vector<c10::IValue> written;
@@ -26,7 +26,8 @@ std::vector<c10::IValue> written_arguments(const c10::FunctionSchema& schema,
   return written;
 }
 
-// Calls visit(tensor, index in the list or -1) for every tensor in an argument.
+// Calls visit(tensor, index) for every defined tensor in an argument. The index is that in the
+// list, or -1 outside a list.
 template <typename Visit>
 void for_each_tensor(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {
@@ -78,8 +79,8 @@ void bump_version(const c10::IValue& tensor) {
 
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
-  // The call takes its arguments off the stack, so they are held here; versions move after it, and
-  // not at all when it throws.
+  // Hold the written arguments, since the call takes them off the stack. Their versions are bumped
+  // after the call, and not at all if it throws.
   const std::vector<c10::IValue> written = written_arguments(op.schema(), *stack);
   {
     const at::AutoDispatchBelowADInplaceOrView below;

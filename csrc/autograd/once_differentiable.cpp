@@ -17,7 +17,7 @@ namespace {
 using NodePointer = decltype(torch::autograd::get_current_node());
 
 // Nodes are held by std::shared_ptr up to torch 2.14, and by c10::intrusive_ptr from 2.15 on. Error
-// is a template parameter so that the branch that is not taken is not compiled.
+// is a template parameter so that only the branch that is taken is compiled.
 template <typename Pointer, typename Error = torch::autograd::Error>
 auto make_error(std::string message, torch::autograd::edge_list&& edges) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {

@@ -1,22 +1,23 @@
-// Gradients that come from kernels without derivatives, and tensors that kernels do not see.
+// Gradients from kernels that have no derivative, and tensors that kernels cannot read directly.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace ampfuse {
 
-/// Refuses to differentiate once more what it returns, whose history leads to all that it depends
-/// on: of what leads nowhere that is asked for, the engine would not notice that it cannot be had.
-/// To be called in the backward of a function. `instead`: what can be differentiated twice.
+/// Returns `grad`, with a history that makes differentiating it throw. The history leads to
+/// everything that the gradient depends on. Without that the engine would not notice that a second
+/// derivative is missing. Call this in the backward of a function. `instead` names a function that
+/// can be differentiated twice.
 at::Tensor once_differentiable(const char* op, const char* instead, const at::Tensor& grad,
                                const at::Tensor& grad_output);
 
-/// Whether these are many tensors at once, as in vmap.
+/// True if the tensor is a batch of tensors in vmap.
 bool is_batched(const at::Tensor& tensor);
 
-/// Whether it stands for others, above all while a program is traced. A compiled backward may not
-/// be given memory of forward's to write to: it would copy it. Modes that only look on, and may be
-/// there in forward and gone when a checkpoint repeats it, change nothing.
+/// True if the tensor stands for another one: it is traced, or a subclass. A compiled backward must
+/// not write to memory of forward, which it would copy first. Modes that only observe do not count:
+/// one may be active in forward and not when a checkpoint repeats it.
 bool stands_for_others(const at::Tensor& tensor);
 
 }  // namespace ampfuse

@@ -14,14 +14,15 @@ namespace ampfuse {
 
 namespace {
 
-// Each weighs four targets per thread, or more where that would be more blocks than threads, which
-// are what their results are added up by.
+// Returns the number of blocks that sum target weights, at four targets per thread. The limit is
+// kThreads blocks, since a later kernel adds up their results with one thread per block.
 int weight_blocks(int64_t rows) {
   return static_cast<int>(
       std::clamp<int64_t>((rows + 4 * kThreads - 1) / (4 * kThreads), 1, kThreads));
 }
 
-// Looks at the targets of rows that have some; what they weigh, block by block.
+// Validates index targets and returns their weights, one TargetWeight per block. The result is
+// empty if targets are probabilities.
 template <typename scalar_t>
 at::Tensor launch_weigh(const LaunchStream& stream, const CrossEntropyTable<scalar_t>& table,
                         const at::TensorOptions& doubles) {

@@ -1,27 +1,30 @@
-// Cross-entropy of rows of logits and, with the same read from memory, its gradient.
+// Cross-entropy of rows of logits and, from the same read of memory, its gradient.
 //
-// cross_entropy_weigh_kernel looks at the targets: what they weigh is what a mean is divided by,
-// which rows need to know before they can write a gradient.
-// cross_entropy_forward_kernel, a team per row: a pass for the loss, and for the gradient a second
-// one over what the first has kept in shared memory, or what the L2 cache has.
-// cross_entropy_finish_kernel, one block: adds up the losses of blocks, in their order.
+// cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
+// this sum, so rows need it before they can write a gradient.
+// cross_entropy_forward_kernel, a team per row, makes one pass for the loss. For the gradient it
+// makes a second pass over the logits, from shared memory or from the L2 cache.
+// cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
 //
-// Bytes of device memory per logit: forward with gradient 2·itemsize, 4 for 16-bit logits, or 6 for
-// a 16-bit gradient of float ones; without it itemsize; cross_entropy_backward_kernel 2·itemsize
-// more. Beside them 8 bytes per row, and 32 where backward is to form the gradient.
+// Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
+// for a 16-bit gradient of float logits; forward without gradient itemsize;
+// cross_entropy_backward_kernel another 2·itemsize. In addition 8 bytes per row, and 32 per row if
+// backward forms the gradient.
 //
-// Rows whose classes are far apart are a thread's each, cross_entropy_place.cuh.
+// If the classes of a row are far apart in memory, one thread processes the row
+// (cross_entropy_positions.cuh).
 //
-// The bytes hold as long as what rows on their way have beside their share of shared memory fits
-// into the L2 cache, see cross_entropy_teams.cuh; beyond, it is read once more:
-// itemsize·(1 − kept / row).
+// These byte counts hold if the L2 cache can hold the logits that rows in flight do not keep in
+// shared memory (cross_entropy_teams.cuh). Otherwise these logits are read once more, which adds
+// itemsize·(1 − kept / row) bytes per logit.
 #pragma once
 
 #include "cross_entropy_positions.cuh"
 
 namespace ampfuse {
 
-// What targets weigh, and those that are no classes: rows are taken by blocks in a fixed order.
+// Sums the weights of the targets and finds the first target out of range, per block. The
+// assignment of rows to blocks is fixed.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_weigh_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
@@ -42,13 +45,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
   }
   weight = team_sum(team, weight);
-  // Rows are doubles here, exactly.
+  // A double holds a row's index exactly.
   bad_row = static_cast<int64_t>(team_smallest(team, static_cast<double>(bad_row)));
   if (team.index() == 0) weights[team.number()] = {weight, bad_row};
 }
 
-// What gradients are multiplied by. Each block sums up the same numbers in the same order, and the
-// first one tells.
+// Returns the factor of the gradients. Every block sums the same numbers in the same order; the
+// first block writes the divisor and baked_scale, and reports a target out of range.
 template <typename Block, typename scalar_t>
 __device__ __forceinline__ double reduction_scale(const Block& block,
                                                   const CrossEntropyTable<scalar_t>& table,
@@ -72,7 +75,7 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
         if (reduction.trap) __trap();
         reduction.bad_target->row = bad_row;
         reduction.bad_target->target = table.index(bad_row);
-        __threadfence_system();  // the host may look at any time
+        __threadfence_system();  // the host may read is_set at any time
         reduction.bad_target->is_set = 1;
       }
     }
@@ -80,7 +83,8 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
   return baked / divisor;
 }
 
-// What the targets of all rows weigh together, for rows that come a few at a time.
+// Writes the total weight of the targets of all rows to reduction.divisor, for callers that then
+// process the rows a few at a time.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_total_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
@@ -89,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   reduction_scale(BlockTeam<kThreads>(scratch), table, reduction);
 }
 
-// `kept_count`: packs of each row that there is shared memory for, a multiple of a team's size.
+// `kept_count`: number of packs of each row that fit in shared memory, a multiple of the team size.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       }
       if (!with_metrics) continue;
     }
-    // Before anything of the row is overwritten.
+    // Read the target's logit before the gradient can overwrite it.
     const math::RowTarget<Number> target = table.template row_target<Team>(row);
     const int target_class = table.target_class(row);
     ThreadPart<scalar_t> part = read_row<kWork>(team, table, row, target_class, with_metrics, kept);
@@ -140,7 +144,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       }
     }
     if (results.grad == nullptr) continue;
-    team.sync();  // everyone has read the target's logit and kept its packs
+    team.sync();  // all threads have read the target's logit and kept their packs
     grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {
       write_zeros(team, grad, results.grad_at, table.classes);
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   if (block.index() == 0) results.block_losses[blockIdx.x] = losses;
 }
 
-// The sum of losses, divided.
+// Writes the sum of the blocks' losses, divided by the divisor.
 template <typename acc_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_finish_kernel(const double* block_losses, int blocks, const double* divisor,

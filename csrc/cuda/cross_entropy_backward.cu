@@ -32,7 +32,7 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
 void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked_scale,
                                 const at::Tensor& grad_output) {
   const LaunchStream stream(grad);
-  // Of what is in one piece a warp takes so many, whatever the length of rows.
+  // Elements that a warp takes at a time from a contiguous gradient, whatever its row length.
   constexpr int64_t kPart = 4096;
   const bool in_parts = grad.is_contiguous();
   const int64_t stride = in_parts ? kPart : grad.stride(0);

@@ -1,11 +1,13 @@
-// The gradient of a cross-entropy in backward: from the logits, or from the one that forward left.
+// Backward of a cross-entropy: computes the gradient from the logits, or rescales the gradient that
+// forward wrote.
 #pragma once
 
 #include "cross_entropy_positions.cuh"
 
 namespace ampfuse {
 
-// For one number from upstream or one for each row: 2·itemsize bytes per logit.
+// Computes the gradient from the logits: 2·itemsize bytes per logit. `upstream` has one number, or
+// one per row if `is_each`.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
@@ -29,9 +31,10 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   }
 }
 
-// Rescales a gradient that was multiplied by `baked_scale` to one for `grad_output`. Where both are
-// equal nothing is read; otherwise 2·itemsize bytes per logit. A warp takes `count` elements of
-// every `stride`, up to `extent`: a row, or a part of a contiguous gradient.
+// Rescales a gradient that forward multiplied by `baked_scale` to the upstream gradient
+// `grad_output`. If the two are equal, the gradient is not read; otherwise this moves 2·itemsize
+// bytes per logit. A warp takes the first `count` of every `stride` elements, up to `extent`: a
+// row, or a part of a contiguous gradient.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t extent, int count,

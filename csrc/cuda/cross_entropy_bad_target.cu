@@ -20,7 +20,8 @@ BadTargets::BadTargets(c10::Device device) {
   are_fatal_ = wish != nullptr && std::strcmp(wish, "trap") == 0;
   const c10::cuda::CUDAGuard guard(device);
   void* memory = nullptr;
-  // The first call may be inside the capture of a CUDA graph, where this is no part of the graph.
+  // The first call may run while a CUDA graph is being captured; the allocation is not part of the
+  // graph.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(BadTarget), cudaHostAllocPortable));
   bad_target_ = new (memory) BadTarget{};

@@ -1,5 +1,5 @@
-// Targets that are no classes: the device says so in memory of the host's, and the next call, which
-// only looks there, throws.
+// Reports of targets out of range. A kernel writes the report to host memory, and the next call
+// throws. Reading the report does not synchronise with the device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,7 +12,7 @@ class BadTargets {
  public:
   explicit BadTargets(c10::Device device);
 
-  /// Throws what an earlier call complained of, once.
+  /// Throws if an earlier call has reported a bad target, once per report.
   void raise_earlier();
 
   BadTarget* on_device() const { return bad_target_; }
@@ -21,11 +21,11 @@ class BadTargets {
   bool are_fatal() const { return are_fatal_; }
 
  private:
-  BadTarget* bad_target_ = nullptr;  // pinned, and never freed: a kernel may still write it
+  BadTarget* bad_target_ = nullptr;  // pinned; never freed, since a kernel may still write to it
   bool are_fatal_;
 };
 
-/// The bad targets of a device.
+/// Returns the reports of a device.
 BadTargets& bad_targets_of(c10::Device device);
 
 }  // namespace ampfuse

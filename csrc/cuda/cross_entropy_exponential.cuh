@@ -1,5 +1,5 @@
-// exp(z − reference) of a row's logits on a device, and the gradient that is made of it. The
-// reference is the row's largest z so far, or near it.
+// exp(z − reference) of a row's logits on the GPU, for sums and for gradients. The reference is the
+// largest z of the row so far, or near it.
 #pragma once
 
 #include <cmath>
@@ -10,17 +10,18 @@
 
 namespace ampfuse {
 
-// What logits are computed with.
+// The type in which logits are processed.
 template <typename scalar_t>
 using RowAcc = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
 
-// What a row's few numbers are computed with: gradients of fp32 logits have as many digits as they.
-// Not double for 16-bit ones, which most GPUs have an order of magnitude fewer units for.
+// The type of the few numbers per row. It is double for fp32 logits, so that their gradients have
+// all digits of fp32. It is float for 16-bit logits, since most GPUs have an order of magnitude
+// fewer double-precision units.
 template <typename scalar_t>
 using RowNumber = std::conditional_t<sizeof(scalar_t) == 2, float, double>;
 
-// 2^x by the device's own instruction, off by 2 ulps; what would be subnormal is 0. exp2f() keeps
-// that by three instructions more.
+// Returns 2^x from a single instruction with an error of 2 ulps. Subnormal results become 0;
+// exp2f() keeps them at the cost of three more instructions.
 __device__ __forceinline__ float power_of_two(float x) {
 #if defined(__CUDA_ARCH__)
   float power;
@@ -31,8 +32,8 @@ __device__ __forceinline__ float power_of_two(float x) {
 #endif
 }
 
-// 16-bit logits take the device's own power of two, with which two exponentials per logit cost less
-// than moving its 4 bytes.
+// The version for 16-bit logits uses power_of_two: two such exponentials per logit take less time
+// than moving the logit's 4 bytes.
 template <typename scalar_t>
 class RowExponential {
  public:
@@ -42,21 +43,23 @@ class RowExponential {
   __device__ explicit RowExponential(float largest) : largest_(largest) {}
   __device__ double reference() const { return largest_; }
 
-  // For sums, off by 2 ulps and |z − largest| / 20. The product with 1/log 2 is rounded, which
-  // alone would cost up to |z − largest| / 2 of them, so what it has lost is multiplied in.
+  // Returns exp(z − largest) for sums, with an error of 2 + |z − largest| / 20 ulps. Rounding the
+  // product with 1/log 2 alone would cost up to |z − largest| / 2 ulps, so the result is corrected
+  // by the part that rounding lost.
   __device__ float term(float z) const {
-    const float d = fmaxf(z - largest_, -200.0f);  // exp(−∞) has no such remainder
+    const float d = fmaxf(z - largest_, -200.0f);  // for −∞, `lost` would be NaN
     const float power = d * kPerLog2;
     const float lost = std::fma(power, -kLog2, d);
     const float e = power_of_two(power);
     return std::fma(e, lost, e);
   }
 
-  // exp(earlier reference − this one).
+  // Returns exp(earlier reference − this one).
   __device__ double from(float earlier) const { return term(earlier); }
 
-  // Exponentials are biased as in math/exponential.h and for its reason, which the factor undoes.
-  // Not where it is so small that it would lose digits: subnormal ones times it are 0 then.
+  // A factor for exponentials. They are biased as in math/cross_entropy_exponential.h, for the same
+  // reason, and the factor removes the bias. A factor so small that it would lose digits goes
+  // without a bias: its product with a subnormal exponential is 0 anyway.
   struct Factor {
     float factor;
     float bias;
@@ -66,7 +69,8 @@ class RowExponential {
       factor = is_small ? by : by * static_cast<float>(math::kUnbias);
     }
   };
-  // For gradients, which are rounded to 11 bits or 8.
+  // Returns exp(z − largest)·factor for gradients, which are rounded to 11 bits (fp16) or 8
+  // (bfloat16) afterwards.
   __device__ float times(float z, const Factor& by) const {
     const float power = power_of_two(std::fma(z - largest_, kPerLog2, by.bias));
     return math::Lane<float>::product(power, by.factor);
@@ -79,7 +83,8 @@ class RowExponential {
   float largest_;
 };
 
-// math/exponential.h for fp32 logits, so that their gradient's last digit is right.
+// The version for fp32 logits uses math/cross_entropy_exponential.h, so that the last digit of
+// their gradient is right.
 template <>
 class RowExponential<float> {
  public:

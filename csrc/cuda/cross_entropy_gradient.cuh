@@ -6,13 +6,13 @@
 
 namespace ampfuse {
 
-// Packs that a thread has on their way, as kReadUnroll: half of the bytes are written, so that half
-// as many loads will do.
+// Packs that a thread has in flight in the second pass; kReadUnroll is that of the first. Half of
+// the bytes moved in the second pass are writes, so two are enough.
 template <typename scalar_t>
 inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
 
-// Wide teams rely on the L2 cache for what of their rows is not kept: what is written shall leave
-// it first.
+// Stores a pack of a gradient. Wide teams (kPassing) rely on the L2 cache for the packs of their
+// rows that are not kept in shared memory, so the gradient should leave the cache first (__stcs).
 template <bool kPassing, typename grad_t, int kCount>
 __device__ __forceinline__ void store_gradient(grad_t* to, const Pack<grad_t, kCount>& pack) {
   if constexpr (kPassing && sizeof(pack) == 16) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, con
   }
 }
 
-// The gradient of packs of a row's logits.
+// Computes the gradient for packs of a row's logits.
 template <RowWork kWork, typename scalar_t>
 class PackGradient {
  public:
@@ -99,11 +99,11 @@ class PackGradient {
   typename RowExponential<scalar_t>::Factor factor_;
 };
 
-// The second pass, in packs between their boundaries in the gradient: 16 bytes, or 8 of one that is
-// half as wide as the logits. Where that is written over the logits, which then have the same
-// boundaries, a thread reads of memory the very bytes that it writes next, single elements and
-// packs alike. What is kept may be another thread's: teams synchronize between the passes, and here
-// before anything else is kept.
+// The second pass over a row. Packs start at boundaries of the gradient: every 16 bytes, or every 8
+// if the gradient is half as wide as the logits. If the gradient overwrites the logits, both have
+// the same boundaries, so a thread reads from memory only the bytes that it writes next, in single
+// elements and in packs. A pack in shared memory may have been kept by another thread. So teams
+// synchronise between the passes, and at the end of this function before the next row is kept.
 template <RowWork kWork, typename scalar_t, typename grad_t, typename Team>
 __device__ __forceinline__ void write_gradient(const Team& team,
                                                const PackGradient<kWork, scalar_t>& gradient,
@@ -123,14 +123,15 @@ __device__ __forceinline__ void write_gradient(const Team& team,
   });
   const auto write_pack = [&](int p, const P& pack) { write(pieces.first_of(p), pack); };
   const int from_kept = kept_classes == 0 ? 0 : (kept_classes - pieces.head) / P::kSize;
-  // Those of which the L2 cache has seen least since, first.
+  // First the packs that are not in shared memory: they were read last, so they are the most likely
+  // to be still in the L2 cache.
   each_pack<kWriteUnroll<scalar_t>>(team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept,
                                     pieces.packs, write_pack);
   if (kept.count == 0) return;
-  // A pack that is kept lies in blocks that are kept.
+  // inner() is safe: a pack whose elements are all kept lies in 16-byte blocks that are kept too.
   const PacksAnywhere<scalar_t> kept_packs(kept_logits + pieces.head);
   for (int p = team.index(); p < from_kept; p += Team::kSize) write_pack(p, kept_packs.inner(p));
-  // If no elements are before the packs, each thread has read those that it had kept.
+  // With head = 0 each thread has read only packs that it kept itself, so it need not wait.
   if (pieces.head != 0) team.sync();
 }
 

@@ -1,4 +1,4 @@
-// From a call's arguments to its kernels'.
+// Converts the arguments of a call to the arguments of its kernels.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace ampfuse {
 
-/// Threads count classes in ints, and a few teams' packs further.
+/// Kernels index classes with int, and their loop counters run a few packs per thread past the end.
 inline constexpr int64_t kMostClasses = std::numeric_limits<int>::max() - (1 << 17);
 
 inline IndexType index_type(const at::Tensor& target) {
@@ -24,8 +24,9 @@ inline IndexType index_type(const at::Tensor& target) {
   }
 }
 
-/// Calls run.operator()<grad_t>() with the type of the gradient, or what it would have: the
-/// logits', or 16 bits of float ones. Places, which nobody asks that of, have the logits' only.
+/// Calls run.operator()<grad_t>() with the type of the gradient, even if none is asked for: the
+/// type of the logits, or a 16-bit type for float logits. Kernels for image positions (Team::kSize
+/// of 1) exist only for the type of the logits; no caller needs the other.
 template <typename scalar_t, typename Team, typename Run>
 void dispatch_gradient(at::ScalarType dtype, const Run& run) {
   if constexpr (std::is_same_v<scalar_t, float> && Team::kSize > 1) {
@@ -40,7 +41,8 @@ inline RowsAt rows_at(const at::Tensor& rows) {
   return {rows.stride(0), 1, 1};
 }
 
-/// Probabilities as the arithmetic has them; `kept` keeps a copy alive until it is launched with.
+/// Returns the kernels' view of the arguments. Probabilities are converted to the dtype of the
+/// loss; `kept` owns them and must live until the launch.
 template <typename scalar_t>
 CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at::Tensor& kept) {
   using acc_t = RowAcc<scalar_t>;
@@ -78,7 +80,7 @@ inline DeviceRoom device_room(const LaunchStream& stream) {
           stream.attribute(cudaDevAttrL2CacheSize)};
 }
 
-/// CrossEntropyKernels' backward and rescale.
+/// The functions `backward` and `rescale` of CrossEntropyKernels.
 void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
                                  const at::Tensor& grad_output, const at::Tensor& statistics,
                                  const at::Tensor& divisor, const at::Tensor& grad);

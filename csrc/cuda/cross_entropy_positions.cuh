@@ -1,6 +1,7 @@
-// One row whose classes are far apart in memory, a pixel's say, of a thread whose neighbours have
-// the places beside it: a warp moves 32 consecutive elements of a class at a time. The passes are
-// those of cross_entropy_row.cuh and cross_entropy_gradient.cuh.
+// Cross-entropy of a row whose classes are far apart in memory, for example the classes of a pixel.
+// Each row belongs to one thread, and neighbouring threads have neighbouring positions, so a warp
+// moves 32 consecutive elements of a class at a time. The passes are those of cross_entropy_row.cuh
+// and cross_entropy_gradient.cuh.
 #pragma once
 
 #include "cross_entropy_gradient.cuh"
@@ -9,7 +10,7 @@ namespace ampfuse {
 
 using PlaceTeam = LaneTeam<1>;
 
-// What is kept of a row in shared memory, where neighbours' packs are next to each other.
+// The packs of a row that are kept in shared memory. Packs of neighbouring threads are adjacent.
 template <typename scalar_t>
 struct KeptOfPlace {
   Pack<scalar_t>* packs;
@@ -64,7 +65,8 @@ __device__ __forceinline__ void write_zeros(const PlaceTeam&, scalar_t* row, con
   for (int c = 0; c < classes; ++c) row[c * at.class_stride] = static_cast<scalar_t>(0.0f);
 }
 
-// Each thread reads what it has kept itself, and what it then writes.
+// The second pass over a row. No synchronisation is needed: each thread reads only packs that it
+// kept itself and logits that it then overwrites itself.
 template <RowWork kWork, typename scalar_t>
 __device__ __forceinline__ void write_gradient(const PlaceTeam&,
                                                const PackGradient<kWork, scalar_t>& gradient,

@@ -1,4 +1,4 @@
-// Packs of numbers, to and from the type that they are stored in.
+// Converts packs of numbers to and from the type in which they are stored.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -9,7 +9,7 @@
 namespace ampfuse {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-// Two rounded in one instruction, where the compiler takes two and one more to join them.
+// Rounds two floats in one instruction; the compiler would use two, and a third to join the halves.
 __device__ __forceinline__ uint32_t rounded_pair(float first, float second, c10::BFloat16) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -28,7 +28,8 @@ __device__ __forceinline__ void widen(const Pack<T, kCount>& pack, acc_t (&x)[kC
   for (int e = 0; e < kCount; ++e) x[e] = static_cast<acc_t>(pack.value[e]);
 }
 
-// The upper half of a float each: an instruction, where the compiler takes two for every other one.
+// A bfloat16 is the upper half of a float. This takes one instruction per element; the compiler
+// would use two for every second one.
 template <int kCount>
   requires(kCount % 2 == 0)
 __device__ __forceinline__ void widen(const Pack<c10::BFloat16, kCount>& pack, float (&x)[kCount]) {

@@ -1,4 +1,4 @@
-// One row of a cross-entropy: the pass over its logits that tells what there is to know of it.
+// One row of a cross-entropy: the pass over its logits that computes the row's partial sums.
 #pragma once
 
 #include "cross_entropy_rounding.cuh"
@@ -8,11 +8,11 @@
 
 namespace ampfuse {
 
-// Whether passes need no more than exponentials: no shares but the target's, no softcap and no
-// metrics, which cost registers.
+// The work that passes do. kPlain needs exponentials only: no share of B except the target's, no
+// softcap and no metrics. kAny does everything, and needs more registers.
 enum class RowWork { kPlain, kAny };
 
-// Threads that a multiprocessor has registers for: fewer where there is more to do.
+// Threads that a multiprocessor has registers for; kAny and double need more registers per thread.
 template <RowWork kWork, typename scalar_t>
 inline constexpr int kRowThreads = std::is_same_v<scalar_t, double> ? 512
                                    : kWork == RowWork::kAny ? 768
@@ -20,9 +20,9 @@ inline constexpr int kRowThreads = std::is_same_v<scalar_t, double> ? 512
 template <RowWork kWork, typename scalar_t, typename Team>
 inline constexpr int kRowBlocks = kRowThreads<kWork, scalar_t> / Team::kBlock;
 
-// Packs that a thread has on their way, each in 4 registers, or in 8 where they lie between
-// boundaries: 48 bytes, and fewer where registers go into arithmetic, or memory is slower than a
-// Hopper's, whose code also needs fewer of them.
+// Packs that a thread has in flight: three (48 bytes), or fewer in kernels that need the registers
+// for arithmetic. GPUs before Hopper have at most two, since their memory is slower and their code
+// needs more registers. A pack takes 4 registers, or 8 if it is not aligned.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr int kMostPacks = 2;
 #else
@@ -33,24 +33,24 @@ inline constexpr int kReadUnroll = sizeof(scalar_t) == 8                        
                                    : sizeof(scalar_t) == 2 && Team::kTeams == 1 ? kMostPacks
                                                                                 : 2;
 
-// The first packs of a row are kept in shared memory from one pass to the next: all that it has, or
-// the `count` that fit. The others come from the L2 cache again.
+// The packs of a row that are kept in shared memory between the two passes: the first `count`, as
+// many as fit. The second pass reads the others again, from the L2 cache.
 template <typename scalar_t>
 struct KeptPacks {
   Pack<scalar_t>* packs;
   int count;
 };
 
-// What a thread has seen of a row. Sums of exponentials are relative to its reference, others to
-// its own largest z.
+// A thread's partial sums over its part of a row. Exponentials are relative to the reference of
+// RowExponential(largest); `entropy` and `spread` are relative to `largest` itself.
 template <typename scalar_t>
 struct ThreadPart {
   using acc_t = RowAcc<scalar_t>;
   acc_t largest = -HUGE_VALF;
-  double sum = 0;      // of exponentials, biased
-  double entropy = 0;  // of exponentials times (largest − z)
-  double shares = 0;   // of B
-  double spread = 0;   // of B times (largest − z)
+  double sum = 0;      // Σ biased exponentials
+  double entropy = 0;  // Σ biased exponentials · (largest − z)
+  double shares = 0;   // Σ B
+  double spread = 0;   // Σ B·(largest − z)
   acc_t best = -HUGE_VALF;
   int best_class = 0;
 
@@ -66,8 +66,8 @@ struct ThreadPart {
   }
 };
 
-// In a branch that one pack of a row takes. The compiler would make selections of it, two more
-// instructions for every logit.
+// Keeps the branch it is called in a real branch. Only one pack per row takes the branch; without
+// this call the compiler turns it into selections, two more instructions for every logit.
 __device__ __forceinline__ void stay_a_branch() {
 #if defined(__CUDA_ARCH__)
   asm volatile("");
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCoun
     const auto x = static_cast<RowAcc<scalar_t>>(pack.value[e]);
     const bool is_nan = x != x;
     const bool is_above = x > part.best || (is_nan && part.best == part.best);
-    // Single elements behind the last pack come before it.
+    // The elements after the last pack were visited first, so a later visit may have a lower index.
     const bool is_as_high = x == part.best || (is_nan && part.best != part.best);
     if (is_above || (is_as_high && first + e < part.best_class)) {
       part.best = x;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& ta
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const bool is_target = first + e == target;
-    // -inf − -inf would be no number.
+    // −∞ − −∞ would be NaN.
     const acc_t below = z[e] == -HUGE_VALF ? acc_t(HUGE_VALF) : part.largest - z[e];
     shares[e] = is_target ? 0 : table.share(probabilities, first + e);
     spreads[e] = is_target ? 0 : shares[e] * below;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
     if (with_metrics) add_argmax(first, pack, part);
     if (table.has_shares()) add_shares(table, probabilities, target, first, z, part);
   }
-  if (largest == -HUGE_VALF) return;  // and there is no exponential of it
+  if (largest == -HUGE_VALF) return;  // every exponential so far is 0
   if (target >= first && target < first + kCount) {
     stay_a_branch();
 #pragma unroll
@@ -168,9 +168,9 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
   part.sum += sum_in_pairs(terms);
 }
 
-// The first pass, over all of a row. Packs are counted from its first class, wherever it lies, and
-// the classes behind the last one are single: the last bits of sums depend on which thread adds
-// what and in what order, and equal rows shall have equal ones.
+// The first pass over a row. Packs start at the row's first class, whatever its alignment, and
+// classes after the last pack are read one by one. The last bits of a sum depend on which thread
+// adds which elements in which order; this way they are the same for equal rows.
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
                                                          const CrossEntropyTable<scalar_t>& table,
@@ -195,7 +195,7 @@ __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
   return part;
 }
 
-// What a team has seen of a row.
+// Combines the partial sums of a team's threads.
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ math::RowPart<RowNumber<scalar_t>> team_part(const Team& team,
                                                                         ThreadPart<scalar_t>& part,
@@ -227,11 +227,11 @@ template <typename scalar_t, typename Team>
 __device__ __forceinline__ int64_t team_argmax(const Team& team, const ThreadPart<scalar_t>& part) {
   const auto best = team_largest(team, part.best);
   const bool has_it = part.best == best || (best != best && part.best != part.best);
-  // The first of them: classes are doubles here, exactly.
+  // Take the first of equal classes. A double holds a class index exactly.
   return static_cast<int64_t>(team_smallest(team, has_it ? part.best_class : 2147483648.0));
 }
 
-// For each thread: where its team's row is kept.
+// Returns the part of shared memory that keeps the packs of this team's row.
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ KeptPacks<scalar_t> kept_packs(const Team& team, int count) {
   AMPFUSE_DYNAMIC_SHARED(uint4, shared);

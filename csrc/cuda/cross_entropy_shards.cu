@@ -13,7 +13,8 @@ T* data_or_null(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr<T>();
 }
 
-// Calls run.operator()<scalar_t>(table of the arguments); logits here are float or double.
+// Calls run.operator()<scalar_t>(table) with the table of the arguments. The logits of a shard are
+// float or double.
 template <typename Run>
 void with_table(const CrossEntropyArguments& arguments, const Run& run) {
   const auto with_logits = [&]<typename scalar_t>() {

@@ -1,7 +1,8 @@
-// Rows whose classes other processes have, too: what those here tell, and what all tell together.
+// Cross-entropy of rows whose classes are split over several ranks. One kernel computes the partial
+// sums of this rank's classes, the other combines the partial sums of all ranks.
 //
-// Bytes of device memory: itemsize per logit and 88 per row for the one, 88 per row and process for
-// the other.
+// Bytes of device memory: itemsize per logit and 88 per row for the first kernel, 88 per row and
+// rank for the second.
 #pragma once
 
 #include "../math/cross_entropy_shards.h"
@@ -9,7 +10,7 @@
 
 namespace ampfuse {
 
-// A team per row.
+// Computes the partial sums of each row; one team per row.
 template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_shards_inspect_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   }
 }
 
-// What is known of rows of all classes; null where it is not asked for.
+// The results of rows over the classes of all ranks; null if not asked for.
 template <typename acc_t>
 struct JoinedResults {
   double* loss;
@@ -46,7 +47,7 @@ struct JoinedResults {
   int64_t* argmax;
 };
 
-// A thread per row.
+// Combines the partial sums of all ranks; one thread per row.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
     const __grid_constant__ CrossEntropyTable<scalar_t> table, const math::ShardPart* parts,

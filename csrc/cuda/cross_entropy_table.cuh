@@ -1,4 +1,4 @@
-// What the kernels of a cross-entropy are told of it.
+// The arguments and results of the kernels of a cross-entropy.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@ namespace ampfuse {
 
 enum class IndexType { kLong, kInt, kByte };
 
-// Where a tensor's rows are: one after another, each in one piece; or, of a team of one thread,
-// places of a batch's entries, beside each other.
+// The memory layout of a tensor's rows. For teams of several threads, each row is contiguous. For
+// a team of one thread, each position of a batch entry is a row, and positions are contiguous.
 struct RowsAt {
-  int64_t stride;        // from a row, or an entry, to the next
-  int64_t places;        // of an entry
-  int64_t class_stride;  // of a row
+  int64_t stride;        // from one row, or batch entry, to the next
+  int64_t places;        // positions per batch entry
+  int64_t class_stride;  // from one class of a row to the next
 
   template <typename Team>
   __device__ int64_t offset(int64_t row) const {
@@ -24,7 +24,8 @@ struct RowsAt {
   }
 };
 
-// A call's arguments. Rows are int64_t, classes of a row int: the launcher refuses more.
+// The arguments of a call. Indices of rows are int64_t, indices of classes int; the launcher
+// rejects more classes than that.
 template <typename scalar_t>
 struct CrossEntropyTable {
   using acc_t = RowAcc<scalar_t>;
@@ -34,14 +35,14 @@ struct CrossEntropyTable {
   RowsAt input_at;
   int64_t rows;
   int classes;
-  const void* target;  // indices, or null where there are probabilities
+  const void* target;  // indices, or null if targets are probabilities
   IndexType index_type;
   int64_t ignore_index;
   const acc_t* weight;         // or null
   const acc_t* probabilities;  // or null
   RowsAt probabilities_at;
   math::LossTerms<acc_t, Number> terms;
-  bool is_shard = false;  // of the classes: targets may be elsewhere
+  bool is_shard = false;  // true: targets may be math::kElsewhere
 
   __device__ int64_t index(int64_t row) const {
     switch (index_type) {
@@ -70,7 +71,7 @@ struct CrossEntropyTable {
   }
 
   __device__ bool has_shares() const { return probabilities != nullptr || terms.uniform != 0; }
-  // B of a class that is not the target of the row whose probabilities these are.
+  // Returns B of class c for a row with these probabilities. c must not be the row's target class.
   __device__ acc_t share(const acc_t* row_probabilities, int c) const {
     acc_t share = terms.uniform;
     if (row_probabilities != nullptr) {
@@ -81,8 +82,8 @@ struct CrossEntropyTable {
 
   __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, terms.softcap); }
 
-  // A target that is no class makes its row no number. Where all classes are here, no registers are
-  // spent on targets elsewhere.
+  // Returns the target of a row. A target out of range makes the row NaN. kMayBeElsewhere is false
+  // for kernels that see all classes; this saves them registers.
   template <typename Team, bool kMayBeElsewhere = false>
   __device__ math::RowTarget<Number> row_target(int64_t row) const {
     if (target == nullptr || is_ignored(row)) return {};
@@ -94,47 +95,48 @@ struct CrossEntropyTable {
     return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
             (static_cast<Number>(terms.of_target) + terms.uniform) * weight_of(at)};
   }
-  // Or -1.
+  // Returns the target class, or −1 if the row is ignored, its target is out of range or on another
+  // shard, or targets are probabilities.
   __device__ int target_class(int64_t row) const {
     const int64_t at = target == nullptr || is_ignored(row) ? -1 : index(row);
     return is_class(at) ? static_cast<int>(at) : -1;
   }
 };
 
-// A target that is no class, in memory that the host reads whenever it likes.
+// The report of a target out of range, in memory that the host may read at any time.
 struct BadTarget {
   int64_t row;
   int64_t target;
   int is_set;
 };
 
-// What a block of rows' targets weigh, and the first of these rows that has none, or a larger
-// number than there are rows.
+// The total weight of the targets that a block has read, and the first of these rows whose target
+// is out of range, or the number of all rows if there is none.
 struct TargetWeight {
   double weight;
   int64_t bad_row;
 };
 
-// How losses are reduced and gradients multiplied, by numbers that are on the device.
+// How losses are reduced and gradients are scaled. The numbers are in device memory.
 struct CrossEntropyReduction {
-  const float* grad_scale;      // or null: 1
-  const double* denominator;    // or null: what the targets weigh
-  const TargetWeight* weights;  // of blocks of targets; null where there are probabilities
+  const float* grad_scale;      // null: 1
+  const double* denominator;    // null: the total weight of the targets
+  const TargetWeight* weights;  // one per block; null: probabilities, or targets validated before
   int weight_blocks;
   bool is_mean;
-  float limit;  // of what gradients are multiplied by
-  float* baked_scale;
+  float limit;         // upper bound on |grad_scale / divisor|
+  float* baked_scale;  // null if not asked for
   double* divisor;
   BadTarget* bad_target;
-  bool trap;  // stop the device instead
+  bool trap;  // stop the device instead of reporting a bad target
 };
 
-// What a call leaves; null where it is not asked for. The gradient may be narrower than what it is
-// computed in.
+// The results of a call; null if not asked for. The gradient may be narrower than the type in which
+// it is computed.
 template <typename scalar_t, typename grad_t = scalar_t>
 struct CrossEntropyResults {
-  RowAcc<scalar_t>* each_loss;  // of rows: not reduced
-  double* block_losses;         // sums of what each block of the kernel saw
+  RowAcc<scalar_t>* each_loss;  // one per row, with reduction none
+  double* block_losses;         // sum of the losses of each block's rows
   math::RowStatistics* statistics;
   grad_t* grad;
   RowsAt grad_at;

@@ -1,5 +1,6 @@
-// Which teams take the rows of a cross-entropy, and how much of its row each keeps. Nothing here
-// asks how many rows there are: the last bits of a row shall not depend on its batch.
+// Chooses the teams that process the rows of a cross-entropy, and how much of its row each team
+// keeps in shared memory. The choice does not depend on the number of rows, so that the last bits
+// of a row do not depend on its batch.
 #pragma once
 
 #include <algorithm>
@@ -8,55 +9,56 @@
 
 namespace ampfuse {
 
-/// Rows up to this many bytes are a warp's, up to this many classes those of a few lanes. A warp
-/// joins what it found without waiting for others, and 32 rows are on a multiprocessor's way where
-/// blocks have 4: an H100 moves rows of 4 KiB at 63 % of a copy's rate by warps, those of 8 by
-/// blocks at 39.
+/// A warp takes rows of at most kWarpBytes, and kFewLanes lanes take rows of at most kFewClasses
+/// classes. A warp combines its partial sums without waiting for other warps, and a multiprocessor
+/// has 32 rows in flight, compared with 4 for blocks. An H100 moves rows of 4 KiB with warps at
+/// 63 % of the rate of a copy, and rows of 8 KiB with blocks at 39 %.
 inline constexpr int64_t kWarpBytes = 8192;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;
 
-/// What a device has room for.
+/// The resources of a device.
 struct DeviceRoom {
   int64_t multiprocessors;
-  int64_t shared;            // bytes, of a multiprocessor
-  int64_t shared_per_block;  // that one block may have of them
-  int64_t l2;
+  int64_t shared;            // bytes of shared memory per multiprocessor
+  int64_t shared_per_block;  // the most bytes of it that one block may have
+  int64_t l2;                // bytes
 
-  /// Bytes of shared memory for each of so many blocks on a multiprocessor. The system takes 1 KiB
-  /// of each.
+  /// Returns the bytes of shared memory for each block if this many blocks share a multiprocessor.
+  /// CUDA reserves 1 KiB of each.
   int64_t of_block(int blocks) const {
     return most_shared(std::min(shared_per_block, shared / blocks - 1024));
   }
 };
 
-/// How teams of a kind share out a device.
+/// The resources of each team if teams of this kind fill a device.
 template <typename scalar_t, typename Team, RowWork kWork>
 struct TeamRoom {
-  static constexpr int kBlocks = kRowBlocks<kWork, scalar_t, Team>;  // on a multiprocessor
+  static constexpr int kBlocks = kRowBlocks<kWork, scalar_t, Team>;  // per multiprocessor
   static constexpr int64_t kPiece = Team::kSize * int64_t(sizeof(Pack<scalar_t>));
 
   const DeviceRoom& device;
 
-  /// Pieces, a pack of each thread, that a team may keep of its row.
+  /// Returns the number of pieces of its row that a team can keep. A piece is one pack per thread.
   int64_t pieces() const { return device.of_block(kBlocks) / Team::kTeams / kPiece; }
 
   bool keeps(int64_t row_bytes) const { return row_bytes <= pieces() * kPiece; }
 
-  /// Whether the L2 cache has room for what is not kept of as many rows of this size as are on
-  /// their way at a time. It holds other things, too, and is in halves that each have what their
-  /// multiprocessors read: of 37 MB in an H100's 50 nearly all had to be read from memory again.
+  /// Returns true if the L2 cache has room for the parts of rows that are not kept, for all rows in
+  /// flight at a time. The limit is half of the cache. It also holds other data, and it consists of
+  /// two halves that each hold what their own multiprocessors read: of 37 MB in the 50 MB of an
+  /// H100, nearly all had to be read from memory again.
   bool l2_holds_rest(int64_t row_bytes) const {
     const int64_t rest = std::max<int64_t>(row_bytes - pieces() * kPiece, 0);
     return device.multiprocessors * kBlocks * Team::kTeams * rest <= device.l2 / 2;
   }
 };
 
-/// How forward's kernel is launched.
+/// The launch shape of the forward kernel.
 struct RowLaunch {
   int blocks;
-  int kept;    // packs of each row, a multiple of a team's size
-  int shared;  // bytes
+  int kept;    // packs that are kept of each row, a multiple of the team size
+  int shared;  // bytes of dynamic shared memory
 };
 
 template <typename scalar_t, typename Team, RowWork kWork>
@@ -72,9 +74,9 @@ RowLaunch row_launch(const DeviceRoom& room, int64_t rows, int64_t classes, bool
           static_cast<int>(pieces * Room::kPiece * Team::kTeams)};
 }
 
-/// Calls launch.operator()<Team, kWork>(): a few lanes for each row, a warp, or a block. A block is
-/// of 256 threads if it keeps all of its row; else of 512, or of 1024 where the L2 cache would not
-/// hold what those do not keep. Work that is not plain has no registers for 1024 threads.
+/// Calls launch.operator()<Team, kWork>(). A team is a few lanes, a warp, or a block. The block has
+/// 256 threads if it can keep all of its row. Otherwise it has 512, or 1024 if the L2 cache could
+/// not hold what blocks of 512 do not keep. kAny needs too many registers for 1024 threads.
 template <typename scalar_t, typename Launch>
 void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const Launch& launch) {
   using Block = BlockTeam<kThreads>;
@@ -82,7 +84,7 @@ void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const
   using Widest = BlockTeam<4 * kThreads>;
   constexpr RowWork kPlain = RowWork::kPlain;
   constexpr RowWork kAny = RowWork::kAny;
-  // Doubles are for checking gradients.
+  // double logits are for checking gradients, not for speed, so they need no other teams.
   constexpr bool kIsDouble = std::is_same_v<scalar_t, double>;
   const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
   if (row_bytes <= kWarpBytes) {
@@ -106,14 +108,14 @@ void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const
   return launch.template operator()<Block, kAny>();
 }
 
-/// The same for places.
+/// Calls launch.operator()<Team, kWork>() for rows that are positions of images.
 template <typename Launch>
 void for_places(bool plain, const Launch& launch) {
   if (plain) return launch.template operator()<PlaceTeam, RowWork::kPlain>();
   return launch.template operator()<PlaceTeam, RowWork::kAny>();
 }
 
-/// The same where rows are gone through once.
+/// Calls launch.operator()<Team, kWork>() for kernels that read rows only once.
 template <typename Launch>
 void for_backward_rows(int64_t row_bytes, bool plain, const Launch& launch) {
   const bool is_short = row_bytes <= kWarpBytes;

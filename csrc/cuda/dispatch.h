@@ -1,4 +1,4 @@
-// From a list of tensors to typed launches: one group per dtype, and the C++ type of each.
+// Groups a list of tensors by dtype, and calls typed code with the C++ type of each dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,10 +13,10 @@ namespace ampfuse {
 struct DtypeGroup {
   at::ScalarType dtype;
   std::vector<TensorRun> runs;
-  std::vector<size_t> places;  // of the runs in the list
+  std::vector<size_t> places;  // index of each run in the list
 };
 
-/// Groups in order of appearance, runs in order of the list.
+/// Groups runs by dtype. Groups are in the order of their first run, runs in the order of the list.
 inline std::vector<DtypeGroup> dtype_groups(const std::vector<TensorRun>& runs) {
   std::vector<DtypeGroup> groups;
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -29,7 +29,7 @@ inline std::vector<DtypeGroup> dtype_groups(const std::vector<TensorRun>& runs) 
   return groups;
 }
 
-/// Calls run.operator()<T>() with the type that kernels have for a real dtype.
+/// Calls run.operator()<T>() with the type that kernels use for a real dtype.
 template <typename Run>
 void dispatch_real(at::ScalarType dtype, const Run& run) {
   switch (dtype) {
@@ -44,7 +44,7 @@ void dispatch_real(at::ScalarType dtype, const Run& run) {
   }
 }
 
-/// The same for complex dtypes too.
+/// Calls run.operator()<T>() with the type that kernels use for a real or complex dtype.
 template <typename Run>
 void dispatch_any(at::ScalarType dtype, const Run& run) {
   switch (dtype) {

@@ -12,7 +12,7 @@ namespace ampfuse {
 
 namespace {
 
-// Where a scalar is read when the kernel runs; one on the host is read now.
+// Returns a scalar as the kernel reads it: a pointer on the device, or for a CPU tensor its value.
 AdamScalar scalar_of(const at::Tensor& tensor) {
   const bool is_double = tensor.scalar_type() == at::kDouble;
   if (tensor.is_cpu()) return {nullptr, is_double, tensor.item<double>()};
@@ -32,8 +32,8 @@ AdamSignals signals_of(const FusedAdamArguments& arguments) {
           scalar_of(arguments.lr)};
 }
 
-// A plan's device memory; the caching allocator keeps it for the stream until the kernels are
-// through.
+// The device memory of a plan. It may be freed before the kernels finish: the caching allocator
+// reuses it only on the same stream.
 template <typename acc_t>
 class PlanMemory {
  public:
@@ -52,7 +52,7 @@ class PlanMemory {
   at::Tensor bytes_;
 };
 
-// Tensors in the order in which the plan has their steps.
+// Launches fused_adam_prepare_kernel for all groups. Tensors are in the order of plan.steps.
 template <typename acc_t>
 void launch_prepare(const LaunchStream& stream, const FusedAdamArguments& arguments,
                     const std::vector<AdamDtypeGroup>& groups, const AdamPlan<acc_t>& plan) {
@@ -82,7 +82,7 @@ void launch_update(const LaunchStream& stream, const math::AdamOptions& options,
   builder.flush();
 }
 
-// One preparation for all groups whose arithmetic is in acc_t, and one update for each.
+// Launches one preparation for all groups whose arithmetic is in acc_t, then one update per group.
 template <typename acc_t>
 void launch_groups(const LaunchStream& stream, const FusedAdamArguments& arguments,
                    const std::vector<AdamDtypeGroup>& groups) {

@@ -1,13 +1,15 @@
-// One Adam step for a list of tensors in two launches, a first for the tensors' step numbers and
-// one for their elements.
+// One Adam step for a list of tensors in two launches: the first for the step counters of the
+// tensors, the second for their elements.
 //
-// fused_adam_prepare_kernel, a thread per tensor: counts the step unless it is to be skipped, and
-// leaves what math::adam_step makes of it, and the factor for the gradients, in an AdamPlan.
-// fused_adam_kernel, a warp per chunk: reads all columns, updates, writes; or returns at once.
+// fused_adam_prepare_kernel, a thread per tensor, increments the step counter unless the step is
+// skipped, and writes the result of math::adam_step and the gradient factor to an AdamPlan.
+// fused_adam_kernel, a warp per chunk, reads all columns, updates them and writes them. It returns
+// at once if the step is skipped.
 //
-// Bytes per element, with gradients and model in 16 bits, fp32 masters and means: 2 + 12 read, 12 +
-// 2 written; 26 with remainders for masters. Of the model's old value one element in 128 is read,
-// and only where masters are to adopt what somebody else wrote.
+// Bytes per element, with 16-bit gradients and parameters, fp32 masters and fp32 means: 2 + 12
+// read, 12 + 2 written; with remainders as masters 26 in total. With fp32 masters the old
+// parameters are not read, except one element in 128 if masters adopt what other code wrote to the
+// parameters.
 #pragma once
 
 #include <type_traits>
@@ -19,17 +21,17 @@
 
 namespace ampfuse {
 
-// Where the number that is stepped lives, when the tensor itself is only its 16-bit copy.
+// The storage of the number that is stepped, if the parameter is only a 16-bit copy of it.
 enum class Master { kNone, kFloat, kRemainder };
 
-// Small, so that the last of a warp's chunks is soon done. What a multiprocessor has on its way at
-// a time, some 40 KiB, is a matter of its warps and lots, not of this.
+// Chunks are small, so that a warp's last chunk does not take long. The chunk size does not affect
+// the bytes that a multiprocessor has in flight, some 40 KiB: warps and kLot determine these.
 inline constexpr int kAdamChunk = 2048;
 
 using AdamTable = TensorTable<math::kAdamColumns, kAdamChunk>;
 using StepTable = TensorTable<1, 1>;  // step counters
 
-// A number in device memory, of either type, or without `data` the one in `value`.
+// A number in device memory, float or double; if `data` is null, the number in `value`.
 struct AdamScalar {
   const void* data;
   bool is_double;
@@ -41,14 +43,14 @@ struct AdamScalar {
   }
 };
 
-// What the device alone may know when a step begins.
+// The inputs of a step that may be known only to the device when the step begins.
 struct AdamSignals {
-  const float* found_inf;   // skip the step unless it is 0; may be null
+  const float* found_inf;   // the step is skipped unless this is 0; may be null
   const float* grad_scale;  // gradients are divided by it; may be null
-  AdamScalar total_norm;    // of the gradients as they are
-  bool clip;                // whether total_norm is to be looked at
+  AdamScalar total_norm;    // norm of the gradients before unscaling
+  bool clip;                // true if total_norm is given: gradients are clipped to max_norm
   double max_norm;
-  float* grad_norm;  // where the norm of the unscaled gradients goes; may be null
+  float* grad_norm;  // receives the norm of the unscaled gradients; may be null
   AdamScalar lr;
 };
 
@@ -84,7 +86,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
-// The types of one kernel's columns. param_t is uint16_t, bfloat16's bits, beside a remainder.
+// The types of the columns of one kernel. With remainders, param_t is uint16_t, the bits of a
+// bfloat16.
 template <typename param_type, typename grad_type, typename state_type, Master kMasterKind,
           bool kWithMax>
 struct AdamTypes {
@@ -94,13 +97,13 @@ struct AdamTypes {
   using acc_t = std::conditional_t<std::is_same_v<param_t, double>, double, float>;
   static constexpr Master kMaster = kMasterKind;
   static constexpr bool kAmsgrad = kWithMax;
-  using master_t =  // without a master nothing is kept there
+  using master_t =  // unused without a master
       std::conditional_t<kMaster == Master::kFloat, float,
                          std::conditional_t<kMaster == Master::kRemainder, int16_t, param_t>>;
 
-  // Elements that a lane takes at a time: 4, so 16 bytes of fp32 and 8 of 16-bit types. More, or as
-  // many with one more column, and a thread would need more than the 64 registers that four blocks
-  // on a multiprocessor leave it.
+  // Elements that a lane takes at a time: 4, which are 16 bytes of fp32 and 8 of 16-bit types. With
+  // more elements, or with one more column, a thread would need more than the 64 registers that it
+  // has with four blocks per multiprocessor.
   static constexpr int kLot = std::is_same_v<acc_t, double> ? 1 : kAmsgrad ? 2 : 4;
 };
 
@@ -111,7 +114,7 @@ struct AdamChunk {
   typename Types::state_t* exp_avg;
   typename Types::state_t* exp_avg_sq;
   typename Types::state_t* max_exp_avg_sq = nullptr;  // with amsgrad
-  typename Types::master_t* master = nullptr;         // if there are masters
+  typename Types::master_t* master = nullptr;         // with masters
 };
 
 template <typename Types>
@@ -131,11 +134,12 @@ __device__ __forceinline__ AdamChunk<Types> adam_chunk(const AdamTable& table,
   return chunk;
 }
 
-// Compares one element in 128 and the chunk's last one with their masters, 0.25 bytes for each
-// element of the chunk. If one was written over, the masters of the whole chunk take over what was
-// written. A write of 128 adjacent elements is noticed in each chunk that it reaches into: it
-// covers the first element of a chunk that it enters from the left, the last one of a chunk that it
-// leaves to the right, and a multiple of 128 where it begins and ends in one chunk.
+// Compares one element in 128, and the last element of the chunk, with their masters. This reads
+// 0.25 bytes per element of the chunk. If one of them was overwritten, the whole chunk is searched,
+// and each overwritten element's master adopts the new value. A write of 128 adjacent elements is
+// noticed in every chunk that it touches: it covers the last element of the chunk in which it
+// begins, the first element of the chunk in which it ends, or, if it lies within one chunk, an
+// element at a multiple of 128.
 template <typename Types>
 __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int size, int lane) {
   constexpr int kStride = 128;
@@ -143,7 +147,7 @@ __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int 
   const int i = min(lane * kStride, size - 1);
   const bool is_written_over = size > 0 && math::is_written_over(chunk.param[i], chunk.master[i]);
   const bool are_any = __any_sync(0xffffffffu, is_written_over);
-  __syncwarp();  // every lane has looked at its element, which from here on others write
+  __syncwarp();  // all lanes have read their elements, which other lanes write from here on
   if (!are_any) return;
   for (int e = lane; e < size; e += kWarp) {
     chunk.master[e] = math::adopted(chunk.param[e], chunk.master[e]);
@@ -151,7 +155,7 @@ __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int 
   __syncwarp();  // other lanes step these elements
 }
 
-// Updates the `kCount` elements from `i` on, with one access to each column in each direction.
+// Updates `kCount` elements starting at index `i`, with one load and one store per column.
 template <int kCount, typename Types>
 __device__ __forceinline__ void adam_lot(
     const AdamChunk<Types>& chunk, int i, typename Types::acc_t grad_factor,
@@ -211,8 +215,8 @@ __device__ __forceinline__ void adam_lot(
   if constexpr (kMasterKind != Master::kNone) store_pack(chunk.master + i, master);
 }
 
-// Whether every column of the chunk starts where a lot of it may be read at once. Where there is
-// no column there is a null pointer, which is aligned.
+// Returns true if every column of the chunk is aligned for packs of kLot elements. A missing column
+// is a null pointer, which counts as aligned.
 template <typename Types>
 __device__ __forceinline__ bool adam_chunk_is_aligned(const AdamChunk<Types>& chunk) {
   const auto past = [](const auto* data) {
@@ -222,7 +226,7 @@ __device__ __forceinline__ bool adam_chunk_is_aligned(const AdamChunk<Types>& ch
           past(chunk.max_exp_avg_sq) | past(chunk.master)) == 0;
 }
 
-// `first`: how many of the plan's steps belong to launches before this one.
+// `first` is the index in plan.steps of the first tensor of this launch.
 template <typename Types>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     fused_adam_kernel(const __grid_constant__ AdamTable table, int64_t first,

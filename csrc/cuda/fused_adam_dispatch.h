@@ -1,5 +1,5 @@
-// From a step's tensors to the kernels of fused_adam.cuh: one group per combination of dtypes, and
-// the C++ types of each.
+// Groups the tensors of a step by their combination of dtypes, and selects a kernel of
+// fused_adam.cuh for each group.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,8 @@ struct AdamDtypeGroup {
   std::vector<AdamTensor> tensors;
 };
 
-/// In order of appearance; tensors without elements are among them, since their steps count too.
+/// Returns the groups in the order of their first tensor. Tensors without elements are included,
+/// since their step counters are incremented too.
 inline std::vector<AdamDtypeGroup> group_by_dtypes(const std::vector<AdamTensor>& tensors) {
   std::vector<AdamDtypeGroup> groups;
   for (const AdamTensor& tensor : tensors) {

@@ -1,5 +1,5 @@
-// The shape of a launch: warps are the workers. A warp takes one chunk at a time, so a 64-element
-// tensor costs a warp and not a block, and any mixture of sizes keeps every multiprocessor busy.
+// The shape of a launch. A warp takes one chunk at a time, so a tensor of 64 elements occupies a
+// warp and not a block, and any mixture of sizes keeps every multiprocessor busy.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,16 @@ inline constexpr int kWarp = 32;
 inline constexpr int kThreads = 256;  // per block
 inline constexpr int kWarpsPerBlock = kThreads / kWarp;
 
-// Kernels are compiled for at least this many blocks on a multiprocessor,
-// __launch_bounds__(kThreads, kBlocksPerMultiprocessor), which leaves a thread 64 registers; a grid
-// has no more, so all of it is resident at once and a warp that is done takes another chunk, where
-// a further block would have had to wait. 1024 threads with 64 bytes on their way each are 64 KiB
-// in flight, twice what a multiprocessor of an H200 needs to cover 0.8 µs of latency (4.8 TB/s ·
-// 0.8 µs / 132 = 29 KiB).
+// Kernels are compiled for at least this many blocks per multiprocessor,
+// __launch_bounds__(kThreads, kBlocksPerMultiprocessor), which leaves 64 registers per thread. A
+// grid has no more blocks than that, so the whole grid is resident at once. A warp that is finished
+// takes another chunk; additional blocks would have to wait instead. 1024 threads with 64 bytes in
+// flight each make 64 KiB, twice what a multiprocessor of an H200 needs to cover a latency of
+// 0.8 µs (4.8 TB/s · 0.8 µs / 132 = 29 KiB).
 inline constexpr int kBlocksPerMultiprocessor = 4;
 
-// Blocks for `warps` units of work, at least one, since CUDA refuses an empty grid.
+// Returns the number of blocks for `warps` units of work; at least one, since CUDA rejects an empty
+// grid.
 inline int grid_size(int64_t warps, int multiprocessors) {
   const int64_t wanted = (warps + kWarpsPerBlock - 1) / kWarpsPerBlock;
   const int64_t resident = int64_t(multiprocessors) * kBlocksPerMultiprocessor;
@@ -26,16 +27,18 @@ inline int grid_size(int64_t warps, int multiprocessors) {
   return blocks > 0 ? static_cast<int>(blocks) : 1;
 }
 
-// Bytes of shared memory that a kernel declares itself, at most, beside those a launch brings.
+// The most bytes of static shared memory that a kernel declares, besides the dynamic shared memory
+// of its launch.
 inline constexpr int kOwnShared = 512;
 
-// Whether CUDA would refuse a launch that did not ask for its shared memory before: the 48 KiB that
-// a block has anyway are for what its kernel declares, too.
+// Returns true if a launch with this much dynamic shared memory is possible only after the limit of
+// its kernel is raised. The 48 KiB that a block always has include what the kernel declares.
 constexpr bool must_ask_for_shared(int dynamic) {
   return dynamic > 48 * 1024 - kOwnShared;
 }
 
-// The most that a launch may ask for where a block may have so many bytes in all.
+// Returns the most dynamic shared memory that a launch may ask for if a block may have `per_block`
+// bytes in total.
 constexpr int64_t most_shared(int64_t per_block) {
   return per_block - kOwnShared;
 }
@@ -43,8 +46,8 @@ constexpr int64_t most_shared(int64_t per_block) {
 }  // namespace ampfuse
 
 #if defined(__CUDACC__)
-// Kernels declare shared memory through these, so that the tests that run them on the CPU can put
-// each array where an overrun or a read before a write shows.
+// Kernels declare shared memory with these macros. Tests that run kernels on the CPU define them
+// differently, to detect overruns and reads before the first write.
 #define AMPFUSE_SHARED(type, name, count) __shared__ type name[count]
 #define AMPFUSE_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif

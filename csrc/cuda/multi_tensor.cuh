@@ -1,10 +1,10 @@
-// A list of tensors as one kernel argument, and how a kernel finds its way in it.
+// A list of tensors as one kernel argument, and the search for a chunk in it.
 //
-// A TensorTable is passed by value: no copy to the device beforehand, nothing to keep alive, and a
-// CUDA graph that captured the launch has it. Since CUDA 12.1 arguments may take 32,764 bytes,
-// enough for 600 tensors with 6 pointers each. Chunks are found by a binary search over prefix sums
-// instead of a table of blocks, so the grid may have any size and one launch serves any number of
-// elements; longer lists take several launches.
+// A TensorTable is passed by value: it needs no copy to the device and no memory to keep alive, and
+// a CUDA graph that captures the launch contains it. Since CUDA 12.1 arguments may take 32,764
+// bytes, enough for 600 tensors with 6 pointers each; longer lists take several launches. Chunks
+// are found by a binary search over prefix sums, not in a table of blocks, so the grid may have any
+// size and one launch serves any number of elements.
 #pragma once
 
 #include <array>
@@ -16,25 +16,26 @@
 
 namespace ampfuse {
 
-// For the table and everything else a kernel takes.
+// The most bytes of all arguments of a kernel, and how many of them are not for the table.
 inline constexpr size_t kMaxArgumentBytes = 32764;
 inline constexpr size_t kOtherArgumentBytes = 256;
 
-// `kColumns` pointers per tensor, all to the same number of elements, cut into chunks of `kChunk`.
+// A table of `kColumns` pointers per tensor. All columns of a tensor have the same number of
+// elements, which are cut into chunks of `kChunk`.
 template <int kColumnCount, int kChunkSize>
 struct TensorTable {
   static constexpr int kColumns = kColumnCount;
   static constexpr int kChunk = kChunkSize;
   static_assert(kChunk < 65536, "rest counts up to a chunk in 16 bits");
 
-  // Per tensor: its pointers, 4 bytes of prefix sum and 2 of rest. 16 bytes of slack for the
-  // count and the alignment.
+  // A tensor takes its pointers, 4 bytes of prefix sum and 2 bytes of rest. 16 bytes are reserved
+  // for the count and the alignment.
   static constexpr int kCapacity =
       static_cast<int>((kMaxArgumentBytes - kOtherArgumentBytes - 16) / (kColumns * 8 + 6));
 
   void* data[kColumns][kCapacity];
-  uint32_t chunks_until[kCapacity];  // of tensors 0 to i, i included
-  uint16_t rest[kCapacity];          // elements in the last chunk of tensor i
+  uint32_t chunks_until[kCapacity];  // total number of chunks of tensors 0 to i, including i
+  uint16_t rest[kCapacity];          // number of elements in the last chunk of tensor i
   uint16_t count;
 
   AMPFUSE_HOST_DEVICE uint32_t chunks() const { return count == 0 ? 0 : chunks_until[count - 1]; }
@@ -42,13 +43,13 @@ struct TensorTable {
 
 // One chunk of one tensor.
 struct TableChunk {
-  int tensor;      // its place in the table
-  int64_t number;  // of the chunk within the tensor
-  int64_t chunks;  // of the tensor
+  int tensor;      // index of the tensor in the table
+  int64_t number;  // index of the chunk within the tensor
+  int64_t chunks;  // number of chunks of the tensor
   int size;        // in elements
 };
 
-// Where a chunk's elements are in one of the tensor's columns.
+// Returns a pointer to a chunk's elements in one of the tensor's columns.
 template <typename T, typename Table>
 AMPFUSE_HOST_DEVICE T* chunk_data(const Table& table, int column, const TableChunk& chunk) {
   return static_cast<T*>(table.data[column][chunk.tensor]) + chunk.number * Table::kChunk;
@@ -56,8 +57,8 @@ AMPFUSE_HOST_DEVICE T* chunk_data(const Table& table, int column, const TableChu
 
 template <typename Table>
 AMPFUSE_HOST_DEVICE TableChunk find_chunk(const Table& table, uint32_t chunk) {
-  // The first tensor with chunks_until > chunk: 9 steps for 512 tensors, at addresses that are the
-  // same for the whole warp and served by the constant cache.
+  // Find the first tensor with chunks_until > chunk. This takes 9 steps for 512 tensors. All lanes
+  // of a warp read the same addresses, which the constant cache serves.
   int low = 0;
   int high = table.count - 1;
   while (low < high) {
@@ -74,8 +75,8 @@ AMPFUSE_HOST_DEVICE TableChunk find_chunk(const Table& table, uint32_t chunk) {
           chunk + 1 == end ? table.rest[low] : Table::kChunk};
 }
 
-// Calls visit(chunk number in the table, TableChunk, lane) once per chunk, from all lanes of one
-// warp: warps take turns through the grid.
+// Calls visit(index of the chunk in the table, TableChunk, lane) once per chunk, from all lanes of
+// one warp. The warps of the grid take chunks in turn.
 template <typename Table, typename Visit>
 __device__ __forceinline__ void for_each_chunk(const Table& table, Visit visit) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -87,18 +88,18 @@ __device__ __forceinline__ void for_each_chunk(const Table& table, Visit visit) 
   }
 }
 
-// Fills tables on the host and hands each one to `launch(table)` when it is full, and the last one
-// at flush().
+// Fills tables on the host. Calls launch(table) when a table is full, and for the last table in
+// flush().
 template <typename Table, typename Launch>
 class TableBuilder {
  public:
   explicit TableBuilder(Launch launch) : launch_(launch) { table_.count = 0; }
 
-  // Adds a tensor. One without elements gets a chunk without elements, so that no kernel has to
-  // know of such tensors.
+  // Adds a tensor. A tensor without elements gets one empty chunk, so that kernels need no special
+  // case for it.
   void add(const std::array<void*, Table::kColumns>& data, int64_t numel) {
     const int64_t chunks = numel == 0 ? 1 : (numel + Table::kChunk - 1) / Table::kChunk;
-    // A table counts chunks in 32 bits: 2⁴⁵ elements in chunks of 8192.
+    // A table counts chunks in 32 bits, enough for 2⁴⁵ elements in chunks of 8192.
     if (table_.count == Table::kCapacity || table_.chunks() + chunks > UINT32_MAX) flush();
     const int i = table_.count;
     for (int c = 0; c < Table::kColumns; ++c) table_.data[c][i] = data[c];

@@ -1,5 +1,6 @@
-// Multiplies a list of tensors by the clip factor, which every thread computes from the norm on the
-// device: one division each, against a memory access per element. At factor 1 nothing is touched.
+// Multiplies a list of tensors by the clip factor. Every thread computes the factor from the norm
+// on the device; one division per thread is cheap compared with a memory access per element. If the
+// factor is 1, the tensors are not read or written.
 #pragma once
 
 #include "../math/multi_tensor_clip.h"

@@ -1,4 +1,4 @@
-// The host side of ops that change each element of a list by itself: a group of tables per dtype.
+// The host side of ops that change each element of a list independently.
 #pragma once
 
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace ampfuse {
 
-/// Calls launch.operator()<scalar_t>(table) for each table of each dtype; complex tensors come as
-/// real ones of twice the size.
+/// Calls launch.operator()<scalar_t>(table) for each table of each dtype. Complex tensors must be
+/// passed as real ones of twice the size.
 template <typename Table, typename Launch>
 void for_each_table(const std::vector<TensorRun>& runs, const Launch& launch) {
   for (const DtypeGroup& group : dtype_groups(runs)) {

@@ -1,11 +1,12 @@
-// Norms of a list of tensors in one read, in two launches whatever the list.
+// Norms of a list of tensors, in one read of memory and with two kernels.
 //
-// First multi_tensor_norm_kernel, a warp per chunk, leaves one NormPartial each
-// (math/multi_tensor_norm.h). Then multi_tensor_norm_finish_kernel, a block per tensor, makes its
-// norm from its partials, and the last block to finish makes the total.
+// First multi_tensor_norm_kernel, a warp per chunk, writes one NormPartial per chunk
+// (math/multi_tensor_norm.h). Then multi_tensor_norm_finish_kernel, a block per tensor, computes
+// the norm of the tensor from its partials, and the last block to finish computes the total norm.
 //
-// Sums are taken in fp32 where elements have 32 bits or less; a chunk whose sum leaves the range in
-// which that is exact enough is read again in double: overflows, underflows, and zeros.
+// Sums of elements of 32 bits or less are accumulated in fp32. If the sum of a chunk leaves the
+// range in which fp32 is accurate enough (overflow, underflow, or zero), the chunk is read again
+// and accumulated in double.
 #pragma once
 
 #include "../math/multi_tensor_norm.h"
@@ -15,8 +16,8 @@
 
 namespace ampfuse {
 
-// Where a tensor's partials are. Written by whoever reads the tensor's first chunk, so the second
-// launch needs no table.
+// The range of a tensor's partials. The warp that reads the tensor's first chunk writes it, so the
+// second kernel needs no table.
 struct NormRange {
   int64_t first;
   int64_t count;
@@ -25,7 +26,8 @@ struct NormRange {
 // Column 0 holds the elements, column 1 the tensor's NormRange.
 using NormTable = TensorTable<2, math::kNormChunk>;
 
-// What sums of scalar_t are kept in: complex numbers count by their magnitude, a double.
+// The type in which sums over scalar_t are accumulated. Complex numbers enter a sum by their
+// magnitude, a double.
 template <typename scalar_t>
 struct NormAccumulator {
   using type = float;
@@ -39,8 +41,9 @@ struct NormAccumulator<math::Complex<T>> {
   using type = double;
 };
 
-// The norm of one chunk, from all lanes of a warp. `change` gets each element before it is counted;
-// what it makes of it is stored with Access::kReadWrite. multi_tensor_unscale comes in there.
+// Returns the norm of one chunk; all lanes of a warp must call it. `change(x)` may change each
+// element before it enters the norm, and Access::kReadWrite stores the changed element
+// (multi_tensor_unscale.cuh uses this).
 template <math::NormType kNorm, Access kAccess, typename scalar_t, typename Change>
 __device__ __forceinline__ math::NormPartial norm_chunk(scalar_t* data, int size, int lane,
                                                         Change change) {
@@ -55,12 +58,12 @@ __device__ __forceinline__ math::NormPartial norm_chunk(scalar_t* data, int size
   if (math::norm_in_range<kNorm, scalar_t, acc_t>(total)) {
     return {math::norm_finish<kNorm>(total), 0};
   }
-  __syncwarp();  // other lanes' stores are read now
+  __syncwarp();  // norm_exact reads what other lanes have stored
   return math::norm_exact<kNorm>(
       size, [data](int64_t i) { return math::norm_part(data[i]); }, warp);
 }
 
-// Leaves a chunk's partial, and from the first chunk the tensor's range, for the second kernel.
+// Stores the partial of a chunk, and for the tensor's first chunk also the tensor's range.
 __device__ __forceinline__ void store_partial(const NormTable& table, const TableChunk& at,
                                               int64_t slot, math::NormPartial partial,
                                               math::NormPartial* partials) {
@@ -68,8 +71,8 @@ __device__ __forceinline__ void store_partial(const NormTable& table, const Tabl
   if (at.number == 0) *static_cast<NormRange*>(table.data[1][at.tensor]) = {slot, at.chunks};
 }
 
-// `slots_before`: partials of the launches before this one. `finished` is zeroed for the kernel
-// that follows.
+// `slots_before` is the number of partials from earlier launches. `finished` is set to 0 for the
+// finish kernel.
 template <math::NormType kNorm, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     multi_tensor_norm_kernel(const __grid_constant__ NormTable table, int64_t slots_before,
@@ -82,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// What the second kernel reads, besides where it leaves the tensors' norms for its last block.
+// The inputs of the finish kernel, and the memory through which its last block gets the norms.
 struct NormWorkspace {
   const math::NormPartial* partials;
   const NormRange* ranges;
@@ -95,7 +98,7 @@ struct NormResults {
   out_t* total_norm;
   out_t* norms;
   float* found_inf;
-  bool clear_found_inf;  // otherwise it is only ever set
+  bool clear_found_inf;  // true: set found_inf to 0 or 1; false: never set it to 0
   int64_t* first_nonfinite;
   int64_t* nonfinite_count;
 };
@@ -119,7 +122,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
   }
 
-  // The last block sees what all wrote: each fenced its writes before it was counted.
+  // The last block sees the writes of all blocks: each block fences its writes before it counts
+  // itself as finished.
   if (threadIdx.x == 0) {
     __threadfence();
     is_last[0] = atomicAdd(workspace.finished, 1u) == gridDim.x - 1;
@@ -128,11 +132,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (!is_last[0]) return;
   __threadfence();
 
-  const volatile math::NormPartial* norms = workspace.tensors;  // not from a stale cache line
+  const volatile math::NormPartial* norms = workspace.tensors;  // never read a stale cache line
   const math::NormPartial total = math::norm_of_parts<kNorm>(
       tensors, [norms](int64_t i) { return math::NormPartial{norms[i].norm, norms[i].nonfinite}; },
       block);
-  // Indices and counts are exact in a double. The first offender is the furthest from the end.
+  // Indices and counts are exact in a double. The first non-finite tensor is the one furthest from
+  // the end of the list.
   double furthest = 0;
   double count = 0;
   for (int64_t t = block.index(); t < tensors; t += block.count()) {

@@ -1,5 +1,5 @@
-// The host side that multi_tensor_norm and multi_tensor_unscale_norm share: scratch memory, tables,
-// and the launch that ends both.
+// The host code that multi_tensor_norm and multi_tensor_unscale_norm share: scratch memory, tables,
+// and the launch of the finish kernel.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -26,8 +26,8 @@ void dispatch_norm_type(math::NormType type, const Run& run) {
   }
 }
 
-/// Scratch memory of one call; the caching allocator keeps it for the stream until the kernels are
-/// through.
+/// The scratch memory of one call. It may be freed before the kernels finish: the caching allocator
+/// reuses it only on the same stream.
 class NormScratch {
  public:
   explicit NormScratch(const std::vector<TensorRun>& runs, c10::Device device) {
@@ -76,7 +76,8 @@ void for_each_norm_table(const std::vector<TensorRun>& runs, const NormScratch& 
   }
 }
 
-/// From the partials to the outputs, the flag going to `found_inf`.
+/// Launches the finish kernel, which computes the outputs from the partials and writes the flag to
+/// `found_inf`.
 template <math::NormType kNorm>
 void launch_norm_finish(const LaunchStream& stream, const NormScratch& scratch,
                         const NormOutputs& outputs, const at::Tensor& found_inf,
@@ -89,7 +90,7 @@ void launch_norm_finish(const LaunchStream& stream, const NormScratch& scratch,
         total_norm.template mutable_data_ptr<out_t>(), norms.template mutable_data_ptr<out_t>(),
         found_inf.mutable_data_ptr<float>(),           clear_found_inf,
         first_nonfinite.mutable_data_ptr<int64_t>(),   nonfinite_count.mutable_data_ptr<int64_t>()};
-    // A block for each tensor.
+    // One block per tensor.
     stream.launch(multi_tensor_norm_finish_kernel<kNorm, out_t>, norms.numel() * kWarpsPerBlock,
                   norms.numel(), workspace, results);
   };

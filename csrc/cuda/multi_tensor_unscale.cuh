@@ -1,6 +1,6 @@
-// Multiplies a list of tensors by a number on the device and flags what is not finite afterwards;
-// with or without the norms of what was written. A warp per chunk. At inv_scale 1 the kernels read
-// only.
+// Multiplies a list of tensors by inv_scale, a number on the device, and sets a flag if a result is
+// not finite. The second kernel also computes the norms of the results. A warp takes a chunk at a
+// time. If inv_scale is 1, the kernels write no elements.
 #pragma once
 
 #include "../math/multi_tensor_unscale.h"
@@ -10,7 +10,8 @@ namespace ampfuse {
 
 using UnscaleTable = TensorTable<1, math::kNormChunk>;
 
-// What products are computed in: fp32 for 16-bit types, else the type itself.
+// The type in which products are computed: double for double elements, otherwise fp32. Complex
+// elements count as their real type.
 template <typename scalar_t>
 struct ScaleType {
   using type = float;
@@ -42,12 +43,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         look(x);
       });
     }
-    // Atomic only because several warps may store at once.
+    // The store is atomic only because several warps may store at once.
     if (__any_sync(0xffffffffu, mark != 0) && lane == 0) atomicExch(found_inf, 1.0f);
   });
 }
 
-// The first of the two kernels of multi_tensor_norm, on what it writes.
+// Unscales the elements and computes the NormPartial of each chunk from the results. It takes the
+// place of multi_tensor_norm_kernel, and the finish kernel follows.
 template <math::NormType kNorm, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     multi_tensor_unscale_norm_kernel(const __grid_constant__ NormTable table,

@@ -1,4 +1,5 @@
-// Teams as Workers for math/: they join norms, in an order fixed by the number of threads alone.
+// Teams as workers for math/multi_tensor_norm.h. They join norms in an order that depends only on
+// the number of threads.
 #pragma once
 
 #include "../math/multi_tensor_norm.h"
@@ -9,12 +10,12 @@ namespace ampfuse {
 template <typename Team>
 class TeamWorkers {
  public:
-  // `scratch`: what the team needs of shared memory.
+  // `scratch` is the shared memory that the team needs; null for a warp.
   __device__ explicit TeamWorkers(double* scratch = nullptr) : team_(scratch) {}
   __device__ int index() const { return team_.index(); }
   __device__ int count() const { return Team::kSize; }
 
-  // Everyone gets the same result: each pair joins the same two numbers.
+  // All threads get the same result: both threads of a pair join the same two numbers.
   template <math::NormType kNorm>
   __device__ double join(double x) const {
     return team_.joined(x, [](double a, double b) { return math::norm_join<kNorm>(a, b); });

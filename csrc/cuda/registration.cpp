@@ -1,5 +1,5 @@
-// Registers the CUDA kernels with torch's dispatcher. It is a file of its own because nvcc reads a
-// .cu twice, and once more for each architecture: torch/library.h would add 17 s to every one.
+// Registers the CUDA kernels with torch's dispatcher. This is a separate file because nvcc reads a
+// .cu twice, and once more for each architecture: torch/library.h would add 17 s to every .cu.
 #include "../ops/registration.h"
 
 #include "../ops/fused_adam_kernels.h"

@@ -1,4 +1,4 @@
-// Where launches go: torch's current stream on the tensors' device.
+// Launches kernels on torch's current stream of the tensors' device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,20 +18,20 @@ class LaunchStream {
         stream_(c10::cuda::getCurrentCUDAStream()),
         multiprocessors_(attribute(cudaDevAttrMultiProcessorCount)) {}
 
-  /// Runs kernel(arguments...) with a warp for each unit of work, or as many as fit.
+  /// Launches kernel(arguments...) with a warp for each unit of work, or as many warps as fit.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t warps, Arguments&&... arguments) const {
     launch_blocks(kernel, grid_size(warps, multiprocessors_), kThreads, 0,
                   std::forward<Arguments>(arguments)...);
   }
 
-  /// Runs kernel(arguments...) in blocks with so many bytes of dynamic shared memory.
+  /// Launches kernel(arguments...); `shared` is in bytes of dynamic shared memory per block.
   template <typename... Parameters, typename... Arguments>
   void launch_blocks(void (*kernel)(Parameters...), int blocks, int threads, int shared,
                      Arguments&&... arguments) const {
     if (must_ask_for_shared(shared)) {
-      // Always the most that any launch asks for. The limit belongs to the kernel: one that was
-      // lowered for this launch could be too low for another thread's, which has raised it before.
+      // The limit belongs to the kernel, not to the launch, so it is always raised to the maximum.
+      // A lower limit for this launch could be too low for another thread that has just raised it.
       const auto most =
           static_cast<int>(most_shared(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
       C10_CUDA_CHECK(

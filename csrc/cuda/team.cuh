@@ -1,4 +1,4 @@
-// Who works together on a device, each on its own part, and how they join what they found.
+// Teams of threads that share a unit of work, and reductions over the threads of a team.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace ampfuse {
 
-// Lanes of a warp: all of them for short rows, fewer for rows of a few packs.
+// A team of kLanes lanes of a warp: all 32 for short rows, fewer for rows of a few packs.
 template <int kLanes>
 class LaneTeam {
  public:
   static constexpr int kSize = kLanes;
-  static constexpr int kBlock = kThreads;        // threads of a block
-  static constexpr int kTeams = kBlock / kSize;  // in a block
+  static constexpr int kBlock = kThreads;        // threads per block
+  static constexpr int kTeams = kBlock / kSize;  // teams per block
   static constexpr bool kIsWide = false;
 
   __device__ explicit LaneTeam(double* /*scratch*/) {}
@@ -24,7 +24,7 @@ class LaneTeam {
   __device__ static int64_t count() { return int64_t(gridDim.x) * kTeams; }
   __device__ void sync() const { __syncwarp(mask()); }
 
-  // The same for all lanes: each pair joins the same two.
+  // All lanes get the same result: both lanes of a pair join the same two values.
   template <typename T, typename Join>
   __device__ T joined(T x, Join join) const {
 #pragma unroll
@@ -35,7 +35,7 @@ class LaneTeam {
   }
 
  private:
-  // Teams of a warp have rows of their own, which may take them different ways.
+  // The teams of a warp process different rows and may diverge, so each has its own mask.
   __device__ unsigned mask() const {
     if constexpr (kSize == kWarp) return 0xffffffffu;
     return ((1u << (kSize % kWarp)) - 1) << (threadIdx.x % kWarp / kSize * kSize);
@@ -44,8 +44,8 @@ class LaneTeam {
 
 using WarpTeam = LaneTeam<kWarp>;
 
-// A block. Longer rows take larger ones, of which fewer are on a multiprocessor at a time, so that
-// there is more room for each row.
+// A team of all threads of a block. Longer rows take larger blocks: fewer of these are on a
+// multiprocessor at a time, so each row has more shared memory.
 template <int kBlockSize>
 class BlockTeam {
  public:
@@ -55,7 +55,7 @@ class BlockTeam {
   static constexpr int kWarps = kSize / kWarp;
   static constexpr bool kIsWide = kSize > kThreads;
 
-  // `scratch`: kWarps numbers in shared memory.
+  // `scratch` is an array of kWarps numbers in shared memory.
   __device__ explicit BlockTeam(double* scratch) : scratch_(scratch) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x); }
   __device__ int place() const { return 0; }
@@ -73,7 +73,7 @@ class BlockTeam {
     for (int offset = kWarps / 2; offset > 0; offset /= 2) {
       x = join(x, __shfl_xor_sync(0xffffffffu, x, offset));
     }
-    __syncthreads();  // scratch_ is written again by the next
+    __syncthreads();  // the next call writes to scratch_ again
     return x;
   }
 

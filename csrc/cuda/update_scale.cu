@@ -13,7 +13,7 @@ void update_scale_cuda(const UpdateScaleArguments& arguments) {
   for (const c10::IValue& flag : arguments.found_infs)
     found_infs.push_back(flag.toTensor().view(at::IntArrayRef()));
   const LaunchStream stream(arguments.scale);
-  // A NaN wins over every number, and is not 0.
+  // amax returns NaN if any flag is NaN; NaN is not 0, so it counts as an overflow.
   if (found_infs.size() > kScaleFlags) found_infs = {at::stack(found_infs).abs().amax()};
   ScaleFlags flags = {};
   for (const at::Tensor& flag : found_infs)

@@ -1,4 +1,4 @@
-// One update of a loss scale: a matter for one thread, but on the device, where the flags are.
+// Updates a loss scale, with a single thread. It runs on the device because the flags are there.
 #pragma once
 
 #include "../math/update_scale.h"
@@ -6,7 +6,8 @@
 
 namespace ampfuse {
 
-inline constexpr int kScaleFlags = 64;  // as many optimizers, or devices of theirs
+// The most flags of one launch: one per optimizer, or one per device of an optimizer.
+inline constexpr int kScaleFlags = 64;
 
 struct ScaleFlags {
   const float* flags[kScaleFlags];

@@ -1,5 +1,6 @@
-// Walks over consecutive elements with 16-byte accesses, the widest before Blackwell, and single
-// elements before the first and after the last 16-byte boundary; and packs that cross boundaries.
+// Loops over consecutive elements with 16-byte accesses, the widest before Blackwell, and with
+// single elements before the first and after the last 16-byte boundary. PacksAnywhere loads packs
+// that cross these boundaries.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace ampfuse {
 
-// Consecutive elements that are moved at once, 16 bytes of them or less.
+// Consecutive elements that one thread moves at once, at most 16 bytes.
 template <typename T, int kCount = 16 / sizeof(T)>
 struct alignas(kCount * sizeof(T)) Pack {
   static_assert(16 % (kCount * sizeof(T)) == 0);
@@ -28,15 +29,17 @@ __device__ __forceinline__ void store_pack(T* data, const Pack<T, kCount>& pack)
   *reinterpret_cast<Pack<T, kCount>*>(data) = pack;
 }
 
-// How many elements `data`, aligned to its own type, lies behind a boundary of packs.
+// Returns the number of elements between the last pack boundary and `data`, which must be aligned
+// to its own type.
 template <int kCount, typename T>
 __device__ __forceinline__ int elements_past_boundary(const T* data) {
   constexpr int kBytes = kCount * sizeof(T);
   return static_cast<int>(reinterpret_cast<uintptr_t>(data) % kBytes / sizeof(T));
 }
 
-// Consecutive elements, of a row say, in pieces: single ones before the first boundary of packs,
-// 16 bytes, and behind the last one, fewer than a pack each, packs between.
+// Consecutive elements, for example a row, in three pieces: single elements before the first pack
+// boundary, aligned packs, and single elements after the last boundary. Each of the two outer
+// pieces is shorter than a pack.
 template <typename scalar_t, int kCount = Pack<scalar_t>::kSize>
 struct Pieces {
   using P = Pack<scalar_t, kCount>;
@@ -54,7 +57,7 @@ struct Pieces {
 
   __device__ int first_of(int pack) const { return head + pack * P::kSize; }
 
-  // Calls visit(place) for the single elements.
+  // Calls visit(index) for the single elements.
   template <typename Team, typename Visit>
   __device__ __forceinline__ void each_single(const Team& team, const Visit& visit) const {
     static_assert(Team::kSize >= P::kSize);
@@ -64,13 +67,14 @@ struct Pieces {
   }
 };
 
-// A pack on its way: of 16-bit elements each would take a register of its own.
+// A loaded pack as 32-bit words. As 16-bit elements, each would take a register of its own.
 struct Words {
   uint32_t word[4];
 };
 
-// Of each pair of packs in a row, the 16 bytes that begin so many behind its beginning, in place of
-// the first. How many is one number for a row: a branch, where it were fifteen selections per pack.
+// Sets each low[u] to the 16 bytes at offset `bytes` of the 32 bytes (low[u], high[u]). The offset
+// is the same for a whole row, so the code branches on it. Without a branch it would take fifteen
+// selections per pack.
 template <int kMultiple, int kCount>
 __device__ __forceinline__ void shift(Words (&low)[kCount], const Words (&high)[kCount],
                                       int bytes) {
@@ -96,12 +100,14 @@ __device__ __forceinline__ void shift(Words (&low)[kCount], const Words (&high)[
   }(std::make_integer_sequence<int, 16 / kMultiple - 1>());
 }
 
-// Packs of consecutive elements that begin anywhere, by aligned 16-byte loads. Where `data` lies
-// between boundaries, a pack takes the two blocks that it lies in. Its neighbours take them, too,
-// the next lane at the same time: that is the L1 cache's work, memory has each byte read once.
+// Packs of consecutive elements with any alignment, read with aligned 16-byte loads. If `data` is
+// not on a boundary, a pack is assembled from the two aligned blocks that it overlaps. Neighbouring
+// packs need the same blocks, and the next lane loads them at the same time. The L1 cache serves
+// these repeated loads, so each byte is read from memory once.
 //
-// The first pack's and the last one's blocks may hold other elements, too: what another thread is
-// just writing, or nothing that may be read. These packs are gathered from single elements.
+// The blocks of the first and the last pack may also contain memory outside the elements, which
+// another thread may be writing, or which may not be readable. These two packs are gathered from
+// single elements.
 template <typename scalar_t>
 class PacksAnywhere {
  public:
@@ -113,18 +119,18 @@ class PacksAnywhere {
 
   __device__ bool are_aligned() const { return past_ == 0; }
 
-  // One between others.
+  // Returns pack p, which must be neither the first nor the last one unless packs are aligned.
   __device__ __forceinline__ P inner(int p) const {
     return __builtin_bit_cast(P, are_aligned() ? block(p) : across(p));
   }
 
-  // One of so many.
+  // Returns pack p of `packs`.
   __device__ __forceinline__ P any(int p, int packs) const {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Packs first, first + step, …, none of them the last but where they are aligned: all of them on
-  // their way at once.
+  // Loads packs first, first + step, …, all in flight at once. The last pack of all must not be
+  // among them unless packs are aligned.
   template <int kCount>
   __device__ __forceinline__ void load(int first, int step, Words (&packs)[kCount]) const {
     if (are_aligned()) {
@@ -132,7 +138,7 @@ class PacksAnywhere {
       for (int u = 0; u < kCount; ++u) packs[u] = block(first + u * step);
       return;
     }
-    // In place of the first of all another one, for which nothing waits.
+    // Pack 0 is gathered below. Until then pack `step`, which is loaded anyway, takes its place.
     static_assert(kCount > 1);
     Words next[kCount];
 #pragma unroll
@@ -147,7 +153,7 @@ class PacksAnywhere {
 
  private:
   __device__ __forceinline__ Words block(int p) const {
-    const P pack = blocks_[p];  // sanitizers do not see what is read by a cast
+    const P pack = blocks_[p];  // not read through a cast, so that sanitizers see the access
     return __builtin_bit_cast(Words, pack);
   }
 
@@ -169,9 +175,9 @@ class PacksAnywhere {
   int past_;
 };
 
-// Calls visit(number of the pack, pack) for the packs [begin, end), behind which there are no more.
-// Each thread sees its own in their order, and has kUnroll of them on their way before it uses the
-// first.
+// Calls visit(index of the pack, pack) for the packs [begin, end), where end − 1 is the last pack
+// of all. Each thread visits its own packs in ascending order, with kUnroll loads in flight before
+// it uses the first.
 template <int kUnroll, typename Team, typename scalar_t, typename Visit>
 __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<scalar_t>& packs,
                                           int begin, int end, const Visit& visit) {
@@ -194,11 +200,12 @@ __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<
 
 enum class Access { kRead, kReadWrite };
 
-// Calls visit(x) for every element of data[0, count), from the warp's 32 lanes: lane l sees every
-// 32nd pack. With kReadWrite, visit takes x by reference and what it leaves there is stored.
+// Calls visit(x) for every element of data[0, count); all 32 lanes of a warp must call it, and each
+// lane visits every 32nd pack. With kReadWrite, visit takes x by reference, and the new value is
+// stored.
 //
-// Each lane has kUnroll packs, 64 bytes, on their way before it uses the first (launch.cuh has the
-// sum for a multiprocessor).
+// Each lane has kUnroll packs, 64 bytes, in flight before it uses the first (launch.cuh computes
+// the total for a multiprocessor).
 template <Access kAccess, typename scalar_t, typename Visit>
 __device__ __forceinline__ void visit_elements(scalar_t* data, int count, int lane, Visit visit) {
   using P = Pack<scalar_t>;

@@ -6,15 +6,15 @@
 
 namespace ampfuse::math {
 
-// The memory layout of c10::complex<T>, without torch.
+// Complex number with the memory layout of c10::complex<T>, without torch.
 template <typename T>
 struct alignas(2 * sizeof(T)) Complex {
   T re;
   T im;
 };
 
-// |z| in double: for complex64 the squares can neither overflow nor underflow there, for
-// complex128 hypot scales by itself.
+// Returns |z| in double. The squares of complex64 components neither overflow nor underflow in
+// double; for complex128, hypot scales its arguments itself.
 AMPFUSE_HOST_DEVICE double magnitude(Complex<float> z) {
   return std::sqrt(double(z.re) * z.re + double(z.im) * z.im);
 }

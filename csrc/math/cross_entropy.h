@@ -1,16 +1,16 @@
 // Cross-entropy of one row of logits, and its gradient.
 //
-//   z = softcap·tanh(x / softcap), or the logit x itself
+//   z = softcap·tanh(x / softcap), or the logit x itself without a softcap
 //   lse = log Σ exp z,  p = exp(z − lse)
-//   loss = Σ B·(lse − z) + z_loss·lse²          B: what each class weighs, w·q
+//   loss = Σ B·(lse − z) + z_loss·lse²          B = w·q: class weight times target probability
 //   ∂loss/∂z = A·p − B,  A = Σ B + 2·z_loss·lse
 //
 // q is the target distribution: for an index y with label smoothing ε it is 1 − ε + ε/V at y and
-// ε/V elsewhere. For a row that is sure of its target all of this would be small differences of
-// large numbers. So y's own terms are kept out of the sums over classes, which are then over the
-// others: with e = exp(z − m), m near the largest z, and s the sum of the others' e,
+// ε/V elsewhere. If p_y is close to 1, these formulae are small differences of large numbers. So
+// the terms of y are kept out of the sums over classes, which then cover the other classes only.
+// With e = exp(z − m), m near the largest z, and s the sum of e over the other classes:
 //
-//   lse − z_y = log(1 + s/e_y) where e_y is the larger, else (m − z_y) + log(e_y + s)
+//   lse − z_y = log(1 + s/e_y) if e_y > s, else (m − z_y) + log(e_y + s)
 //   ∂loss/∂z_y = A·p_y − B_y = (A − B_y) − A·s/(e_y + s),  A − B_y = Σ others' B + 2·z_loss·lse
 #pragma once
 
@@ -28,25 +28,26 @@ AMPFUSE_HOST_DEVICE T minus_infinity() {
   return static_cast<T>(-HUGE_VAL);
 }
 
-// What some classes of a row tell about it, the row's own target left out but for `largest`.
+// Partial sums over some classes of a row. The sums leave out the row's target class; `largest`
+// includes it.
 template <typename T>
 struct RowPart {
-  T largest = minus_infinity<T>();  // z
-  T reference = 0;                  // near to it: what sums are relative to (exponential.h)
-  T sum = 0;                        // of exp(z − reference)
-  T shares = 0;                     // of B
-  T spread = 0;                     // of B·(reference − z)
-  T entropy = 0;                    // of exp(z − reference)·(reference − z)
+  T largest = minus_infinity<T>();  // largest z
+  T reference = 0;                  // near `largest`; see cross_entropy_exponential.h
+  T sum = 0;                        // Σ exp(z − reference)
+  T shares = 0;                     // Σ B
+  T spread = 0;                     // Σ B·(reference − z)
+  T entropy = 0;                    // Σ exp(z − reference)·(reference − z)
 };
 
-// x·y where nothing times infinity is nothing.
+// Returns x·y, or 0 if x is 0, even for an infinite y.
 template <typename V>
 AMPFUSE_HOST_DEVICE V times_or_zero(V x, V y) {
   return Lane<V>::choose(x == V(0), V(0), x * y);
 }
 
-// One of two, number by number: an address that depends on a condition would have both lie in
-// memory, which registers are not.
+// Returns a or b, selected field by field. Selecting by address would force both structs out of
+// registers into memory.
 template <typename T>
 AMPFUSE_HOST_DEVICE RowPart<T> choose(bool is_first, const RowPart<T>& a, const RowPart<T>& b) {
   return {is_first ? a.largest : b.largest, is_first ? a.reference : b.reference,
@@ -54,14 +55,14 @@ AMPFUSE_HOST_DEVICE RowPart<T> choose(bool is_first, const RowPart<T>& a, const 
           is_first ? a.spread : b.spread,   is_first ? a.entropy : b.entropy};
 }
 
-// The same of classes of both.
+// Combines the partial sums of two disjoint sets of classes.
 template <typename T>
 AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
   const bool b_is_above = b.largest > a.largest || b.largest != b.largest;
   RowPart<T> both = choose(b_is_above, b, a);
   const RowPart<T> other = choose(b_is_above, a, b);
   both.shares += other.shares;
-  // Nothing but −∞ has no exponentials, and no reference either.
+  // If every z of `other` is −∞, all its exponentials are 0 and its reference has no meaning.
   const bool is_nothing = other.largest == minus_infinity<T>();
   const T below = is_nothing ? 0 : both.reference - other.reference;
   both.spread += other.spread + times_or_zero(other.shares, below);
@@ -72,33 +73,33 @@ AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
   return both;
 }
 
-// In place of a target that is a class, but not among those at hand.
+// Target index of a row whose target class belongs to another shard.
 inline constexpr int64_t kElsewhere = -2;
 
-// The options of a loss as the arithmetic of a row reads them.
+// The options of a loss, in the form that the arithmetic of a row needs.
 template <typename T, typename Number = T>
 struct LossTerms {
   T of_target;  // 1 − label smoothing
-  T uniform;    // label smoothing / all classes
+  T uniform;    // label smoothing / number of all classes
   Number z_loss;
-  T softcap;  // 0: none
+  T softcap;  // 0 without a softcap
 };
 
-// A row's own target, or the targets of a vector of rows.
+// The target class of a row, or the target classes of a vector of rows.
 template <typename V>
 struct RowTarget {
-  bool exists = false;  // not where targets are distributions
+  bool exists = false;  // false if targets are distributions
   V z = 0;
-  V share = 0;  // its B
+  V share = 0;  // B of the target class
 };
 
-// What backward needs to know of a row.
+// The data of a row that backward needs.
 template <typename V>
 struct Statistics {
   V largest;
-  V sum;     // of all exp(z − reference)
-  V others;  // of those that are not the target's
-  V shares;  // of the others' B
+  V sum;     // Σ exp(z − reference) over all classes
+  V others;  // the same sum without the target class
+  V shares;  // Σ B without the target class
 };
 using RowStatistics = Statistics<double>;
 inline constexpr int kRowStatistics = sizeof(RowStatistics) / sizeof(double);
@@ -118,8 +119,8 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarge
   const V below = target.exists ? others.reference - target.z : V(0);
   const V targets = target.exists ? L::exp(V(0) - below) : V(0);
   const V sum = others.sum + targets;
-  // One logarithm for either case. That of a sum, which is above 1/2, minus 1 is off by no more
-  // than the sum's own rounding.
+  // One log1p serves both cases. log(sum) is taken as log1p(sum − 1): `sum` is above 1/2, so this
+  // adds no more error than the rounding of `sum` itself.
   const auto is_sure = others.sum < targets;
   const V log = L::log1p(L::choose(is_sure, others.sum / targets, sum - V(1)));
   const V log_sum = L::choose(is_sure, log - below, log);
@@ -129,7 +130,7 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarge
   if (terms.z_loss != 0) loss = loss + V(terms.z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
   const V entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
-  // Infinities leave no distribution, nor does a row of nothing but −∞.
+  // The row has no distribution, and its results are NaN, if the largest z is NaN, +∞ or −∞.
   const auto exists = others.largest - others.largest == V(0);
   const auto if_any = [&](const V& x) { return L::choose(exists, x, V(NAN)); };
   return {if_any(loss),
@@ -138,8 +139,9 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarge
           {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.shares)}};
 }
 
-// What backward is expected to be called with, something to divide by; or so many powers of two
-// less that divided by `divisor` it is within `limit`.
+// Returns the scale to multiply into a gradient before backward is called: `wish`, or 1 if that is
+// 0 or not finite, since backward divides by the result. If |scale / divisor| would exceed `limit`,
+// the scale is lowered by powers of two.
 AMPFUSE_HOST_DEVICE float baked_scale(float wish, double divisor, float limit) {
   const float scale = is_finite(wish) && wish != 0 ? wish : 1.0f;
   const float factor = std::fabs(scale / static_cast<float>(divisor));
@@ -147,13 +149,13 @@ AMPFUSE_HOST_DEVICE float baked_scale(float wish, double divisor, float limit) {
   return std::ldexp(scale, -1 - std::ilogb(factor / limit));
 }
 
-// The mean of what weighs nothing is no number, as in torch.
+// Returns total / divisor; NaN for a divisor of 0 (the mean of targets of weight 0), as torch does.
 AMPFUSE_HOST_DEVICE double reduced_loss(double total, double divisor) {
   return divisor == 0 ? NAN : total / divisor;
 }
 
-// The gradient of a row, times `scale`: of_exponential·exp(z − reference) − scale·B, and apart from
-// that formula what the target has.
+// Coefficients of the gradient of a row, multiplied by `scale`. The gradient is `of_target` for the
+// target class and of_exponential·exp(z − reference) − scale·B for every other class.
 template <typename V>
 struct RowGradient {
   V of_exponential;
@@ -174,8 +176,8 @@ AMPFUSE_HOST_DEVICE RowGradient<V> row_gradient(const Statistics<S>& row, V refe
   return {all / sum * scale, scale, (others - all * of_others) * scale};
 }
 
-// z of a logit, and how it moves with it. 1 − tanh² of u is 4w/(1 + w)² with w = exp(−2|u|), which
-// does not cancel.
+// z of a logit x, and the derivative dz/dx = 1 − tanh²(u) with u = x / softcap. The derivative is
+// computed as 4w/(1 + w)² with w = exp(−2|u|), which has no cancellation.
 template <typename V, typename T>
 AMPFUSE_HOST_DEVICE V softcapped(V x, T softcap) {
   using L = Lane<V>;

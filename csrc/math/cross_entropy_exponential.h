@@ -1,15 +1,16 @@
-// exp of what a softmax sums up, relative to a reference that is not below any of it; of a vector
-// register or of one number.
+// exp(z − reference) for the terms of a softmax, where no z is above the reference. V is a float
+// or a vector register of floats.
 //
-// exp z = 2ⁿ·exp r with |r| ≤ log 2 / 2, and exp r = 1 + r + r²·P(r), P of degree 4 by Remez's
-// algorithm, off by 2⁻²⁸ of the result. The reference is itself a multiple of log 2, so that the
-// difference to it is one of integers: z − m would be rounded, which costs up to 32 ulps of exp.
-// Where the largest z is beyond ±256 it is subtracted first: that is exact then, since of numbers
-// within a factor of two, and others are too far below to count.
+// exp z = 2ⁿ·exp r with |r| ≤ log 2 / 2, and exp r = 1 + r + r²·P(r). P has degree 4, comes from
+// Remez's algorithm, and has an error of 2⁻²⁸ of the result. The reference is a multiple of log 2,
+// so subtracting it subtracts integers from n, which is exact. Rounding z − m instead would cost up
+// to 32 ulps of exp. If the largest z is beyond ±256, it is the reference, and is subtracted from z
+// first. That is exact for all z within a factor of two of it; any other z is so far below that its
+// result is 0.
 //
-// Results come times 2^kExponentBias: down to 114 below the reference they are normal then, where
-// exp itself would be subnormal from 87 on, and lose digits that a loss scale could bring back.
-// Further below they are 0.
+// Results are multiplied by 2^kExponentBias. This keeps them normal down to 114 below the largest
+// z. Without the bias they would be subnormal from 87 on, and lose digits that a loss scale could
+// have brought back. Further than 114 below, results are 0.
 #pragma once
 
 #include <cmath>
@@ -21,17 +22,19 @@ namespace ampfuse::math {
 inline constexpr int kExponentBias = 40;
 inline constexpr double kUnbias = 1.0 / (1ull << kExponentBias);
 inline constexpr float kFurthestBelow = 114;
-inline constexpr float kSmallestUnbiased = 0x1p-80;  // factors below do not take kUnbias, too
+// Smaller factors are not combined with kUnbias, since the product might not be normal.
+inline constexpr float kSmallestUnbiased = 0x1p-80;
 
 inline constexpr double kLog2 = 0.693147180559945309417;
-inline constexpr float kExpRounder = 12582912.0f + kExponentBias;  // 1.5·2²³ rounds to integers
+// Adding 1.5·2²³ rounds a float to an integer.
+inline constexpr float kExpRounder = 12582912.0f + kExponentBias;
 
-// Of one row, R being float, or of a vector of rows.
+// The reference of one row (R = float) or of a vector of rows.
 template <typename R>
 struct ExpReferenceOf {
   R shift;
   R rounder;  // adding it to (z − shift)/log 2 leaves the power of two in the low bits
-  R floor;    // below it exp is 0
+  R floor;    // the result is 0 for z below it
 
   AMPFUSE_HOST_DEVICE double value() const {
     const double powers = static_cast<double>(kExpRounder) - rounder;
@@ -40,7 +43,7 @@ struct ExpReferenceOf {
 };
 using ExpReference = ExpReferenceOf<float>;
 
-// For a finite `largest`.
+// `largest` must be finite.
 template <typename V>
 AMPFUSE_HOST_DEVICE ExpReferenceOf<V> exp_reference(V largest) {
   using L = Lane<V>;
@@ -51,9 +54,9 @@ AMPFUSE_HOST_DEVICE ExpReferenceOf<V> exp_reference(V largest) {
 
 template <typename V>
 struct ReducedExponent {
-  V rounded;  // the power of two, in the low bits
+  V rounded;  // the biased power of two, in the low bits
   V n;
-  V high;  // r, but for n times the second part of log 2
+  V high;  // z − shift − n·(first part of log 2); adding n·kMinusLog2Low gives r
 };
 
 template <typename V, typename R>
@@ -62,12 +65,12 @@ AMPFUSE_HOST_DEVICE ReducedExponent<V> reduce_exponent(V z, const ExpReferenceOf
   const V d = z - V(reference.shift);
   const V rounded = L::multiply_add(d, V(1.44269504f), V(reference.rounder));
   const V n = rounded - V(reference.rounder);
-  // log 2 in two parts, the first of so few bits that n times it is exact.
+  // log 2 is split in two parts. The first has so few bits that n times it is exact.
   return {rounded, n, L::multiply_add(n, V(-0.693359375f), d)};
 }
 inline constexpr float kMinusLog2Low = 2.12194440e-4f;
 
-// r + r²·P(r) + r_low
+// Returns r²·P(r) + r_low.
 template <typename V>
 AMPFUSE_HOST_DEVICE V exp_without_one(V r, V r_low) {
   using L = Lane<V>;
@@ -78,7 +81,7 @@ AMPFUSE_HOST_DEVICE V exp_without_one(V r, V r_low) {
   return L::multiply_add(p, r * r, r_low);
 }
 
-// exp(z − reference)·2^kExponentBias, off by an ulp at most.
+// Returns exp(z − reference)·2^kExponentBias with an error of at most one ulp.
 template <typename V, typename R>
 AMPFUSE_HOST_DEVICE V biased_exp(V z, const ExpReferenceOf<R>& reference) {
   using L = Lane<V>;
@@ -88,7 +91,7 @@ AMPFUSE_HOST_DEVICE V biased_exp(V z, const ExpReferenceOf<R>& reference) {
   return L::from_floor_on(z, V(reference.floor), power);
 }
 
-// The same as the sum of two numbers, off by 2⁻²⁷ of it.
+// A number that is the sum of two; a biased exponential in this form has an error of 2⁻²⁷ of it.
 template <typename V>
 struct InTwo {
   V high;
@@ -99,11 +102,12 @@ template <typename V, typename R>
 AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReferenceOf<R>& reference) {
   using L = Lane<V>;
   const V floor(reference.floor);
-  // Of −∞ these would be no numbers, which zero times is none either.
+  // Clamp first: z = −∞ would give NaN here, and NaN·0 is NaN.
   const auto [rounded, n, first] = reduce_exponent(L::at_least(z, floor), reference);
   const V r = L::multiply_add(n, V(kMinusLog2Low), first);
   const V r_low = L::multiply_add(n, V(kMinusLog2Low), first - r);
-  // Sums of two in which the first is not smaller, and what they round away.
+  // In these sums the first term is not the smaller one, so (first − sum) + second is exactly the
+  // rounding error.
   const V one = V(1) + r;
   const V rest = ((V(1) - one) + r) + exp_without_one(r, r_low);
   const V high = one + rest;
@@ -112,8 +116,8 @@ AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReferenceOf<R>& ref
   return {high * power, low * power};
 }
 
-// What biased exponentials are multiplied by, which takes the bias away: in two, so that products
-// are not off by its rounding, too.
+// A factor for biased exponentials, which also removes their bias. It is the sum of two numbers, so
+// that its own rounding does not add to the error of the products.
 template <typename R>
 struct BiasedFactorOf {
   R high;
@@ -126,7 +130,7 @@ struct BiasedFactorOf {
     const V inner = L::multiply_add(e.low, V(high), e.high * V(low));
     return L::product(L::multiply_add(e.high, V(high), inner), V(unbias));
   }
-  // For exponentials that are rounded themselves.
+  // For exponentials that are rounded to a single float; this ignores `low`.
   template <typename V>
   AMPFUSE_HOST_DEVICE V times(const V& e) const {
     return e * V(high) * V(unbias);
@@ -135,7 +139,7 @@ struct BiasedFactorOf {
 using BiasedFactor = BiasedFactorOf<float>;
 
 AMPFUSE_HOST_DEVICE BiasedFactor biased_factor(double factor) {
-  // Apart, where the factor is so small that it would not be normal with it.
+  // A small factor is kept apart from kUnbias, since the product might not be normal.
   const bool is_apart = std::fabs(factor) < kSmallestUnbiased;
   const double with_bias = is_apart ? factor : factor * kUnbias;
   const float high = static_cast<float>(with_bias);

@@ -1,19 +1,19 @@
-// Rows whose classes several processes have, some each. What one tells of its own is eleven
-// numbers, and all that it needs to know of the others'.
+// Cross-entropy of rows whose classes are split over several ranks. Each rank reduces its own
+// classes of a row to eleven numbers, and needs only these eleven numbers from the other ranks.
 #pragma once
 
 #include "cross_entropy.h"
 
 namespace ampfuse::math {
 
-/// Of a row's classes here. `others` are those that are not its target.
+/// A row's partial sums over the classes of one shard.
 struct ShardPart {
-  RowPart<double> others;
-  double has_target;  // 1, or 0 where the target is elsewhere, or no single class
+  RowPart<double> others;  // over the classes except the target
+  double has_target;       // 1, or 0 if the target is on another shard or is not a single class
   double target_z;
   double target_share;
-  double classes;  // how many there are here
-  double argmax;   // among all classes, or NaN where nobody asked for it
+  double classes;  // number of classes of this shard
+  double argmax;   // index among the classes of all shards, or NaN if not asked for
 };
 inline constexpr int kShardPart = sizeof(ShardPart) / sizeof(double);
 
@@ -35,8 +35,9 @@ struct WholeRow {
   int64_t argmax = -1;
 };
 
-/// Of `count` shards, whose parts are `stride` apart. Classes that are not all there are, and a
-/// target that not exactly one shard has, make a row no number.
+/// Combines the parts of `count` shards, which are `stride` elements apart. The row becomes NaN
+/// unless the shards have `all_classes` classes in total and, for an index target (`is_index`),
+/// exactly one of them has the target.
 AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPart* parts, int64_t stride, int count,
                                          int64_t all_classes, bool is_index) {
   WholeRow whole;
@@ -47,7 +48,7 @@ AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPart* parts, int64_t stride,
     const ShardPart part = parts[shard * stride];
     const double best = whole.others.largest;
     const double here = part.others.largest;
-    // The first class of the largest; a NaN is larger than all numbers.
+    // argmax is the first class with the largest logit; NaN is larger than every number.
     const bool is_above = here > best || (here != here && best == best);
     const bool is_as_high = here == best || (here != here && best != best);
     if (shard == 0 || is_above || (is_as_high && !(part.argmax > argmax))) argmax = part.argmax;
@@ -63,17 +64,18 @@ AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPart* parts, int64_t stride,
   return whole;
 }
 
-/// What there is to know of a row of all classes.
+/// The results of a row over the classes of all shards.
 struct JoinedRow {
-  double loss;  // 0 where it is ignored
+  double loss;  // 0 if the row is ignored
   double lse;
   double entropy;
-  RowStatistics statistics;  // as the gradient of the classes here needs them
+  RowStatistics statistics;  // for the gradient of this shard's classes
   int64_t argmax;
 };
 
-/// As join_shards. `is_here`: whether its target is among the classes here. One that is elsewhere
-/// weighs as much as any of the others here, and like them has no exponential.
+/// Returns the results of a row from the parts of all shards; see join_shards for the arguments.
+/// `is_here`: true if the target is on this shard. For the gradient here, a target on another shard
+/// is one of the other classes, so its B is added to statistics.shares.
 template <typename Terms>
 AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPart* parts, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,

@@ -1,14 +1,14 @@
 // One step of Adam or AdamW.
 //
-// With g the gradient, m and v its running mean and mean square, t the number of this step:
+// g is the gradient, m and v are its running mean and mean square, t is the number of this step:
 //
 //   AdamW: p ← p − lr·wd·p        Adam: g ← g + wd·p
 //   m ← m + (1−β₁)·(g − m)
-//   v ← β₂·v + (1−β₂)·g²                     amsgrad: the largest v so far takes its place below
+//   v ← β₂·v + (1−β₂)·g²                     amsgrad: the last line uses the largest v so far
 //   p ← p − lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + eps)
 //
-// What does not depend on the element is computed once per tensor, in double: the last line is
-// p − size·m / (√v + floor), with size = lr·√(1−β₂ᵗ)/(1−β₁ᵗ) and floor = eps·√(1−β₂ᵗ).
+// Values that do not depend on the element are computed once per tensor, in double. The last line
+// becomes p − size·m / (√v + floor), with size = lr·√(1−β₂ᵗ)/(1−β₁ᵗ) and floor = eps·√(1−β₂ᵗ).
 #pragma once
 
 #include <cmath>
@@ -19,12 +19,13 @@
 
 namespace ampfuse::math {
 
-// What a step reads and writes of each element, in lists that kernels see as columns of a table.
-// kMaxExpAvgSq with amsgrad; kMaster where the parameter is only the 16-bit copy of the number that
-// is stepped: that number in fp32, or the 16 bits which the parameter lacks (remainder.h).
+// The tensor lists that a step reads or writes; kernels see them as columns of a table.
+// kMaxExpAvgSq is used with amsgrad only. kMaster is used if the parameter is a 16-bit copy of the
+// number that is stepped. It holds that number in fp32, or the 16 bits that the parameter lacks
+// (fused_adam_remainder.h).
 enum AdamColumn { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kAdamColumns };
 
-// What a call asks for, the same for all its tensors.
+// The options of a call, the same for all its tensors.
 struct AdamOptions {
   double beta1;
   double beta2;
@@ -32,19 +33,19 @@ struct AdamOptions {
   double eps;
   bool amsgrad;
   bool maximize;
-  bool decoupled;  // weight decay: AdamW's, else Adam's
+  bool decoupled;  // true for the weight decay of AdamW, false for that of Adam
   bool write_back_grads;
-  bool adopt_params;  // masters take over what somebody else wrote into their parameters
+  bool adopt_params;  // if other code wrote to a parameter, its master takes the new value
 };
 
-// The same in the precision of the arithmetic.
+// The options in the precision of the arithmetic.
 template <typename acc_t>
 struct AdamConstants {
   acc_t beta1;
   acc_t one_minus_beta1;
   acc_t beta2;
   acc_t one_minus_beta2;
-  acc_t l2;  // weight decay that joins the gradient
+  acc_t l2;  // weight decay that is added to the gradient
   bool maximize;
   bool write_back_grads;
   bool adopt_params;
@@ -62,16 +63,16 @@ AMPFUSE_HOST_DEVICE AdamConstants<acc_t> adam_constants(const AdamOptions& optio
           options.adopt_params};
 }
 
-// What a tensor's step needs besides.
+// The values of a step that are the same for all elements of a tensor.
 template <typename acc_t>
 struct AdamStep {
   acc_t size;
   acc_t floor;
-  acc_t decay;  // lr·wd where weight decay is decoupled. Not 1 − lr·wd: rounded to fp32 that would
-                // be wrong by up to 3e-8 a step, always in the same direction.
+  acc_t decay;  // lr·wd for decoupled weight decay. Not 1 − lr·wd: rounded to fp32 that would be
+                // wrong by up to 3e-8 per step, always in the same direction.
 };
 
-// `step` counts this one.
+// `step` is the number of this step; the first one is 1.
 template <typename acc_t>
 AMPFUSE_HOST_DEVICE AdamStep<acc_t> adam_step(const AdamOptions& options, double lr, double step) {
   const double correction1 = 1 - std::pow(options.beta1, step);
@@ -80,7 +81,8 @@ AMPFUSE_HOST_DEVICE AdamStep<acc_t> adam_step(const AdamOptions& options, double
           static_cast<acc_t>(options.decoupled ? lr * options.weight_decay : 0)};
 }
 
-// Whether a parameter was written by somebody else: it is not its master, rounded, any more.
+// Returns true if other code wrote to a parameter: it no longer equals its rounded master. Two NaNs
+// count as equal.
 template <typename param_t>
 AMPFUSE_HOST_DEVICE bool is_written_over(param_t param, float master) {
   const auto now = static_cast<float>(param);
@@ -88,26 +90,27 @@ AMPFUSE_HOST_DEVICE bool is_written_over(param_t param, float master) {
   return now != then && (now == now || then == then);
 }
 
-// A float master from here on: the parameter where that was written, else what it was.
+// Returns the new value of an fp32 master: the parameter if other code wrote to it, else the old
+// master.
 template <typename param_t>
 AMPFUSE_HOST_DEVICE float adopted(param_t param, float master) {
   return is_written_over(param, master) ? static_cast<float>(param) : master;
 }
 
-// The inverse of this loss scale, and of every smaller one, is not a finite float: gradients that
-// it multiplied would be infinite or NaN.
+// The inverse of this loss scale, and of every smaller one, is not a finite float. Gradients
+// multiplied by it would be infinite or NaN.
 inline constexpr float kLargestScaleWithoutInverse = 0x1p-128f;
 
-// Whether a step is to be skipped. `found_inf` may be any number but 0, since flags are added up
-// over devices and processes.
+// Returns true if the step must be skipped. `found_inf` is set if it is not 0; it may be larger
+// than 1, since flags are summed over devices and ranks.
 AMPFUSE_HOST_DEVICE bool skips_step(float found_inf, float grad_scale) {
   return found_inf != 0 || !(std::fabs(grad_scale) > kLargestScaleWithoutInverse);
 }
 
-// What a scaled gradient's norm says about the step.
+// The norm of the unscaled gradients, and the factor to multiply the scaled gradients by.
 struct AdamGradients {
-  double norm;    // of the unscaled gradients
-  double factor;  // for them: the inverse of the loss scale, times the clip factor
+  double norm;
+  double factor;  // inverse of the loss scale, times the clip factor if gradients are clipped
 };
 
 AMPFUSE_HOST_DEVICE AdamGradients adam_gradients(double grad_scale, bool clip, double total_norm,
@@ -125,10 +128,10 @@ struct AdamElement {
   V max_exp_avg_sq;  // with amsgrad
 };
 
-// `grad` is unscaled already. The branches are the same for all elements of a call. Products that
-// are added to something are written as fused, so that the bits do not depend on which of them a
-// compiler would fuse in which instance of this template: a number and its fp32 master must step
-// alike.
+// Returns the element after the step. `grad` is already unscaled. The branches are the same for all
+// elements of a call. Products that are added to something are explicitly fused. Otherwise the bits
+// would depend on which products the compiler fuses in each instance of this template, and an fp32
+// parameter and an equal fp32 master must get the same bits.
 template <bool kAmsgrad, typename V, typename acc_t>
 AMPFUSE_HOST_DEVICE AdamElement<V> adam_update(AdamElement<V> x, V grad,
                                                const AdamConstants<acc_t>& constants,
@@ -137,7 +140,7 @@ AMPFUSE_HOST_DEVICE AdamElement<V> adam_update(AdamElement<V> x, V grad,
   if (constants.maximize) grad = V(0) - grad;
   if (constants.l2 != 0) grad = L::multiply_add(V(constants.l2), x.param, grad);
   if (step.decay != 0) x.param = L::multiply_add(V(-step.decay), x.param, x.param);
-  // From the nearer side: with β₁ = 0 the mean is exactly the gradient.
+  // Interpolate from the nearer end, so that with β₁ = 0 the mean is exactly the gradient.
   x.exp_avg = constants.beta1 >= acc_t(0.5)
                   ? L::multiply_add(V(constants.one_minus_beta1), grad - x.exp_avg, x.exp_avg)
                   : L::multiply_add(V(constants.beta1), x.exp_avg - grad, grad);

@@ -1,16 +1,16 @@
-// A float as a bfloat16 and 16 more bits, which together are the float again.
+// Splits a float into a bfloat16 and a remainder of 16 bits, and joins the two without loss.
 //
-// The bfloat16 is the nearest, and of two equally near ones that of larger magnitude; the remainder
-// is the difference of the bit patterns, −2¹⁵ … 2¹⁵−1. Rounding ties to even instead would leave
-// 2¹⁶+1 differences for 16 bits: a float midway between an odd pattern and an even one rounds to
-// the even one from both of its sides.
+// The bfloat16 is the nearest one, and for ties the one of larger magnitude. The remainder is the
+// difference of the bit patterns, −2¹⁵ … 2¹⁵−1. Rounding ties to even would need 2¹⁶+1 differences,
+// one too many for 16 bits: a bfloat16 with an even pattern would receive the ties on both sides.
 //
-// NaNs are apart, since adding to their pattern could carry into infinity or the sign: the upper
-// half is kept, made quiet so that it is a NaN by itself, and the remainder is the lower half.
+// A NaN is split differently, since rounding its pattern up could carry into infinity or the sign:
+// the bfloat16 is the upper half, made quiet so that it is a NaN by itself, and the remainder is
+// the lower half.
 //
-// Programs write bfloat16 parameters without knowing of remainders: masks, pruning, padding rows.
-// The remainder that is left over then moves the number by half of the bfloat16's last bit at most.
-// Beside zeros and infinities it could make a NaN: it counts as 0 there.
+// Programs overwrite bfloat16 parameters without knowing of remainders (masks, pruning, padding
+// rows). The old remainder then moves the new number by at most half of the bfloat16's last bit.
+// Next to a zero or an infinity it could make the joined number NaN; there it is ignored.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ AMPFUSE_HOST_DEVICE float join_float(SplitFloat split) {
   const uint32_t upper = static_cast<uint32_t>(split.bfloat16) << 16;
   const bool is_nan = is_nan_pattern(upper);
   const uint32_t lower = static_cast<uint16_t>(split.remainder);
-  // A negative remainder borrows from the upper half.
+  // A negative remainder subtracts one from the upper half.
   const uint32_t borrow = is_nan ? 0u : (lower & 0x8000u) << 1;
   const uint32_t joined = (upper | lower) - borrow;
   return __builtin_bit_cast(float, is_nan_pattern(joined) && !is_nan ? upper : joined);

@@ -1,6 +1,6 @@
-// The few operations whose spelling differs between one number and a vector register of them.
-// Formulae under math/ are templates over `V`: a float or a double on the GPU and in scalar tails,
-// at::vec::Vectorized<T> in the CPU kernels (cpu/vec/lane.h has that specialisation).
+// The few operations that are written differently for a single number and for a vector register.
+// Formulae under math/ are templates over `V`: float or double on the GPU and in scalar tails,
+// at::vec::Vectorized<T> in the CPU kernels (specialised in cpu/vec/lane.h).
 #pragma once
 
 #include <cmath>
@@ -16,10 +16,11 @@ struct Lane {
   static AMPFUSE_HOST_DEVICE V sqrt(V x) { return std::sqrt(x); }
   static AMPFUSE_HOST_DEVICE V ceil(V x) { return std::ceil(x); }
 
-  // a·b + c, rounded once (where a CPU has no such instruction, twice).
+  // Returns a·b + c, rounded once. A vector register rounds twice if the CPU has no fused
+  // multiply-add.
   static AMPFUSE_HOST_DEVICE V multiply_add(V a, V b, V c) { return std::fma(a, b, c); }
 
-  // a·b, rounded also where it is then added to something.
+  // Returns a·b, rounded even if it is then added to something: never fused into one operation.
   static AMPFUSE_HOST_DEVICE V product(V a, V b) {
 #if defined(__CUDA_ARCH__)
     if constexpr (sizeof(V) == 4) return __fmul_rn(a, b);
@@ -29,10 +30,10 @@ struct Lane {
 #endif
   }
 
-  // A NaN on either side wins: fmax would lose it.
+  // Returns the larger one, or NaN if either is NaN; fmax would drop the NaN.
   static AMPFUSE_HOST_DEVICE V larger(V a, V b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    if constexpr (sizeof(V) == 4) {  // in one instruction
+    if constexpr (sizeof(V) == 4) {  // a single instruction
       float larger;
       asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
       return larger;
@@ -41,7 +42,7 @@ struct Lane {
     return (b > a || b != b) ? b : a;
   }
 
-  // The larger one; x where that is a NaN.
+  // Returns the larger of x and `floor`, or NaN if x is NaN.
   static AMPFUSE_HOST_DEVICE V at_least(V x, V floor) { return x < floor ? floor : x; }
 
   static AMPFUSE_HOST_DEVICE V exp(V x) { return std::exp(x); }
@@ -49,23 +50,23 @@ struct Lane {
   static AMPFUSE_HOST_DEVICE V log1p(V x) { return std::log1p(x); }
   static AMPFUSE_HOST_DEVICE V tanh(V x) { return std::tanh(x); }
 
-  // `yes` where what is compared is true, `no` elsewhere.
+  // Returns `yes` in the lanes where the condition holds, `no` in the others.
   static AMPFUSE_HOST_DEVICE V choose(bool is, V yes, V no) { return is ? yes : no; }
 
-  // 0 where x is below `floor`, else value.
+  // Returns 0 in the lanes where x is below `floor`, `value` in the others.
   static AMPFUSE_HOST_DEVICE V from_floor_on(V x, V floor, V value) {
     return x < floor ? 0 : value;
   }
 
-  // x·2ᵏ for floats, where `rounded` holds k in its low bits, in two's complement. The result has
-  // to be normal.
+  // Returns x·2ᵏ for floats. The low bits of `rounded` hold k in two's complement. The result must
+  // be a normal number.
   static AMPFUSE_HOST_DEVICE float times_power(float x, float rounded) {
     const uint32_t power = __builtin_bit_cast(uint32_t, rounded) << 23;
     return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) + power);
   }
 };
 
-// x - x is 0 for every finite x and NaN for infinities and NaNs.
+// x − x is 0 for every finite x, and NaN for infinities and NaNs.
 template <typename T>
 AMPFUSE_HOST_DEVICE bool is_finite(T x) {
   return x - x == T(0);

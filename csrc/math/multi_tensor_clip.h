@@ -4,8 +4,8 @@
 
 namespace ampfuse::math {
 
-// torch's factor, min(1, max_norm / (norm + 1e-6)). Written so that a NaN norm gives a NaN
-// factor, as torch.clamp does, and not 1.
+// Returns torch's clip factor, min(1, max_norm / (norm + 1e-6)). A NaN norm gives a NaN factor, as
+// with torch.clamp, and not 1.
 AMPFUSE_HOST_DEVICE double clip_factor(double total_norm, double max_norm) {
   const double factor = max_norm / (total_norm + 1e-6);
   return factor > 1 ? 1 : factor;

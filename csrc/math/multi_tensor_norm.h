@@ -1,12 +1,12 @@
-// Norms of a list of tensors, in three steps that every backend shares:
+// Norms of a list of tensors, in three steps that all backends share:
 //
-//   1. a chunk of at most kNormChunk elements becomes one NormPartial, its own norm in double;
-//   2. the partials of a tensor become the tensor's norm;
-//   3. the tensors' norms become the total.
+//   1. reduce each chunk of at most kNormChunk elements to one NormPartial, its norm in double;
+//   2. combine the partials of a tensor into the norm of the tensor;
+//   3. combine the norms of the tensors into the total norm.
 //
-// A chunk never crosses tensors, and the order of additions inside a step depends on the counts
-// and, where a kernel reads 16 bytes at a time, on the alignment of the first element. So the bits
-// do not depend on threads, launches or neighbours in the list.
+// A chunk never crosses tensors. The order of additions within a step depends only on the counts
+// and, if a kernel reads 16 bytes at a time, on the alignment of the first element. So the bits of
+// a result do not depend on threads, launches or neighbours in the list.
 #pragma once
 
 #include <cmath>
@@ -24,10 +24,10 @@ inline constexpr int64_t kNormChunk = 8192;
 
 struct NormPartial {
   double norm;
-  int64_t nonfinite;  // 0 or 1: some element is NaN or infinite
+  int64_t nonfinite;  // 1 if some element is NaN or infinite, else 0
 };
 
-// A running sum of |x|, of x² or the running maximum of |x|.
+// Updates a running value with x: the sum of |x|, the sum of x² or the maximum of |x|.
 template <NormType kNorm, typename V>
 AMPFUSE_HOST_DEVICE V norm_accumulate(V sum, V x) {
   if constexpr (kNorm == NormType::kL1) return sum + Lane<V>::abs(x);
@@ -35,25 +35,26 @@ AMPFUSE_HOST_DEVICE V norm_accumulate(V sum, V x) {
   if constexpr (kNorm == NormType::kInf) return Lane<V>::larger(sum, Lane<V>::abs(x));
 }
 
-// Joins two running values.
+// Combines two running values.
 template <NormType kNorm, typename V>
 AMPFUSE_HOST_DEVICE V norm_join(V a, V b) {
   if constexpr (kNorm == NormType::kInf) return Lane<V>::larger(a, b);
   return a + b;
 }
 
-// From a running value to a norm.
+// Converts a running value to a norm.
 template <NormType kNorm>
 AMPFUSE_HOST_DEVICE double norm_finish(double sum) {
   if constexpr (kNorm == NormType::kL2) return std::sqrt(sum);
   return sum;
 }
 
-// Whether a sum of scalar_t elements that was kept in acc_t is both proof that every element is
-// finite and accurate. It is neither when it overflowed, and not accurate when squares underflowed:
-// below `smallest` the bits they lost (under 2⁻¹⁴⁹ each in fp32, 2⁻¹⁰⁷⁴ in fp64) times kNormChunk
-// could show. Squares of narrower types fit a double whole. What is out of range, zeros included
-// where squares can underflow, is read again by norm_exact.
+// Returns true if the sum over scalar_t elements, accumulated in acc_t, is accurate and proves that
+// every element is finite. An overflowed sum is not accurate and proves nothing. A sum of squares
+// is inaccurate if squares underflowed. Each of kNormChunk squares may lose up to 2⁻¹⁴⁹ in fp32
+// (2⁻¹⁰⁷⁴ in fp64), which could show in a sum below 2⁻¹⁰⁰ (2⁻¹⁰⁰⁰). A double sum of narrower
+// elements has no such limit, since a double holds their squares exactly. norm_exact reads the
+// elements again if their sum is out of range; this includes zeros if squares can underflow.
 template <NormType kNorm, typename scalar_t, typename acc_t>
 AMPFUSE_HOST_DEVICE bool norm_in_range(double sum) {
   if (!is_finite(sum)) return false;
@@ -63,21 +64,22 @@ AMPFUSE_HOST_DEVICE bool norm_in_range(double sum) {
   return true;
 }
 
-// The power of two that brings `largest` into [1, 2) or close: multiplying by it rounds nothing,
-// and the squares of what is scaled neither overflow nor underflow where it would matter.
+// Returns the power of two that scales `largest` into [1, 2) or close to it. Multiplying by a power
+// of two does not round, and squares of scaled elements do not overflow, nor underflow where it
+// would matter.
 template <NormType kNorm>
 AMPFUSE_HOST_DEVICE double norm_scale(double largest) {
   if constexpr (kNorm == NormType::kL2) {
     if (largest > 0 && is_finite(largest)) {
       const int exponent = std::ilogb(largest);
-      // Within the normal numbers, for threads that flush the others to zero.
+      // The scale must be a normal number: threads may flush subnormal numbers to zero.
       return std::ldexp(1.0, exponent < -1022 ? 1022 : exponent > 1022 ? -1022 : -exponent);
     }
   }
   return 1;
 }
 
-// An element as the number that counts: complex ones by their magnitude.
+// Returns an element as a real number: a complex one as its magnitude.
 template <typename acc_t, typename scalar_t>
 AMPFUSE_HOST_DEVICE acc_t norm_value(scalar_t x) {
   return static_cast<acc_t>(x);
@@ -87,8 +89,8 @@ AMPFUSE_HOST_DEVICE acc_t norm_value(Complex<T> x) {
   return magnitude(x);
 }
 
-// An element as a part of a norm: its magnitude, and whether it is a number at all. The magnitude
-// of finite complex doubles can be infinite, so that does not tell.
+// Returns the NormPartial of a single element. The magnitude of a finite complex double can be
+// infinite, so `nonfinite` is found from its components.
 template <typename scalar_t>
 AMPFUSE_HOST_DEVICE NormPartial norm_part(scalar_t x) {
   const double value = norm_value<double>(x);
@@ -99,8 +101,8 @@ AMPFUSE_HOST_DEVICE NormPartial norm_part(Complex<T> x) {
   return {magnitude(x), is_finite(x) ? 0 : 1};
 }
 
-// Who shares the work of norm_exact: a thread alone, or the threads of a warp or a block, which
-// then bring their own `join`.
+// The workers that share the work of norm_exact. This one is a single thread; warps and blocks have
+// workers with their own `join`.
 struct OneWorker {
   AMPFUSE_HOST_DEVICE int index() const { return 0; }
   AMPFUSE_HOST_DEVICE int count() const { return 1; }
@@ -110,8 +112,8 @@ struct OneWorker {
   }
 };
 
-// The norm of `count` parts, right for every magnitude a double can hold. Reads twice, so it is
-// for what is rare: sums that left norm_in_range.
+// Returns the norm of `count` parts, correct for every magnitude that a double can hold. It reads
+// the parts twice, so it is used only for the rare sums outside norm_in_range.
 template <NormType kNorm, typename Part, typename Workers>
 AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
                                            const Workers& workers) {
@@ -120,7 +122,7 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
   double nonfinite = 0;
   for (int64_t i = workers.index(); i < count; i += workers.count()) {
     const NormPartial p = part(i);
-    if (p.norm > largest) largest = p.norm;  // passes over NaN: it enters through the sum
+    if (p.norm > largest) largest = p.norm;  // skips NaN, which the sum below includes
     if (p.nonfinite) nonfinite = 1;
   }
   largest = workers.template join<NormType::kInf>(largest);
@@ -137,14 +139,15 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
   return {norm_finish<kNorm>(sum) / scale, nonfinite != 0 ? 1 : 0};
 }
 
-// The norm of `count` parts from one read, where the sum stays in range, and else by norm_exact.
+// Returns the norm of `count` parts. One read is enough if the sum stays in range; otherwise
+// norm_exact reads them again.
 template <NormType kNorm, typename Part, typename Workers>
 AMPFUSE_HOST_DEVICE NormPartial norm_of_parts(int64_t count, const Part& part,
                                               const Workers& workers) {
   if (count == 1) return part(0);
   double sum = 0;
   double nonfinite = 0;
-  // Several parts on their way before the first is needed.
+  // Unrolled, so that several loads are in flight before the first result is needed.
 #if defined(__CUDA_ARCH__)
 #pragma unroll 8
 #endif

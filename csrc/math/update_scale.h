@@ -1,12 +1,12 @@
 // The loss scale after a training step.
 //
-//   overflow:  forgiven while the tracker is above 1, which counts it down;
-//              else scale ← backoff·scale
+//   overflow:    if the hysteresis tracker is above 1, lower the tracker by 1;
+//                else scale ← backoff·scale
 //
-//   clean:     after growth_interval of them in a row scale ← growth·scale
+//   clean step:  after growth_interval clean steps in a row, scale ← growth·scale
 //
-// Products are rounded once, from double, as torch's are, and a product that is no finite float is
-// not taken.
+// Products are rounded once, from double, as in torch. If growth would give a non-finite float, the
+// scale stays as it is.
 #pragma once
 
 #include <cstdint>
@@ -15,25 +15,25 @@
 
 namespace ampfuse::math {
 
-// What makes overflows be forgiven again: growth of the scale (Megatron-LM; DeepSpeed unless told
-// otherwise), or any clean step (apex; DeepSpeed's consecutive_hysteresis).
+// The event that resets the hysteresis tracker to `hysteresis`: growth of the scale (Megatron-LM;
+// DeepSpeed by default), or also any clean step (apex; DeepSpeed with consecutive_hysteresis).
 enum class HysteresisRefill { kGrowth, kCleanStep };
 
 struct ScalePolicy {
   double growth_factor;
   double backoff_factor;
   int64_t growth_interval;
-  double min_scale;    // backing off ends here; a scale that is below already stays
-  double max_scale;    // growing ends here; likewise
-  int64_t hysteresis;  // the overflow in this place of a row is the first to cost: 1 forgives none
+  double min_scale;    // backoff stops here; a scale already below it stays
+  double max_scale;    // growth stops here; a scale already above it stays
+  int64_t hysteresis;  // the first hysteresis − 1 overflows after a reset leave the scale alone
   HysteresisRefill refill;
-  bool dynamic;  // else the scale stays what it is
+  bool dynamic;  // false: the scale never changes
 };
 
 struct ScaleState {
   float scale;
   int32_t growth_tracker;      // clean steps since the last overflow or growth
-  int64_t hysteresis_tracker;  // which overflow from here on is the first to cost: at least 1
+  int64_t hysteresis_tracker;  // 1 + number of overflows that will still leave the scale alone
   int64_t consecutive_skips;
 };
 
@@ -66,7 +66,7 @@ AMPFUSE_HOST_DEVICE ScaleState update_scale(ScaleState state, const ScalePolicy&
   const int64_t clean_steps = static_cast<int64_t>(state.growth_tracker) + 1;
   const bool grows = clean_steps >= policy.growth_interval;
   if (grows) state.scale = larger_scale(state.scale, policy);
-  // An interval beyond the tracker's range is one that never ends.
+  // The tracker saturates: an interval above INT32_MAX is never completed.
   state.growth_tracker = grows                     ? 0
                          : clean_steps > INT32_MAX ? INT32_MAX
                                                    : static_cast<int32_t>(clean_steps);
@@ -76,14 +76,14 @@ AMPFUSE_HOST_DEVICE ScaleState update_scale(ScaleState state, const ScalePolicy&
   return state;
 }
 
-// Where `counters` has what: the tracker, skips in a row, updates so far.
+// Indices in `counters`: the hysteresis tracker, consecutive skips, and updates so far.
 enum ScaleCounter { kHysteresisTracker, kConsecutiveSkips, kUpdates, kScaleCounters };
 
-// A step's record in the history: the scale it was taken with, whether it was skipped, and the norm
-// of its gradients, NaN if nobody knows it.
+// Floats per step in the history: the scale of the step, 1 if it was skipped or else 0, and the
+// norm of its gradients, or NaN if unknown.
 inline constexpr int kScaleRecord = 3;
 
-// A scale where tensors keep it.
+// Pointers to the tensors that hold a scale and its counters.
 struct ScaleMemory {
   float* scale;
   int32_t* growth_tracker;
@@ -97,7 +97,7 @@ AMPFUSE_HOST_DEVICE void update_scale(const ScaleMemory& memory, const ScalePoli
                                       bool overflow) {
   int64_t* const counters = memory.counters;
   if (memory.history != nullptr) {
-    // Unsigned, so that no number of updates leads out of the history.
+    // Unsigned: the row stays inside the history whatever the counter holds.
     const auto row =
         static_cast<uint64_t>(counters[kUpdates]) % static_cast<uint64_t>(memory.history_rows);
     float* const record = memory.history + row * kScaleRecord;

@@ -19,7 +19,7 @@ struct DeviceList {
   std::vector<at::Tensor> tensors = {};
 };
 
-// One list per device, in order of appearance.
+// Returns one list per device, in order of first appearance.
 std::vector<DeviceList> by_device(at::TensorList tensors) {
   std::vector<DeviceList> lists;
   for (const at::Tensor& tensor : tensors) {
@@ -64,7 +64,7 @@ void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
   const std::vector<DeviceList> lists = by_device(gradients(parameters));
   for (const DeviceList& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
   for (const DeviceList& list : lists) {
-    // A norm that torch computed from 16-bit gradients is itself 16-bit.
+    // torch returns a 16-bit norm for 16-bit gradients.
     const auto dtype = total_norm.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     multi_tensor_clip(list.tensors, total_norm.to(list.device, dtype), max_norm);
   }

@@ -15,7 +15,7 @@ at::ScalarType loss_dtype(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Of no elements the strides say nothing.
+// The strides of a tensor without elements mean nothing.
 bool has_neighbours(const at::Tensor& rows) {
   return rows.sym_size(-1) <= 1 || rows.sym_stride(-1) == 1 || rows.sym_numel() == 0;
 }
@@ -234,13 +234,13 @@ void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scal
 }
 
 AMPFUSE_OPERATORS(m) {
-  // What people call; made of the others.
+  // The public operators, composed of those below.
   m.def(
       "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  // A replacement of torch.nn.functional.cross_entropy: it is differentiable twice.
+  // A replacement for torch.nn.functional.cross_entropy: it is differentiable twice.
   m.def(
       "cross_entropy.as_torch(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0) -> Tensor",

@@ -55,10 +55,10 @@ void check_class_dtype(const char* op, const at::Tensor& target);
 /// Throws for arguments that kernels cannot read.
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 
-/// Whether the elements along the last dimension are contiguous.
+/// True if the elements along the last dimension are contiguous.
 bool has_neighbours(const at::Tensor& rows);
 
-/// Whether `rows` may be overwritten, with or without positions: no two elements share memory.
+/// True if `rows`, with or without positions, may be overwritten: no two elements share memory.
 bool has_memory_of_its_own(const at::Tensor& rows);
 
 /// Throws for logits that cannot be overwritten with their gradient.
@@ -85,7 +85,7 @@ enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
 /// Outputs of both losses. An output that was not asked for has shape [0].
 struct LossOutputs {
   at::Tensor loss;         // [], or [rows] with reduction none
-  at::Tensor baked_scale;  // [] float: grad_scale within gradient_limit; 1 if none, 0 or not finite
+  at::Tensor baked_scale;  // [] float: grad_scale within gradient_limit; 1 if absent, 0, inf or NaN
   at::Tensor statistics;   // [rows, 4] double: math::RowStatistics
   at::Tensor divisor;      // [] double: the number that the sum of losses is divided by
   at::Tensor lse;          // [rows], like entropy and argmax; these three are the metrics
@@ -128,7 +128,7 @@ struct CrossEntropyCall {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> denominator;
   bool with_metrics = false;
-  // Whether the loss may be differentiated twice, the second time by torch's function.
+  // True if the loss may be differentiated twice, the second time by torch's function.
   bool is_twice_differentiable = false;
 
   static CrossEntropyCall from(const NamedArguments& named);
@@ -181,7 +181,7 @@ struct CrossEntropyKernels {
                    const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad);
   void (*rescale)(const at::Tensor& grad, const at::Tensor& baked_scale,
                   const at::Tensor& grad_output);
-  /// Whether a 16-bit gradient may overwrite float logits, each of its rows starting where the
+  /// True if a 16-bit gradient may overwrite float logits. Each of its rows then starts where the
   /// logits of that row start.
   bool narrows_in_place = false;
 };

@@ -59,7 +59,7 @@ at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& targe
     const bool has_classes = target.sym_size(class_dim) != 0;
     return has_classes ? argmax.eq(target.argmax(class_dim)) : argmax.ne(argmax);
   }
-  // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+  // Compare as int64: in uint8 an ignore_index of -100 would be 156.
   const at::Tensor classes = target.reshape_symint(argmax.sym_sizes()).to(at::kLong);
   return argmax.eq(classes).logical_and(classes.ne(ignore_index));
 }

@@ -1,5 +1,4 @@
-// What losses are passed beside their large tensors, as their kernels take it, and what they tell
-// beside a loss.
+// Converts the small arguments of losses to what kernels read, and computes the metric `correct`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,22 +7,25 @@
 
 namespace ampfuse {
 
-/// Of one number, a 0-dim tensor of this dtype on this device. Refuses what requires grad.
+/// Converts a scalar argument to a 0-dim tensor of this dtype on this device; nullopt if it is
+/// absent. Throws if it requires grad.
 std::optional<at::Tensor> loss_number(const char* op, const char* name,
                                       const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                       at::Device device);
 
-/// What classes weigh, in the dtype that a loss is computed in. Refuses what requires grad.
+/// Converts class weights to `dtype`, in which the loss is computed; nullopt if they are absent.
+/// Throws if they require grad.
 std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                                             const std::optional<at::Tensor>& weight,
                                             const c10::SymInt& classes, at::ScalarType dtype,
                                             at::Device device);
 
-/// In a dtype that a loss of this dtype reads.
+/// Converts probabilities, if needed, to a dtype that kernels read for losses of `loss_dtype`.
 at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_dtype);
 
-/// True where the largest logit is the target's, or the most probable class's; false for ignored
-/// rows. Probabilities have their classes along `class_dim`.
+/// Returns a bool per row: true if the largest logit is that of the target, or with probabilities
+/// that of the most probable class; false for ignored rows. Probabilities have their classes along
+/// `class_dim`.
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim);
 

@@ -1,4 +1,4 @@
-// How a backend registers its kernels: arguments are checked and memory for results is made here.
+// Registers a backend's kernels of cross-entropy. Arguments are checked and outputs allocated here.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -45,7 +45,7 @@ CrossEntropyOutputs forward(const NamedArguments& named) {
 template <const CrossEntropyKernels& kKernels>
 CrossEntropyInPlaceOutputs in_place(const NamedArguments& named) {
   check_cross_entropy_in_place(named.tensor("input"));
-  // Again for inference tensors, which come here without autograd.
+  // Inference tensors skip the autograd kernel, so the arguments are converted here too.
   const CrossEntropyRows rows(CrossEntropyCall::from(named));
   const auto& [arguments, grad_scale, denominator, with_metrics, is_twice] = rows.call();
   TORCH_CHECK_VALUE(!arguments.options.is_per_row(),

@@ -22,7 +22,7 @@ struct LossOptions {
   std::optional<double> softcap = {};
 
   bool is_mean() const { return reduction == at::Reduction::Mean; }
-  /// Whether each row has a loss of its own (reduction "none").
+  /// True if each row has a loss of its own (reduction "none").
   bool is_per_row() const { return reduction == at::Reduction::None; }
 
   /// Throws for values out of range. softcap is rounded to `dtype`, the dtype of the loss, first.
@@ -51,7 +51,7 @@ LossOptions loss_options(const char* op, const Options& options) {
           options.label_smoothing(), options.z_loss(), options.softcap()};
 }
 
-/// Prints the same options as a module shows them.
+/// Prints the options that both losses share, as a module shows them.
 template <typename Options>
 void print_loss_options(std::ostream& stream, const Options& options) {
   stream << "reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()

@@ -1,4 +1,4 @@
-// From what people pass to rows of logits, and the public functions.
+// Converts the arguments of cross_entropy to rows of logits, and defines the public functions.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/cross_entropy.h>
 
@@ -12,35 +12,37 @@ namespace ampfuse {
 
 namespace {
 
-// Fewer places would fill too few of a vector's lanes, or of a warp's: they are copied to rows.
+// Logits with fewer positions are copied to rows: they would fill too few lanes of a vector or
+// warp.
 constexpr int64_t kFewestPlaces = 16;
-// So are those of many classes: a thread goes through all classes of a place, or of a few.
+// Logits with more classes per position are copied too: one thread goes through all classes of a
+// position, or of a few positions.
 constexpr int64_t kMostClassesOfPlace = 16;
 
-// How many entries of [batch, classes, d1, ...] share a batch's entry and a class.
+// Returns the number of positions: d1 · d2 · ... of [batch, classes, d1, d2, ...].
 c10::SymInt places_of(const at::Tensor& tensor) {
   c10::SymInt places = 1;
   for (int64_t d = 2; d < tensor.dim(); ++d) places *= tensor.sym_size(d);
   return places;
 }
 
-// Whether classes are so far apart in memory that they are better left there. That does not depend
-// on the size of the batch, on which no result shall.
+// True if the classes are so far apart in memory that they are better read in place. This does not
+// depend on the size of the batch, because no result may depend on that.
 bool has_places(const at::Tensor& tensor) {
   if (tensor.dim() < 3 || tensor.sym_stride(1) == 1) return false;
   const c10::SymInt places = places_of(tensor);
   return places >= kFewestPlaces && tensor.sym_size(1) <= kMostClassesOfPlace * places;
 }
 
-// [batch, classes, d1, ...] as [rows, classes], or as [batch, classes, places]. A view unless
-// neither is one.
+// Reshapes [batch, classes, d1, ...] to [rows, classes], or to [batch, classes, positions]. Copies
+// only if there is no such view with contiguous rows.
 at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
   if (in_places) {
     const at::Tensor places =
         tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), places_of(tensor)});
     return has_neighbours(places) ? places : places.contiguous();
   }
-  // Most are rows already: no view, and no node of a graph, is made of them.
+  // Most logits are rows already. A view of them would add a node to the graph.
   if (tensor.dim() == 2) return has_neighbours(tensor) ? tensor : tensor.contiguous();
   const at::Tensor last = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.movedim(1, -1);
   const c10::SymInt classes = last.sym_size(-1);
@@ -61,7 +63,7 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
     return;
   }
   check_class_dtype(kCrossEntropy, target);
-  // torch takes one index in a list for a single row, too.
+  // torch also accepts a target of shape [1] for a single row.
   if (input.dim() == 1 && target.dim() == 1 && target.sym_size(0) == 1) return;
   TORCH_CHECK_VALUE(input.dim() < 2 || target.dim() < 1 || target.sym_size(0) == input.sym_size(0),
                     kCrossEntropy, ": Expected input batch_size (", input.sym_size(0),

@@ -13,10 +13,11 @@ namespace ampfuse {
 
 namespace {
 
-// Boxed, because torch changed the type of the group's name, a string, from str to Any.
+// Makes a boxed call, because torch changed the schema type of the group's name, a string, from str
+// to Any.
 at::Tensor collective(const char* name, std::vector<c10::IValue> arguments) {
   c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(arguments);
-  return arguments.front().toTensor();  // the result has replaced them
+  return arguments.front().toTensor();  // the result has replaced the arguments
 }
 
 at::Tensor finished(const at::Tensor& begun) {
@@ -45,7 +46,7 @@ std::optional<VocabShard> vocab_shard_from(const FindValue& find) {
 
 at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
                             int64_t ignore_index, int64_t classes) {
-  // Numbers are compared in the tensor's dtype, and -100 would be 156 in bytes.
+  // Compare as int64: in uint8 an ignore_index of -100 would be 156.
   const at::Tensor wide = targets.to(at::kLong);
   const at::Tensor among = wide - shard.first_class;
   const at::Tensor is_here = among.ge(0).logical_and(among.lt(classes));

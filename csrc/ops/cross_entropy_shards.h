@@ -1,5 +1,5 @@
-// Classes that a group of processes shares out: each has the logits of its own, and what all have
-// to say of a row is put together.
+// Cross-entropy over classes that are sharded over a group of ranks. Each rank has the logits of
+// its own classes; the ranks exchange a few numbers per row, and combine them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,24 +13,27 @@
 
 namespace ampfuse {
 
-/// A shard as arguments of an operator, and back: `group`, and `vocab_shard`, which is
+/// Convert a shard to arguments of an operator, and back: `group`, and `vocab_shard`, which is
 /// [group_size, first_class, num_classes]. Both are None without a shard.
 NamedValues named(const std::optional<VocabShard>& shard);
 std::optional<VocabShard> vocab_shard_from(const FindValue& find);
 
-/// As a shard of so many classes sees targets that are numbered among all: numbered among its own.
-/// Those that are not among them are math::kElsewhere, ignored ones kIgnoredTarget.
+/// The target of an ignored row in targets_of_shard().
 inline constexpr int64_t kIgnoredTarget = -1;
+/// Renumbers targets from all classes to the `classes` classes of a shard. Targets of other shards
+/// become math::kElsewhere, ignored ones kIgnoredTarget.
 at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
                             int64_t ignore_index, int64_t classes);
 
-/// [group_size, ...]: what each process has, which waits for none on the host of a GPU.
+/// Gathers `mine` of all ranks, as [group_size, ...]. On a GPU the host does not wait for other
+/// ranks.
 at::Tensor gather(const VocabShard& shard, const at::Tensor& mine);
 
-/// Sums over processes, one of which is under way at a time.
+/// Sums over ranks, of which one is in flight at a time.
 class ShardSums {
  public:
-  /// Of each process's `part`; it goes to `whole`, which may be narrower.
+  /// Starts to sum the ranks' `part`, after finishing the sum in flight. The sum is copied to
+  /// `whole`, which may have a narrower dtype, when it is finished.
   void begin(const VocabShard& shard, at::Tensor part, at::Tensor whole);
   void finish();
 
@@ -39,15 +42,16 @@ class ShardSums {
   at::Tensor whole_;
 };
 
-/// Of a shard. parts: [rows, math::kShardPart] double, NaN before; argmax: [rows] among the classes
-/// here, or [0]. Of rows that are ignored, only with argmax.
+/// The results for one shard. parts: [rows, math::kShardPart] double, which the caller fills with
+/// NaN. argmax: [rows], numbered among the shard's classes, or [0] if it is not wanted. Ignored
+/// rows are computed only if argmax is wanted.
 struct ShardOutputs {
   at::Tensor parts;
   at::Tensor argmax;
 };
 
-/// Of all shards together. loss: [rows] double, zeros where rows are ignored; the others as
-/// CrossEntropyOutputs has them, statistics as the gradient of the shard's logits needs them.
+/// The results for all shards together. loss: [rows] double, 0 for ignored rows. The others are as
+/// in CrossEntropyOutputs, with the statistics that the gradient of this shard's logits needs.
 struct JoinedOutputs {
   at::Tensor loss;
   at::Tensor statistics;
@@ -56,10 +60,11 @@ struct JoinedOutputs {
   at::Tensor argmax;
 };
 
-/// What a backend brings beside CrossEntropyKernels.
+/// The functions that a backend implements beside CrossEntropyKernels.
 struct VocabShardKernels {
+  /// Fills `outputs` from the logits of this rank's shard.
   void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
-  /// `parts`: [shards, rows, math::kShardPart].
+  /// Combines the shards' `parts`: [shards, rows, math::kShardPart].
   void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& parts,
                const JoinedOutputs& outputs);
 };

@@ -4,7 +4,7 @@ namespace ampfuse {
 
 namespace {
 
-void (*look)() = nullptr;  // without CUDA every target is checked before it is used
+void (*look)() = nullptr;  // null without CUDA: a CPU checks targets before it uses them
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Targets that are not classes, reported by kernels that have run since, for code that knows no
+// Reports targets out of range that CUDA kernels have found, for code that is compiled without
 // CUDA.
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace ampfuse {
 
-/// Throws for a target out of range that a kernel on a GPU has met, once for each. Only looks at
-/// memory of the host's: what is still running is reported later. Calls of cross_entropy look by
-/// themselves; replays of a CUDA graph do not.
+/// Throws if a kernel on a GPU has found a target out of range, and forgets it. A device keeps only
+/// the latest one. This reads host memory only: a kernel that is still running reports later. Calls
+/// of cross_entropy check by themselves; replays of a CUDA graph do not.
 AMPFUSE_API void check_targets();
 
-/// How to look, for the part of the library that has CUDA.
+/// Sets the check. The part of the library that is compiled with CUDA calls this.
 void set_target_check(void (*check)());
 
 }  // namespace ampfuse

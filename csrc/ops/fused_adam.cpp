@@ -12,12 +12,13 @@ namespace ampfuse {
 
 namespace {
 
-constexpr const char* kWriteBackGrads = "write_back_grads";  // the overload
+constexpr const char* kWriteBackGrads = "write_back_grads";  // name of the overload
 
 constexpr std::array<const char*, math::kAdamColumns> kNames = {
     "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"};
 
-// Empty when the column's tensor may go with a parameter of this dtype, else what may.
+// Returns "" if the column may have `dtype` for a parameter of dtype `param`; otherwise the dtypes
+// that it may have, for a message.
 const char* wanted_dtype(int column, at::ScalarType param, at::ScalarType dtype) {
   const bool is_narrow = param == at::kHalf || param == at::kBFloat16;
   switch (column) {
@@ -61,7 +62,7 @@ void check_column(const FusedAdamArguments& arguments, int column, size_t t) {
   if (arguments.is_written(column)) check_no_overlap(kFusedAdam, name, t, tensor);
 }
 
-// Kernels have one type for all moments of a tensor.
+// Kernels have one template parameter for the dtype of all moments of a tensor.
 void check_moments_alike(const FusedAdamArguments& arguments, size_t t) {
   const at::ScalarType dtype = arguments.tensor(math::kExpAvg, t).scalar_type();
   for (const auto column : {math::kExpAvgSq, math::kMaxExpAvgSq}) {
@@ -107,13 +108,13 @@ void check_numbers(const math::AdamOptions& options) {
   };
   check("beta1", options.beta1, options.beta1 >= 0 && options.beta1 < 1, "0 <= beta1 < 1");
   check("beta2", options.beta2, options.beta2 >= 0 && options.beta2 < 1, "0 <= beta2 < 1");
-  // As a learning rate, it may be scheduled to below 0.
+  // Like a learning rate, the weight decay may be scheduled to below 0.
   check("weight_decay", options.weight_decay, !std::isnan(options.weight_decay), "a number");
   check("eps", options.eps, options.eps >= 0, "at least 0");
 }
 
 void check_scalars(const FusedAdamArguments& arguments) {
-  std::vector<at::Tensor> first;  // whose device the others must have
+  std::vector<at::Tensor> first;  // the tensor on whose device scalars must be
   if (arguments.count() > 0) first.push_back(arguments.tensor(math::kParam, 0));
   const auto check = [&first](const char* name, const std::optional<at::Tensor>& scalar,
                               std::initializer_list<at::ScalarType> dtypes) {
@@ -123,7 +124,7 @@ void check_scalars(const FusedAdamArguments& arguments) {
   check("found_inf", arguments.found_inf, {at::kFloat});
   check("total_norm", arguments.total_norm, {at::kFloat, at::kDouble});
   check("grad_norm", arguments.grad_norm, {at::kFloat});
-  // A learning rate that lives on the host is no reason to wait for the device.
+  // A learning rate on the CPU is accepted too: it gives the host nothing to wait for.
   if (arguments.lr.defined() && arguments.lr.is_cpu()) first.clear();
   check("lr", arguments.lr, {at::kFloat, at::kDouble});
 }
@@ -199,8 +200,8 @@ void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options
 
 namespace {
 
-// An empty list names no backend; sparse tensors and devices that this build does not serve come
-// here too.
+// Kernel for empty lists, which name no backend, and for sparse tensors and devices that this build
+// does not support.
 void fused_adam_no_backend(const FusedAdamArguments& arguments) {
   for (size_t t = 0; t < arguments.count(); ++t) check_adam_tensor(arguments, t);
   if (arguments.count() > 0) refuse_backend(kFusedAdam, {arguments.tensor(math::kParam, 0)});
@@ -208,8 +209,8 @@ void fused_adam_no_backend(const FusedAdamArguments& arguments) {
 
 }  // namespace
 
-// The same op twice: with an overload that writes no gradients, autograd and the compiler need not
-// believe that they change.
+// One op, two overloads: in the schema of the first, gradients are only read, so that autograd and
+// the compiler need not assume that they change.
 AMPFUSE_OPERATORS(m) {
   const auto define = [&m](const std::string& name, const std::string& grads) {
     m.def((name + "(Tensor(a!)[] params, " + grads +

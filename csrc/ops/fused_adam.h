@@ -14,20 +14,20 @@ namespace ampfuse {
 /// The op's name in error messages.
 inline constexpr const char* kFusedAdam = "fused_adam";
 
-/// A list of tensors where the dispatcher has put it: copies would count references, which for
-/// tensors that Python owns too takes Python's lock.
+/// A tensor list where the dispatcher has put it. A copy would count references, which for tensors
+/// that Python also owns takes Python's lock.
 using TensorRefs = c10::ArrayRef<c10::IValue>;
 
-/// The op's arguments.
+/// The arguments of fused_adam.
 struct FusedAdamArguments {
-  std::array<TensorRefs, math::kAdamColumns> columns;  // an optional one may be empty
+  std::array<TensorRefs, math::kAdamColumns> columns;  // an optional column may be empty
   TensorRefs state_steps;
   at::Tensor lr;
   math::AdamOptions options;
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
   std::optional<at::Tensor> total_norm;
-  double max_norm;  // with total_norm
+  double max_norm;  // 0 without total_norm
   std::optional<at::Tensor> grad_norm;
 
   size_t count() const { return columns[math::kParam].size(); }
@@ -36,13 +36,14 @@ struct FusedAdamArguments {
   bool is_written(int column) const { return column != math::kGrad || options.write_back_grads; }
 };
 
-/// Checks numbers and scalars; check_adam_tensor() checks the lists.
+/// Reads the arguments. Checks numbers, scalars and the lengths of lists; check_adam_tensor()
+/// checks the tensors in the lists.
 FusedAdamArguments fused_adam_arguments(const NamedArguments& arguments);
 
-/// What messages call a column.
+/// Returns the column's name in messages.
 const char* adam_column_name(int column);
 
-/// Refuses a tensor whose columns do not fit together.
+/// Throws if the tensors at index `t` of the columns do not fit together.
 void check_adam_tensor(const FusedAdamArguments& arguments, size_t t);
 
 /// The CUDA kernel.

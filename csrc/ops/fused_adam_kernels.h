@@ -1,4 +1,4 @@
-// How a backend registers its kernel of fused_adam.
+// Registers a backend's kernel of fused_adam.
 #pragma once
 
 #include "fused_adam.h"

@@ -17,9 +17,8 @@ void prefetch(const FusedAdamArguments& arguments, size_t t, const Prefetch& pre
   prefetch(arguments.state_steps[t].toTensor());
 }
 
-// Whether two dense tensors of one shape have their elements in the same order. Strides of
-// dimensions with one element say nothing: the gradients of 1×1 convolutions have others than the
-// weights.
+// True if two dense tensors of one shape have their elements in the same order. The strides of
+// dimensions of size 1 do not matter: gradients of 1×1 convolutions have others than the weights.
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
   for (int64_t d = 0; d < a.dim(); ++d) {
     if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
@@ -27,14 +26,14 @@ bool same_order(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// Whether kernels can work on the tensor itself, in the order that the parameter's elements have if
-// it leaves no gaps.
+// True if kernels can use the tensor in place: it is aligned and dense, and its elements are in the
+// order of those of the parameter, which is dense too.
 bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
          same_order(tensor, param) && is_aligned(tensor);
 }
 
-// Null where that takes more than looking.
+// Returns the tensor's own memory, or null if it has to be copied or is a lazy clone.
 void* own_data(const at::Tensor& tensor, const at::Tensor& param) {
   if (!fits(tensor, param) || is_lazy_clone(tensor)) return nullptr;
   return const_cast<void*>(tensor.const_data_ptr());
@@ -59,7 +58,7 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
   return tensor;
 }
 
-// State is the optimizer's own, and not compared.
+// Checks a column that is written. State belongs to the optimizer, and is not checked.
 void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn column,
                            std::vector<const void*> storages) {
   for (size_t t = 0; t < storages.size(); ++t) {
@@ -90,7 +89,8 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(argumen
   if (writes_grads) check_column_disjoint(arguments, math::kGrad, std::move(grads));
 }
 
-// Finds places for those columns whose own memory was not enough to look at.
+// Fills in the pointers that look_at() left null: lazy clones get their own memory, other tensors a
+// dense copy.
 void AdamTensors::complete(const FusedAdamArguments& arguments, size_t t) {
   AdamTensor& tensor = tensors_[t];
   for (int column = 0; column < math::kAdamColumns && tensor.size > 0; ++column) {

@@ -1,4 +1,4 @@
-// A step's tensors as kernels see them.
+// The tensors of a step as kernels see them.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace ampfuse {
 
-/// What a kernel is compiled for. Undefined: there is no master.
+/// The dtypes that a kernel is compiled for. `master` is Undefined if there are no masters.
 struct AdamDtypes {
   at::ScalarType param;
   at::ScalarType grad;
@@ -18,23 +18,24 @@ struct AdamDtypes {
   bool operator==(const AdamDtypes&) const = default;
 };
 
-/// One of a step's tensors as kernels see it: the elements of all columns in the same order.
+/// The columns at one index of the lists, as kernels see them: elements are in the same order in
+/// all.
 struct AdamTensor {
-  std::array<void*, math::kAdamColumns> data;  // null: no such column
+  std::array<void*, math::kAdamColumns> data;  // null if the column is absent
   int64_t size;
   AdamDtypes dtypes;
   float* step;
 };
 
-/// All of them, checked. Where a tensor's columns differ in their strides, leave gaps, or lie
-/// askew, dense copies stand in for some.
+/// All indices of the lists, checked. Tensors with gaps, misaligned ones, and those whose elements
+/// are in another order than the parameter's are replaced by dense copies.
 class AdamTensors {
  public:
   explicit AdamTensors(const FusedAdamArguments& arguments);
 
   const std::vector<AdamTensor>& get() const { return tensors_; }
 
-  /// Copies what the step wrote into stand-ins back to where they came from.
+  /// Copies what the step wrote into dense copies back to the original tensors.
   void write_back() const;
 
  private:

@@ -165,7 +165,7 @@ LinearCrossEntropyCall LinearCrossEntropyCall::from(const NamedArguments& named)
 
 namespace {
 
-// The arguments that both operators below autograd have.
+// The arguments that both operators below autograd share.
 NamedValues named_arguments(const LinearCrossEntropyArguments& arguments,
                             const LinearGradientMask& wanted) {
   NamedValues values = arguments.named_options();
@@ -207,7 +207,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward(
 }
 
 AMPFUSE_OPERATORS(m) {
-  // What people call; made of the others.
+  // The public operators, composed of those below.
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
       "Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
@@ -223,9 +223,9 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
       {at::Tag::pt2_compliant_tag});
-  // Rows, without autograd; products in `dtype`. `vocab_shard`, of a group of processes:
-  // [group_size, first_class, num_classes]. Dtypes are numbers, c10's: what a package compiled
-  // ahead of time has as a ScalarType comes as another one (torch 2.11).
+  // The operators below autograd. They take rows, and multiply in `dtype`. `vocab_shard`, for a
+  // group of ranks, is [group_size, first_class, num_classes]. Dtypes are integers, c10's: a
+  // ScalarType in a package that was compiled ahead of time arrives as another dtype (torch 2.11).
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "

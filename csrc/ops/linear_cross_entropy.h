@@ -1,4 +1,4 @@
-// Cross-entropy of hidden states times a weight, whose logits are never all there at once.
+// Cross-entropy of hidden states times a weight. The logits never exist all at the same time.
 #pragma once
 
 #include <array>
@@ -20,31 +20,31 @@ struct LinearCrossEntropyArguments {
   at::Tensor weight;                       // [classes, features]
   std::optional<at::Tensor> bias;          // [classes]
   at::Tensor target;                       // [rows] indices, or probabilities [rows, classes]
-  std::optional<at::Tensor> class_weight;  // [all classes], of the loss's dtype
+  std::optional<at::Tensor> class_weight;  // [classes of all shards], of the loss's dtype
   LossOptions options = {};
-  // The dtype of products, and that of the weight's gradient: the same if it is bfloat16, or
-  // accumulate_dtype(dtype).
+  // The dtype of products, and that of the weight's gradient: accumulate_dtype(dtype), or bfloat16
+  // if products are bfloat16 too.
   at::ScalarType dtype = at::ScalarType::Undefined;
   at::ScalarType weight_grad_dtype = at::ScalarType::Undefined;
   std::optional<int64_t> chunk_rows = {};
-  // The classes that weight, bias and probabilities have, if not all.
+  // The classes of weight, bias and probabilities, if these do not have all classes.
   std::optional<VocabShard> shard = {};
 
-  /// Upper bound on the scale of the logits' gradients. Half ones are multiplied by the weight and
+  /// Upper bound on the scale of the logits' gradients. fp16 ones are multiplied by the weight and
   /// summed before the real upstream gradient is known, so they need headroom.
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
-  /// All but the tensors, as arguments of the operators below autograd, and back; the public
-  /// overloads have no dtypes.
+  /// Convert everything except the tensors to arguments of the operators below autograd, and back.
+  /// The public overloads have no dtypes, which stay Undefined.
   NamedValues named_options() const;
   void set_options(const FindValue& find);
 
   static LinearCrossEntropyArguments from(const NamedArguments& named);
 
-  /// The loss's arguments. Its logits have a shape, but no memory: of all classes that targets are
-  /// numbered among, or have probabilities of.
+  /// The arguments of the loss. The logits have a shape but no memory. Their classes are those of
+  /// all shards, or with probabilities those of this shard.
   CrossEntropyArguments loss() const;
-  /// The same for the classes of this shard.
+  /// The arguments of the loss for the classes of this shard.
   CrossEntropyArguments loss_of_shard() const;
 };
 
@@ -59,8 +59,8 @@ struct LinearCrossEntropyCall {
   static LinearCrossEntropyCall from(const NamedArguments& named);
 };
 
-/// The same as rows: hidden states of shape [..., features], targets of shape [...] or
-/// [..., classes], products in the dtype that all have, or that autocast asks for.
+/// A public call, reshaped to rows. Hidden states have shape [..., features], targets [...] or
+/// [..., classes]. Products are in the dtype that all tensors have, or that autocast asks for.
 class LinearCrossEntropyRows {
  public:
   explicit LinearCrossEntropyRows(LinearCrossEntropyCall as_passed);
@@ -68,7 +68,7 @@ class LinearCrossEntropyRows {
   const LinearCrossEntropyCall& call() const { return call_; }
   const LossOptions& options() const { return call_.arguments.options; }
 
-  /// What there is one of per row, in the shape of index targets.
+  /// Reshapes a tensor with one entry per row to the shape of index targets.
   at::Tensor shaped(const at::Tensor& of_rows) const;
   at::Tensor shaped_loss(const at::Tensor& loss) const;
 
@@ -77,25 +77,26 @@ class LinearCrossEntropyRows {
   std::vector<c10::SymInt> shape_;
 };
 
-/// Whose gradients are wanted: the hidden states', the weight's, the bias's.
+/// True for the gradients that are wanted: of the hidden states, the weight and the bias.
 using LinearGradientMask = std::array<bool, 3>;
 
 inline bool any(const LinearGradientMask& wanted) {
   return wanted[0] || wanted[1] || wanted[2];
 }
 
-/// A gradient that is not wanted has shape [0].
+/// The gradients. One that is not wanted has shape [0].
 struct LinearCrossEntropyGradients {
-  at::Tensor hidden;  // of the dtype of the hidden states
-  at::Tensor weight;  // of weight_grad_dtype
-  at::Tensor bias;    // of the dtype of the loss
+  at::Tensor hidden;  // in the dtype of the hidden states
+  at::Tensor weight;  // in weight_grad_dtype
+  at::Tensor bias;    // in the dtype of the loss
 
   auto tie() { return std::tie(hidden, weight, bias); }
 };
 
-/// `gradients` are those of the loss times baked_scale. With reduction none there are statistics
-/// instead, if a gradient is wanted. Without a grad_scale, baked_scale is the divisor for half
-/// products: otherwise their gradients would be mostly zeros.
+/// `gradients` are those of the loss times baked_scale. With reduction none, statistics are
+/// computed instead, if a gradient is wanted. For fp16 products without a grad_scale, baked_scale
+/// is the divisor, divided by the largest |class weight| if that is above 1. Otherwise the
+/// gradients would be mostly zeros.
 struct LinearCrossEntropyOutputs : LossOutputs {
   LinearCrossEntropyGradients gradients;
 
@@ -105,35 +106,36 @@ struct LinearCrossEntropyOutputs : LossOutputs {
   }
 };
 
-/// The dtype of products of matrices of this dtype: float for 16 bits, whose sums are floats anyway
-/// and would only be rounded to be stored.
+/// The dtype of products of matrices of this dtype. It is float for 16-bit matrices, whose products
+/// are summed in float anyway and would only be rounded when stored.
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
 
-/// Refuses what could not be computed.
+/// Throws for arguments from which the loss cannot be computed.
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                                 const std::optional<at::Tensor>& grad_scale,
                                 const std::optional<at::Tensor>& denominator);
 
-/// Uninitialized memory. The outputs have no gradients yet.
+/// Allocate uninitialised memory. The gradients of the outputs still have shape [0].
 LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,
                                                    const LinearGradientMask& wanted);
 LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
                                                const LinearGradientMask& wanted, bool with_metrics);
 
-/// By chunks of rows, with a backend's kernels.
+/// Computes the loss in chunks of rows, with a backend's kernels.
 LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
     const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
     const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
     const std::optional<at::Tensor>& denominator, const LinearGradientMask& wanted,
     bool with_metrics);
 
-/// For one number from upstream for each row, from logits that are computed once more.
+/// Computes the gradients for one upstream gradient per row, from logits that are computed once
+/// more.
 LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     const CrossEntropyKernels& kernels, const at::Tensor& grad_output,
     const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
     const at::Tensor& divisor, const LinearGradientMask& wanted);
 
-/// The operators below autograd.
+/// Calls of the operators below autograd.
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
                                                        const std::optional<at::Tensor>& grad_scale,
                                                        const std::optional<at::Tensor>& denominator,

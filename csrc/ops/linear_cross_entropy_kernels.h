@@ -1,5 +1,4 @@
-// How a backend registers linear cross-entropy: products are ATen's, the rest are its kernels of
-// cross-entropy.
+// Registers a backend's kernels of linear cross-entropy.
 #pragma once
 
 #include "linear_cross_entropy.h"
@@ -7,7 +6,7 @@
 
 namespace ampfuse {
 
-/// What a backend does with checked arguments.
+/// The functions that a backend implements. Their arguments are checked.
 struct LinearCrossEntropyKernels {
   LinearCrossEntropyOutputs (*forward)(const LinearCrossEntropyArguments& arguments,
                                        const std::optional<at::Tensor>& grad_scale,
@@ -19,7 +18,7 @@ struct LinearCrossEntropyKernels {
                                           const LinearGradientMask& wanted);
 };
 
-/// By chunks.
+/// Computes in chunks of rows, with a backend's kernels of cross-entropy.
 template <const CrossEntropyKernels& kKernels, const VocabShardKernels& kShardKernels>
 inline constexpr LinearCrossEntropyKernels kByChunk = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,

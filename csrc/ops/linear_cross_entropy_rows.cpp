@@ -1,4 +1,4 @@
-// From what people pass to rows of hidden states, and the public functions.
+// Converts the arguments of linear_cross_entropy to rows, and defines the public functions.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -26,7 +26,8 @@ std::vector<c10::SymInt> shape_of_rows(const at::Tensor& hidden) {
   return shape;
 }
 
-// One dtype for all that logits are made of, or that of autocast, which leaves doubles alone.
+// Returns the one dtype of hidden, weight and bias, or that of autocast, which leaves doubles
+// alone.
 at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
   const OptionalTensor& bias = inputs.bias;
@@ -45,8 +46,9 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   return hidden.scalar_type();
 }
 
-// The weight is given its gradient in the dtype of the products where it asks for no other, and
-// these have the range of the sum: what half has of one that is not scaled as it will be has not.
+// The weight's gradient is in the dtype of the products if that is bfloat16 and the weight asks for
+// no other: bfloat16 has the range of the float sum. fp16 lacks the range for gradients that are
+// not scaled yet.
 at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyCall& call, at::ScalarType dtype) {
   const bool is_rounded = dtype == at::kBFloat16 && !call.accumulate_into &&
                           call.arguments.weight.grad_dtype() == dtype;
@@ -61,7 +63,7 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
                     target.device());
   if (!target.is_floating_point()) {
     check_class_dtype(kLinearCrossEntropy, target);
-    // torch takes one index in a list for a single row, too.
+    // torch also accepts a target of shape [1] for a single row.
     const bool is_in_list = shape.empty() && target.dim() == 1 && target.sym_size(0) == 1;
     TORCH_CHECK_VALUE(is_in_list || target.sym_sizes() == c10::SymIntArrayRef(shape),
                       kLinearCrossEntropy, ": target: expected shape ", c10::SymIntArrayRef(shape),
@@ -81,7 +83,7 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
   return readable_probabilities(target, loss_dtype).reshape_symint({rows, classes}).contiguous();
 }
 
-// Whether they may have memory in common: what is between the first number and the last.
+// True if the memory from the first to the last element of one overlaps that of the other.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_alias_of(b) || a.sym_numel() == 0 || b.sym_numel() == 0) return false;
   const auto range = [](const at::Tensor& tensor) {

@@ -4,10 +4,10 @@
 
 namespace ampfuse {
 
-/// What the op asks of its arguments.
+/// Throws for arguments that the op does not accept.
 void check_multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm);
 
-/// The part of it that is not about the list, which DenseRuns checks where kernels run.
+/// Checks total_norm only. In kernels, DenseRuns checks the list.
 void check_clip_norm(at::TensorList tensors, const at::Tensor& total_norm);
 
 /// The CUDA kernel.

@@ -42,7 +42,7 @@ math::NormType norm_type(const char* op, double ord) {
 }
 
 Complex norm_cut(math::NormType type) {
-  // |z|² = re² + im²: only the other norms need both parts together.
+  // |z|² = re² + im², so the L2 norm may read the parts as two numbers. The other norms need |z|.
   return type == math::NormType::kL2 ? Complex::kAsReal : Complex::kWhole;
 }
 
@@ -65,8 +65,8 @@ NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> 
 
 namespace {
 
-// An empty list names no backend, so the dispatcher comes here: its norm is 0, on the CPU, as
-// torch's.
+// Kernel for an empty list, which names no backend: the norm is 0, on the CPU, as torch's. Throws
+// for other lists without a kernel.
 NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord,
                                          std::optional<at::ScalarType> dtype) {
   check_multi_tensor_norm(tensors, ord, dtype);

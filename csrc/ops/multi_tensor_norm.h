@@ -10,27 +10,28 @@
 
 namespace ampfuse {
 
-/// What the op asks of its arguments; of the list DenseRuns asks the same where kernels run.
+/// Throws for arguments that the op does not accept. In kernels, DenseRuns checks the list.
 void check_multi_tensor_norm(at::TensorList tensors, double ord,
                              std::optional<at::ScalarType> dtype);
 
-/// Refuses a dtype that norms cannot have.
+/// Throws unless the dtype is absent, float or double.
 void check_norm_dtype(const char* op, std::optional<at::ScalarType> dtype);
 
-/// 1, 2 or infinity as the enumeration the kernels are compiled for.
+/// Converts an order of 1, 2 or infinity to the enumeration that kernels are compiled for. Throws
+/// for others.
 math::NormType norm_type(const char* op, double ord);
 
-/// How a norm of this type takes complex tensors.
+/// Returns how a norm of this type reads complex tensors.
 Complex norm_cut(math::NormType type);
 
 /// total_norm, norms, found_inf, first_nonfinite, nonfinite_count.
 using NormOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// Fresh outputs of the right shapes and dtypes on the list's device (CPU for an empty list).
-/// `dtype`: of the norms, if it is not to be that which the tensors have.
+/// Allocates outputs on the list's device (the CPU for an empty list). `dtype` is that of the
+/// norms, by default norm_dtype(tensors).
 NormOutputs empty_norm_outputs(at::TensorList tensors, std::optional<at::ScalarType> dtype);
 
-/// What an empty list has: norm 0, nothing found.
+/// The outputs for an empty list: norm 0, no non-finite element.
 NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> dtype);
 
 /// The CUDA kernel.

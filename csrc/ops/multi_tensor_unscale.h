@@ -8,18 +8,18 @@
 
 namespace ampfuse {
 
-/// What both ops of this stem ask of their arguments.
+/// Throws for arguments that multi_tensor_unscale and multi_tensor_unscale_norm do not accept.
 void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
                                 const at::Tensor& inv_scale);
 
-/// The part of it that is not about the list, which DenseRuns checks where kernels run.
+/// Checks found_inf and inv_scale only. In kernels, DenseRuns checks the list.
 void check_unscale_scalars(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
                            const at::Tensor& inv_scale);
 
 /// total_norm, norms, first_nonfinite, nonfinite_count.
 using UnscaledNormOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// The norm's outputs but for found_inf, which is an argument here.
+/// Returns the outputs of the norm without found_inf, which is an argument here.
 inline UnscaledNormOutputs unscaled(const NormOutputs& outputs) {
   const auto& [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] = outputs;
   return {total_norm, norms, first_nonfinite, nonfinite_count};

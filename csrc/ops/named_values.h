@@ -1,4 +1,4 @@
-// Names for the arguments of operators. These are declarations alone: CUDA sources read them, and
+// Names for the arguments of operators. These are declarations only: CUDA sources include them, and
 // the definition of an IValue takes nvcc more than a second in each of its passes over a source.
 #pragma once
 
@@ -18,7 +18,7 @@ class NamedArguments;
 /// Names and values of the arguments that an operator is called with.
 using NamedValues = std::vector<std::pair<std::string_view, c10::IValue>>;
 
-/// Finds a value by name; null if there is none.
+/// Finds a value by name; returns null if it is missing.
 using FindValue = std::function<const c10::IValue*(const char* name)>;
 
 }  // namespace ampfuse

@@ -1,5 +1,5 @@
-// In a build without CUDA kernels every operator refuses tensors on a GPU by one sentence. torch's
-// own error would list every key of its dispatcher and not say what to do.
+// In a build without CUDA kernels, every operator throws one sentence for tensors on a GPU. torch's
+// own error would list every dispatch key, and no remedy.
 #include "registration.h"
 
 namespace ampfuse {

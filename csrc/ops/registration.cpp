@@ -16,7 +16,7 @@ std::string own_path() {
   return info.dli_fname == nullptr ? "" : info.dli_fname;
 }
 
-// Of the builds that are loaded, the one that is not this one.
+// Returns the path of the other loaded build.
 std::string other_path() {
   std::string found;
   const auto visit = [](dl_phdr_info* info, size_t, void* data) {

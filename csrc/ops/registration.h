@@ -1,5 +1,5 @@
-// How operators and kernels are registered with torch's dispatcher: as with TORCH_LIBRARY_FRAGMENT
-// and TORCH_LIBRARY_IMPL, unless another build of ampfuse is loaded in this process already.
+// Registers operators and kernels with torch's dispatcher, as TORCH_LIBRARY_FRAGMENT and
+// TORCH_LIBRARY_IMPL do, unless another build of ampfuse is loaded in this process already.
 //
 //   AMPFUSE_OPERATORS(m) { m.def("multi_tensor_clip(...) -> ()"); }
 //   AMPFUSE_KERNELS(CPU, m) { m.impl("multi_tensor_clip", multi_tensor_clip_cpu); }
@@ -14,9 +14,9 @@
 
 namespace ampfuse {
 
-/// Whether no other build of this library has registered its operators. torch refuses to register
-/// them twice by an exception, which nobody can catch while a library is being loaded: so a second
-/// build registers nothing, and warns.
+/// True if no other build of this library has registered its operators. torch throws if they are
+/// registered twice, and nobody can catch that while a library is being loaded. So a second build
+/// registers nothing, and warns.
 bool is_only_build();
 
 template <auto kFunction>
@@ -32,13 +32,15 @@ void call_kernel_by_name(const c10::OperatorHandle& op, torch::jit::Stack* stack
   }
 }
 
-/// A kernel that takes NamedArguments, and returns nothing or what push_results() takes.
+/// Makes a kernel of a function that takes NamedArguments, and that returns nothing or what
+/// push_results() takes.
 template <auto kFunction>
 torch::CppFunction kernel_by_name() {
   return torch::CppFunction::makeFromBoxedFunction<&call_kernel_by_name<kFunction>>();
 }
 
-/// A function for kernel_by_name(): a backend's kernel, of the struct that kArguments makes.
+/// Adapts a backend's kernel to kernel_by_name(): kArguments converts the named arguments to the
+/// kernel's struct.
 template <auto kArguments, auto kKernel>
 void with_arguments(const NamedArguments& named) {
   kKernel(kArguments(named));

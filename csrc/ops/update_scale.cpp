@@ -31,7 +31,7 @@ void check_policy(const math::ScalePolicy& policy) {
   check("max_scale", policy.max_scale, policy.max_scale >= policy.min_scale, "at least min_scale");
 }
 
-// Refuses a tensor that is not of this shape and dtype, or elsewhere than the scale.
+// Throws unless the tensor is contiguous, of this size and dtype, and on the scale's device.
 void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t size,
                  const at::Tensor& scale) {
   TORCH_CHECK_TYPE(tensor.defined(), kUpdateScale, ": ", name, ": expected a tensor, got none");

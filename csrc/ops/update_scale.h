@@ -13,7 +13,7 @@ namespace ampfuse {
 /// The op's name in error messages.
 inline constexpr const char* kUpdateScale = "update_scale";
 
-/// The op's arguments, checked.
+/// The arguments of update_scale, checked.
 struct UpdateScaleArguments {
   at::Tensor scale;
   at::Tensor growth_tracker;

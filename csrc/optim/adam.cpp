@@ -24,7 +24,7 @@ std::unique_ptr<torch::optim::OptimizerOptions> without_limit(Options options) {
   return std::make_unique<Options>(std::move(options));
 }
 
-// Of all groups, before anything is written.
+// Checks the options and parameters of all groups, before anything is written.
 std::vector<AdamSettings> checked_settings(
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
     std::optional<double> max_grad_norm) {
@@ -79,7 +79,7 @@ void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
              options);
 }
 
-// What a step writes, by where it is.
+// Returns the addresses of the parameters that a step writes, with a null after those of each call.
 std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
   std::vector<const void*> addresses;
   for (const AdamGroup& group : groups) {
@@ -91,8 +91,8 @@ std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
   return addresses;
 }
 
-// A step that is skipped, and so only checked, where it takes several calls of the op. One that
-// refuses its arguments writes nothing, but calls before it would have stepped.
+// Calls the op for a skipped step, which only checks, if the step takes several calls. A call that
+// refuses its arguments writes nothing, but without this the calls before it would have stepped.
 void check_before_writing(const std::vector<AdamGroup>& groups) {
   size_t calls = 0;
   for (const AdamGroup& group : groups) calls += group.lists.size();
@@ -146,8 +146,8 @@ Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
 
 void Adam::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
-  // torch 2.15 merges a group's options with the defaults, and only knows how to for its own
-  // classes of options: those of others are dropped.
+  // torch 2.15 merges a group's options with the defaults. It can do so only for its own classes of
+  // options, and drops those of other classes.
   if (group.has_options()) param_groups_.back().set_options(group.options().clone());
 }
 
@@ -224,7 +224,7 @@ Adam::ParamWrites Adam::param_writes() const {
 void Adam::adopt_written_params() {
   const auto then = std::exchange(writes_after_step_, std::nullopt);
   if (first_param_options(param_groups_).device().is_cuda() && is_capturing()) return;
-  // With other masters than then the numbers of writes do not compare.
+  // Write counts can only be compared if the number of masters is the same.
   const ParamWrites now = param_writes();
   if (then && then->masters == now.masters && *then != now) {
     std::vector<at::Tensor> written_over;

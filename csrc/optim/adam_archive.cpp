@@ -1,6 +1,6 @@
 // The layout is that of torch::optim::AdamW: "state" by key, and "param_groups" with each group's
-// keys and options. torch's keys are addresses; ours count the parameters, so that the same state
-// gives the same archive, and keys are those of Python's state dictionaries.
+// keys and options. torch's keys are addresses. Ours are consecutive numbers, as in Python's state
+// dictionaries, so that the same state gives the same archive.
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
@@ -17,8 +17,8 @@ using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
 struct SavedGroup {
-  InputArchive options;                                // which have been read once, and are valid
-  std::vector<std::optional<optim::NewState>> states;  // of its parameters
+  InputArchive options;                                // already read once, and valid
+  std::vector<std::optional<optim::NewState>> states;  // one per parameter
 };
 
 void write_size(OutputArchive& archive, const char* key, size_t size) {
@@ -31,7 +31,7 @@ size_t read_size(InputArchive& archive, const char* key) {
   return static_cast<size_t>(size.item<int64_t>());
 }
 
-// Where messages say that something is wrong.
+// Names a parameter in messages.
 struct Place {
   size_t param;
   size_t group;
@@ -129,7 +129,7 @@ void Adam::save(OutputArchive& archive) const {
     group.write("options", options);
     groups.write("param_groups/" + std::to_string(i), group);
   }
-  archive.write("pytorch_version", torch::IValue("1.5.0"));  // of the layout; torch asks for it
+  archive.write("pytorch_version", torch::IValue("1.5.0"));  // layout version, read by torch
   archive.write("state", states);
   archive.write("param_groups", groups);
 }
@@ -148,7 +148,7 @@ void Adam::load(InputArchive& archive) {
     groups.read("param_groups/" + std::to_string(i), group);
     saved.push_back(read_saved_group(group, states, param_groups_[i], i));
   }
-  // Everything is made, and nothing from here on fails.
+  // All new state has been made. Nothing below this fails.
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     param_groups_[i].options().serialize(saved[i].options);
     for (size_t place = 0; place < saved[i].states.size(); ++place) {

@@ -1,4 +1,5 @@
-// The options of a parameter group, whichever class they are of, checked.
+// Checks the options of a parameter group, AdamOptions or AdamWOptions, and converts them to one
+// struct.
 #pragma once
 
 #include <ampfuse/optim.h>
@@ -20,14 +21,15 @@ struct AdamSettings {
   bool write_back_grads;
 };
 
-/// Refuses options of another class than AdamOptions and AdamWOptions, and values that no step
-/// could make sense of, in torch's words where torch refuses them too. `group` is for the message.
+/// Throws for options of classes other than AdamOptions and AdamWOptions, and for values out of
+/// range, in torch's words if torch also checks them. `group` is the group's index, for messages.
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group);
 
-/// Refuses what an optimizer may not begin with; schedules may go below 0, as with torch's.
+/// Throws for a negative learning rate or weight decay when an optimizer is made. Schedules may go
+/// below 0 later, as with torch's.
 void check_first(const AdamSettings& settings);
 
-/// Refuses what checked_settings would.
+/// Throws unless the limit is absent or at least 0.
 void check_max_grad_norm(std::optional<double> max_grad_norm);
 
 }  // namespace ampfuse::optim

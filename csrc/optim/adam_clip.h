@@ -1,4 +1,4 @@
-// What gradients are clipped by: norms over groups and devices.
+// Norms for clipping gradients, over groups and devices.
 #pragma once
 
 #include "adam_lists.h"
@@ -6,21 +6,22 @@
 namespace ampfuse::optim {
 
 struct Clip {
-  at::Tensor total_norm;  // of the gradients as they are, still scaled
+  at::Tensor total_norm;  // norm of the gradients as stored, still scaled
   double max_norm;
-  at::Tensor grad_norm;  // where the step leaves the norm of the unscaled ones; or undefined
+  at::Tensor grad_norm;  // receives the norm of the unscaled gradients; or undefined
 };
 
 struct Clips {
   std::vector<std::optional<Clip>> of_groups;
-  std::optional<at::Tensor> found_inf;  // whether any gradient is not finite, if that was asked for
+  std::optional<at::Tensor> found_inf;  // not 0 if a gradient is non-finite; set with find_inf
 };
 
-/// A group is clipped by its own norm where it has a limit, else by that of all others without, if
-/// there is a `shared_limit`; then `grad_norm`, which is set to 0 when there are no such gradients,
-/// goes with it. Norms are double: those of scaled gradients go beyond float where no element does.
-/// `known_norms`: of all gradients of all groups, one for each device, if somebody has just
-/// measured them; else empty.
+/// A group with a limit is clipped by its own norm. All other groups are clipped by their joint
+/// norm, if there is a `shared_limit`. `grad_norm` then receives that norm, unscaled, from the
+/// step; it is set to 0 here if those groups have no gradients. Norms are double: those of scaled
+/// gradients may exceed the range of float though no element does. `known_norms` are the norms of
+/// all gradients of all groups, one per device, if the caller has just measured them; otherwise
+/// empty.
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
                     const at::Tensor& grad_norm, bool find_inf,
                     const std::vector<at::Tensor>& known_norms);

@@ -1,4 +1,4 @@
-// From a parameter group to the lists that fused_adam takes.
+// Converts a parameter group to the lists that fused_adam takes.
 #pragma once
 
 #include "adam_checked_options.h"
@@ -7,14 +7,14 @@ namespace ampfuse::optim {
 
 using StateMap = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
-/// The state of a parameter, or null before its first step.
+/// Returns the state of a parameter, or null before its first step.
 const AdamParamState* find_state(const StateMap& states, const at::Tensor& param);
 
-/// The state of a parameter, an empty one if there was none.
+/// Returns the state of a parameter, and creates an empty one if it is missing.
 AdamParamState& state_of(StateMap& states, const at::Tensor& param);
 
-/// What one call of the op steps: tensors on one device, all with masters or all without. Complex
-/// ones are seen as pairs of numbers.
+/// The tensors that one call of the op steps: on one device, all with masters or all without.
+/// Complex tensors are viewed as pairs of real numbers.
 struct AdamLists {
   at::Device device;
   bool has_masters;
@@ -32,12 +32,12 @@ struct AdamGroup {
   std::vector<AdamLists> lists;
 };
 
-/// The parameters of a group that have a gradient. State is made where it is missing.
+/// Reads the parameters of a group that have a gradient, and creates missing state.
 AdamGroup read_group(const torch::optim::OptimizerParamGroup& group, const AdamSettings& settings,
                      StateMap& states);
 
-/// Refuses parameters that cannot have the masters they are to have, and gradients that no step
-/// can take.
+/// Throws for parameters that cannot have the masters that the settings ask for, and for gradients
+/// that a step cannot use.
 void check_params(const torch::optim::OptimizerParamGroup& group, const AdamSettings& settings,
                   size_t index);
 

@@ -16,7 +16,7 @@ void read(torch::serialize::InputArchive& archive, const char* name, T& value) {
 
 template <bool kDecoupledWeightDecay>
 void AdamOptionsOf<kDecoupledWeightDecay>::serialize(torch::serialize::InputArchive& archive) {
-  bool decoupled = kDecoupledWeightDecay;  // torch's archives do not say
+  bool decoupled = kDecoupledWeightDecay;  // torch's archives lack this entry
   read(archive, "decoupled_weight_decay", decoupled);
   TORCH_CHECK_VALUE(kDecoupledWeightDecay || !decoupled,
                     "decoupled_weight_decay: expected an archive of Adam's options, whose weight "

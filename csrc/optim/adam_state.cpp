@@ -5,7 +5,7 @@
 
 namespace ampfuse {
 
-// Steps are written as torch writes them, as a number, so that torch's AdamW can read them.
+// Steps are written as integers, as torch writes them, so that torch's AdamW can read them.
 void AdamParamState::serialize(torch::serialize::OutputArchive& archive) const {
   const auto write = [&](const char* name, const at::Tensor& tensor) {
     if (tensor.defined()) archive.write(name, torch::IValue(tensor));
@@ -39,13 +39,13 @@ bool is_half(const at::Tensor& param) {
   return param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
 }
 
-// What is more precise than float stays as it is.
+// Moments of double and complex parameters have the parameter's dtype.
 at::ScalarType moment_dtype(const at::Tensor& param, const AdamSettings& settings) {
   const bool is_float = is_half(param) || param.scalar_type() == at::kFloat;
   return is_float ? settings.state_dtype : param.scalar_type();
 }
 
-// None where a parameter needs no master.
+// Returns nullopt if the parameter needs no master.
 std::optional<at::ScalarType> master_dtype(const at::Tensor& param, const AdamSettings& settings) {
   if (!is_half(param) || settings.master_weights == MasterWeights::kOff) return std::nullopt;
   return settings.master_weights == MasterWeights::kRemainder ? at::kShort : at::kFloat;
@@ -57,14 +57,15 @@ void ensure_moment(at::Tensor& moment, const at::Tensor& param, const AdamSettin
                           at::MemoryFormat::Preserve);
 }
 
-// Laid out in memory as the parameter is; undefined where nothing was saved.
+// Returns a copy with the memory layout of the parameter, or undefined if nothing was saved.
 at::Tensor converted(const at::Tensor& saved, const at::Tensor& param, at::ScalarType dtype) {
   if (!saved.defined()) return {};
   const auto options = param.options().dtype(dtype);
   return at::empty_like(param, options, at::MemoryFormat::Preserve).copy_(saved);
 }
 
-// Into the tensor that is there, if it is one of that kind: a captured graph may write it.
+// Copies the value into the existing tensor if shape and dtype agree: a captured graph may write
+// it.
 void put(at::Tensor& there, const at::Tensor& value) {
   if (there.defined() && value.defined() && there.scalar_type() == value.scalar_type() &&
       there.sizes() == value.sizes()) {
@@ -79,10 +80,10 @@ struct SplitTensor {
   at::Tensor remainder;
 };
 
-// As the kernels split floats (math/remainder.h).
+// Splits floats as the kernels do (math/fused_adam_remainder.h).
 SplitTensor split_master(const at::Tensor& master) {
   const at::Tensor bits = master.contiguous().view(at::kInt);
-  // Wraps around at the top of the negative NaNs, which the other branch is for.
+  // The sum wraps around for the largest NaN patterns, for which the other branch is taken.
   const at::Tensor nearest = at::bitwise_right_shift(bits + 0x8000, 16);
   const at::Tensor quiet_nan = at::bitwise_right_shift(bits, 16) | 0x40;
   const at::Tensor upper = at::where(master.isnan(), quiet_nan, nearest);
@@ -112,10 +113,10 @@ at::Tensor whole_master(const at::Tensor& param, const at::Tensor& master_param)
   const at::Tensor bits = param.detach().contiguous().view(at::kShort).to(at::kInt);
   const at::Tensor upper = at::bitwise_left_shift(bits, 16);
   const at::Tensor lower = master_param.contiguous().to(at::kInt);
-  // A negative remainder brings its own sign bits, which is to borrow from the upper half.
+  // A negative remainder is sign-extended, so that adding it borrows from the upper half.
   const at::Tensor joined =
       at::where(param.isnan(), upper | (lower & 0xffff), upper + lower).view(at::kFloat);
-  // As in math/remainder.h, no remainder makes a NaN of another number.
+  // No remainder turns a number into a NaN, as in math/fused_adam_remainder.h.
   return at::where(joined.isnan() & ~param.isnan(), upper.view(at::kFloat), joined);
 }
 

@@ -13,7 +13,7 @@ namespace ampfuse {
 
 namespace {
 
-constexpr int kNoGrad = 0x80;  // beside the dtype
+constexpr int kNoGrad = 0x80;  // flag, beside the dtype
 
 template <typename Visit>
 void for_each_tensor(const py::list& list, const Visit& visit) {
@@ -34,7 +34,7 @@ py::tuple grads_and_kinds(const py::list& params) {
   std::string kinds(params.size(), '\0');
   for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
     const at::Tensor& grad = param.grad();
-    PyObject* const wrapped = THPVariable_Wrap(grad);  // None when undefined
+    PyObject* const wrapped = THPVariable_Wrap(grad);  // None if undefined
     if (wrapped == nullptr) throw py::error_already_set();
     PyList_SET_ITEM(grads.ptr(), i, wrapped);
     kinds[i] =

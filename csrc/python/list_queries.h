@@ -1,5 +1,5 @@
-// What an optimizer asks of thousands of tensors before every step, in one pass instead of an
-// attribute of each in turn.
+// Queries about thousands of tensors, which an optimizer needs before every step: one pass each,
+// instead of one attribute access in Python per tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,28 +10,29 @@
 
 namespace ampfuse {
 
-/// The gradients of parameters, None where there is none, and for each parameter a byte that tells
-/// its dtype and whether it has a gradient.
+/// Returns the gradients of the parameters (None if missing), and for each parameter a byte with
+/// its dtype and a flag if it has no gradient.
 pybind11::tuple grads_and_kinds(const pybind11::list& params);
 
-/// The ordinary gradients of parameters, of each device (device, parameters, gradients), and the
-/// places of those that are not: sparse ones, subclasses, and, unless they are allowed, half ones.
+/// Returns the ordinary gradients as one (device, parameters, gradients) per device, and the
+/// indices of the parameters with other gradients: sparse ones, subclasses, and fp16 ones unless
+/// `allow_half`.
 pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
 
-/// Tensors that are not kept alive.
+/// Weak references to tensors.
 class WeakTensors {
  public:
   explicit WeakTensors(const pybind11::list& tensors);
 
-  /// Those that live, and None for the others.
+  /// Returns the tensors that are still alive, and None in place of the others.
   pybind11::list alive() const;
 
  private:
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors_;
 };
 
-/// How often the tensors have been written, summed, and a number that changes when one of them gets
-/// other memory. Raises for tensors made in inference mode, which do not count writes.
+/// Returns the sum of the tensors' version counters, and a hash of their addresses. Throws for
+/// tensors made in inference mode, which have no version counter.
 std::pair<int64_t, uint64_t> writes(const pybind11::list& tensors);
 
 }  // namespace ampfuse

@@ -4,7 +4,7 @@ namespace ampfuse {
 
 namespace {
 
-bool (*query)() = nullptr;  // without CUDA there is nothing to capture
+bool (*query)() = nullptr;  // null without CUDA, which leaves nothing to capture
 
 }  // namespace
 

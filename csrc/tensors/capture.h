@@ -1,13 +1,13 @@
-// CUDA graphs, seen from code that may be captured in one but knows no CUDA.
+// Detects the capture of CUDA graphs, for code that is compiled without CUDA.
 #pragma once
 
 namespace ampfuse {
 
-/// Whether a graph is being captured on the current stream. For who has tensors on a GPU: asking
-/// makes the GPU ready, if it was never used.
+/// True if a CUDA graph is being captured on the current stream. Call this only if there are
+/// tensors on a GPU: the query may initialise CUDA.
 bool is_capturing();
 
-/// How to find out, for the part of the library that has CUDA.
+/// Sets the query. The part of the library that is compiled with CUDA calls this.
 void set_capture_query(bool (*query)());
 
 }  // namespace ampfuse

@@ -1,4 +1,4 @@
-// Tensors on several devices: sorted by them, and 0-dim ones on their way between them.
+// Tensors on several devices: lists sorted by device, and 0-dim tensors copied between devices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,14 +7,14 @@
 
 namespace ampfuse {
 
-/// Copied, if need be, without the host waiting; but to the CPU the copy must have arrived before
-/// it is read.
+/// Copies a scalar to `device` unless it is there. The host waits only if `device` is the CPU,
+/// where the value may be read at once.
 inline at::Tensor on_device(const at::Tensor& scalar, at::Device device) {
   return scalar.to(device, scalar.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
-/// Of a list of structs that begin with a device the one for this device, added if there is none:
-/// so they are in order of appearance.
+/// Returns the element of `all` for this device, and appends one if it is missing: elements are in
+/// order of first appearance. OfDevice is a struct whose first member is `device`.
 template <typename OfDevice>
 OfDevice& part_for(std::vector<OfDevice>& all, at::Device device) {
   for (OfDevice& part : all) {
@@ -23,10 +23,11 @@ OfDevice& part_for(std::vector<OfDevice>& all, at::Device device) {
   return all.emplace_back(OfDevice{device});
 }
 
-/// The norm of what several norms of this type measured, on the device of the first. At least one.
+/// Combines norms of this type into the norm of all their tensors together, on the device of the
+/// first. `norms` must not be empty.
 at::Tensor joined_norm(std::vector<at::Tensor> norms, double norm_type = 2);
 
-/// The largest of flags, on this device.
+/// Returns the largest of the flags, on this device. `flags` must not be empty.
 at::Tensor largest(const std::vector<at::Tensor>& flags, at::Device device);
 
 }  // namespace ampfuse

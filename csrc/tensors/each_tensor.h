@@ -1,26 +1,29 @@
-// Thousands of small tensors are scattered over memory: a tensor's header is four cache lines, and
-// that of its storage another. Reading them is nearly all waiting, so each is prefetched some
-// tensors before its turn. Threads would not pay: to wake them costs as much as some hundred
-// tensors, and a time slice of milliseconds where other processes keep the cores busy.
+// Visits thousands of small tensors, which are scattered over memory. A tensor's header takes four
+// cache lines, and that of its storage another. Reading them is nearly all waiting, so each is
+// prefetched some tensors before its turn. Threads would not pay: waking them costs as much as
+// visiting some hundred tensors, and a time slice of milliseconds if other processes keep the cores
+// busy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace ampfuse {
 
-/// Prefetches the header of a tensor that is some eight tensors away.
+/// Prefetches the header of a tensor, about eight tensors before its turn.
 inline void prefetch_header(const at::Tensor& tensor) {
   const auto* header = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
   for (int line = 0; line < 4; ++line) __builtin_prefetch(header + 64 * line);
 }
 
-/// Prefetches the storage, whose address is in the header, of a tensor that is some four away.
+/// Prefetches the storage of a tensor, whose address is in the header, about four tensors before
+/// its turn.
 inline void prefetch_storage(const at::Tensor& tensor) {
   const c10::TensorImpl* header = tensor.unsafeGetTensorImpl();
   if (header->has_storage()) __builtin_prefetch(header->unsafe_storage().unsafeGetStorageImpl());
 }
 
-/// Calls visit(t) for t < count in order, and prefetch(t, use) for tensors to come.
+/// Calls visit(t) for t < count in order, and prefetch(t, use) for later t, in which prefetch calls
+/// `use` on each tensor of index t.
 template <typename Prefetch, typename Visit>
 void for_each_index(size_t count, const Prefetch& prefetch, const Visit& visit) {
   for (size_t t = 0; t < count; ++t) {
@@ -30,7 +33,7 @@ void for_each_index(size_t count, const Prefetch& prefetch, const Visit& visit) 
   }
 }
 
-/// The same for one list.
+/// Calls visit(t, tensor) for each tensor of a list, and prefetches later ones.
 template <typename Visit>
 void for_each_tensor(at::TensorList tensors, const Visit& visit) {
   for_each_index(

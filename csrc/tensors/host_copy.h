@@ -1,4 +1,4 @@
-// What the device knows, on the host, without the host waiting for it.
+// Copies of device tensors on the host, made without the host waiting.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,24 +8,24 @@
 
 namespace ampfuse {
 
-/// A copy that arrives by itself.
+/// A host copy that arrives asynchronously.
 class HostCopy {
  public:
-  /// Starts copying what the tensor will hold when the device comes to it.
+  /// Enqueues a copy of the tensor on its device's current stream. Copies a CPU tensor at once.
   void send(const at::Tensor& tensor);
 
-  /// What was sent last, or nothing while it is on its way.
+  /// Returns the value sent last, or nullopt if none was sent or it has not arrived.
   std::optional<at::Tensor> latest() const;
 
-  /// Whether nothing was sent yet.
+  /// True if nothing was sent yet.
   bool is_idle() const { return !copy_.defined(); }
 
-  /// What was sent last, once it is here.
+  /// Waits for the value sent last, and returns it.
   const at::Tensor& wait() const;
 
  private:
   at::Tensor copy_;
-  std::optional<c10::Event> arrived_;  // none: it is here
+  std::optional<c10::Event> arrived_;  // nullopt for CPU tensors
 };
 
 }  // namespace ampfuse

@@ -46,16 +46,16 @@ const c10::Storage& storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage();
 }
 
-// Where a tensor lies in memory.
+// The memory that a tensor spans.
 struct Extent {
   const char* begin;
   const char* end;
   bool is_dense;
-  size_t index;  // in its list
+  size_t index;  // in the list
 };
 
 Extent extent_of(const at::Tensor& tensor, size_t index) {
-  int64_t elements = 1;  // up to the last one, gaps included
+  int64_t elements = 1;  // from the first to the last, gaps included
   for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
   const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
   const auto item = static_cast<int64_t>(tensor.itemsize());
@@ -101,7 +101,7 @@ bool has_memory(const at::Tensor& tensor) {
   const c10::DispatchKeySet keys = tensor.key_set();
   const bool is_traced =
       keys.has_any(c10::python_ks) || keys.has_backend(c10::BackendComponent::MetaBit);
-  // Tensors of a trace have no memory, and nobody reads it.
+  // Traced tensors have no memory, and no kernel reads them.
   return is_traced || tensor.numel() == 0 || storage_of(tensor).data() != nullptr;
 }
 
@@ -122,7 +122,7 @@ bool is_lazy_clone(const at::Tensor& tensor) {
 }
 
 bool is_aligned(const at::Tensor& tensor) {
-  const uintptr_t below_size = c10::elementSize(tensor.scalar_type()) - 1;  // a power of two
+  const uintptr_t below_size = c10::elementSize(tensor.scalar_type()) - 1;  // sizes are 2ⁿ
   return (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & below_size) == 0;
 }
 
@@ -144,7 +144,7 @@ const void* written_storage(const at::Tensor& tensor) {
 
 void check_disjoint(const char* op, const char* list, const std::vector<const void*>& storages,
                     const std::function<const at::Tensor&(size_t)>& tensor) {
-  constexpr size_t kListed = SIZE_MAX;  // in place of the first tensor of a shared storage
+  constexpr size_t kListed = SIZE_MAX;  // replaces a first tensor that is already in `sharing`
   ska::flat_hash_map<const void*, size_t> first_of;
   first_of.reserve(storages.size());
   std::vector<Extent> sharing;
@@ -216,7 +216,7 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Us
     const bool takes_more = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
                             (is_written && is_lazy_clone(tensor));
     if (takes_more) complete = false;
-    // A run that is only read has the same type as one that is written.
+    // TensorRun has one pointer type, for memory that is written and for memory that is only read.
     void* const data = takes_more ? nullptr : const_cast<void*>(tensor.const_data_ptr());
     runs_[i] = as_run(tensor, data, complex);
   });
@@ -228,7 +228,8 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Us
       storages[i] = written_storage(dense);
     }
     if (!dense.is_non_overlapping_and_dense() || !is_aligned(dense)) {
-      // torch reads complex doubles with instructions that crash where these lie askew.
+      // Copy complex tensors as real ones: for complex doubles torch uses instructions that crash
+      // on misaligned addresses.
       const at::Tensor original = dense.is_complex() ? at::view_as_real(dense) : dense;
       dense = original.clone(at::MemoryFormat::Contiguous);
       copied_.emplace_back(original, dense);
