@@ -1,11 +1,11 @@
-# Every verb sets up what it needs: an environment in .venv, then a build in build/ that is installed
-# into python/ampfuse. The second time takes seconds.
+# Every verb (target) first creates what it needs: an environment in .venv, then a build in build/,
+# which is installed into python/ampfuse. Later calls take seconds.
 #
 #   TORCH=2.15.0                another torch, in .venv-2.15.0, with a build in build-2.15.0
-#   AMPFUSE_WITH_CUDA=OFF       no kernels for GPUs; by default there are those for the GPU here
-#   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; by default make test compiles for 8.0, 9.0 and
-#                               the GPU here, and make wheel for all GPUs that torch serves
-#   PYTHON=python3.12           the interpreter .venv is made from, when there is none yet
+#   AMPFUSE_WITH_CUDA=OFF       no CUDA kernels; by default they are built for this machine's GPU
+#   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; by default make test compiles for 8.0, 9.0
+#                               and this machine's GPU, make wheel for all GPUs that torch supports
+#   PYTHON=python3.12           the interpreter from which a new .venv is created
 
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -19,13 +19,13 @@ export AMPFUSE_FETCH_NVCC ?= ON
 override CMAKE_ARGS := -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON $(CMAKE_ARGS)
 export CMAKE_ARGS
 export CTEST_PARALLEL_LEVEL ?= 2
-# Two processes run tests, and all tests of a file run in one of them, since they share fixtures. Their
-# OpenMP threads must not spin while they wait, which doubled the time, and torch's compiler must not
-# start worker processes of its own.
+# Two processes run the tests. All tests of a file run in one of them, since they share fixtures.
+# The processes' OpenMP threads must not spin while they wait, which doubled the time, and torch's
+# compiler must not start worker processes of its own.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 test test-fast test-one: export OMP_WAIT_POLICY ?= passive
 test test-fast test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
-# The packaging tests build copies of what is compiled here. ccache compares paths relative to these
+# The packaging tests compile copies of the sources. ccache compares paths relative to these
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export AMPFUSE_SECOND_CHECKOUT := $(CURDIR)/$(BUILD)/packaging
@@ -35,17 +35,17 @@ IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(
 OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(IN_BUILDS)
 export CCACHE_BASEDIR := $(shell echo $(abspath $(OWN_FOLDERS)) | tr ' ' ':')
 export CCACHE_NOHASHDIR := 1
-# CMake writes the precompiled header's source a moment before it is compiled, which ccache would take
-# for a source that changes meanwhile.
+# CMake writes the precompiled header's source a moment before it is compiled. ccache would take it
+# for a source that changes during the compilation.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 BENCH_FLAGS ?= --quick
-# Tests of code that is compiled once per instruction set run again as on a CPU without AVX-512, but
-# for those of torch.compile, whose kernels crash when torch is told of another CPU than it runs on.
+# Tests of code that is compiled once per instruction set run again as on a CPU without AVX-512,
+# except those of torch.compile, whose kernels crash if torch assumes another CPU than it runs on.
 VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_entropy multi_tensor \
 	optim_masters optim_written_params,$(wildcard tests/python/*/test_$(subject)*.py))
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
 
-# Asked once, and only by the verbs that use it.
+# Evaluated once, and only by the verbs that use it.
 GPUS = $(eval GPUS := $(shell \
 	nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*'))$(GPUS)
 
@@ -58,9 +58,9 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# The tests read the kernels' machine code, and run the kernels on the CPU, also where there is no GPU.
+# The tests read the kernels' machine code, and run the kernels on the CPU, even without a GPU.
 test: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
-# A wheel is for other machines.
+# A wheel has CUDA kernels by default, since it is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
 demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
 test test-fast test-one: export AMPFUSE_BUILD := $(BUILD)
@@ -115,13 +115,13 @@ format: $(READY)  ## format the sources
 catch2:
 	@$(PYTHON) tools/environment.py catch2
 
-# $(call make_wheel,build folder,folder of the wheel). All that setuptools writes goes to the build
-# folder: beside the sources it would be taken for what is installed for the first torch.
+# $(call make_wheel,build folder,folder of the wheel). setuptools writes everything to the build
+# folder: beside the sources, its files would be taken for the installation for the default torch.
 make_wheel = mkdir -p $(BUILD) && AMPFUSE_BUILD_DIR=$(1) $(BIN)/python -W ignore setup.py \
 	--quiet egg_info --egg-base $(BUILD) build --build-base $(BUILD)/setuptools \
 	bdist_wheel --bdist-dir $(BUILD)/bdist --dist-dir $(2)
 
-# python/ampfuse holds the library for the first torch. Another torch's is installed as a wheel.
+# python/ampfuse holds the library for the default torch. For another torch, a wheel is installed.
 build: $(READY)  ## compile the library and install it into python/ampfuse
 	@echo "build: compiling what has changed (on 2 cores the library takes 2 minutes; CUDA kernels and"
 	@echo "       C++ tests, where they are built, 5 more)"

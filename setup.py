@@ -41,10 +41,10 @@ except ImportError:
 
 
 def put_own_tools_first() -> None:
-    """The interpreter's own cmake and ninja go before the system's.
+    """Put the interpreter's own cmake and ninja before the system's on PATH.
 
-    Also where its environment is not active and bin/pip was called by its path, or where that
-    environment sees the packages of another one.
+    This also works if the environment is not active (bin/pip was called by its path), and if it
+    uses the packages of another environment.
     """
     folders = [str(Path(sys.executable).parent)]
     for name, folder in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
@@ -54,7 +54,7 @@ def put_own_tools_first() -> None:
 
 
 def is_new_enough(cmake: str | None) -> bool:
-    """Whether this CMake knows C++20 for CUDA 13."""
+    """Return True if this CMake supports C++20 for CUDA 13."""
     if cmake is None:
         return False
     version = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
@@ -63,7 +63,7 @@ def is_new_enough(cmake: str | None) -> bool:
 
 
 def check_build_requirements() -> None:
-    """Without build isolation nobody installs these for us."""
+    """Exit if a build requirement is missing: without build isolation, pip does not install it."""
     missing = [] if shutil.which("ninja") else ["ninja"]
     if not is_new_enough(shutil.which("cmake")):
         missing.append("cmake 3.27 or newer")
@@ -77,18 +77,18 @@ def check_build_requirements() -> None:
 
 
 def nvidia_packages() -> str:
-    """Where pip put CUDA: a folder of this environment, or of another one that is on its path."""
+    """Return the folders where pip installed CUDA, in this environment or another on its path."""
     spec = importlib.util.find_spec("nvidia")
     return ";".join(spec.submodule_search_locations or []) if spec else ""
 
 
 def torch_archs() -> str:
-    """The GPUs that torch was built for; a CPU build has no such function."""
+    """Return the GPU architectures that torch was built for; a CPU build lacks this function."""
     return getattr(torch._C, "_cuda_getArchFlags", str)() or ""
 
 
 def gpus() -> str:
-    """The compute capabilities of the GPUs that torch sees."""
+    """Return the compute capabilities of the GPUs that torch sees."""
     if not torch.cuda.is_available():
         return ""
     devices = range(torch.cuda.device_count())
@@ -97,7 +97,7 @@ def gpus() -> str:
 
 
 class TorchInVersion(egg_info):
-    """A wheel says in its name which torch it is for: ampfuse-0.1.0+torch2.11-….whl."""
+    """Puts torch's version into the wheel's name: ampfuse-0.1.0+torch2.11-….whl."""
 
     def finalize_options(self) -> None:
         if "sdist" not in self.distribution.commands:
@@ -106,7 +106,7 @@ class TorchInVersion(egg_info):
 
 
 class FreshBuild(build_py):
-    """Starts from nothing: what the sources no longer hold must not stay from an earlier wheel."""
+    """Empties the build folder, so that a wheel has no files that the sources no longer have."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -121,7 +121,7 @@ class CMakeBuild(build_ext):
         in_place = self.inplace or self.editable_mode
         packages = ROOT / "python" if in_place else Path(self.build_lib).resolve()
         prefix = packages / "ampfuse"
-        # Two folders: their flags differ, and each would have the other compiled anew.
+        # Two folders, since their flags differ: in one folder, each build would recompile it all.
         default_build = ROOT / "build" if in_place else ROOT / "build" / "wheel"
         build = Path(os.environ.get("AMPFUSE_BUILD_DIR", default_build))
         configure = [
@@ -143,7 +143,7 @@ class CMakeBuild(build_ext):
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         for command in (configure, ["cmake", "--build", str(build), "--target", "install"]):
-            # CMake has said what is wrong; a traceback below would hide it.
+            # CMake has printed the error; a traceback below would hide it.
             if subprocess.run(command).returncode != 0:
                 sys.exit(f"{command[0]} failed: see above")
 

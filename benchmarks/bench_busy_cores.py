@@ -2,12 +2,12 @@
 
     python benchmarks/bench_busy_cores.py [--quick] [--cases '*_2_threads/1000x1K/*']
 
-The workers of a DataLoader do that. A parallel loop ends when its last thread does, and a thread
-whose core is taken waits for a time slice of milliseconds, many times as long as the loop may take.
+The workers of a DataLoader do this. A parallel loop ends with its last thread. A thread whose core
+is busy waits for a time slice of milliseconds, which may be many times as long as the whole loop.
 Each operation runs on tensors of 1K elements, with torch set to 1, 2 and all threads:
 
-- step_clip  scale, unscale, look for overflow, clip, decide, update the scale (bench_grad_scaler)
-- adamw      unscale, look for overflow, clip, AdamW (bench_fused_adam)
+- step_clip  scale, unscale, check for overflow, clip, decide, update the scale (bench_grad_scaler)
+- adamw      unscale, check for overflow, clip, AdamW (bench_fused_adam)
 
 The option --threads changes nothing here.
 """
@@ -25,13 +25,14 @@ from harness import OURS, Case, Provider, Settings, busy_cores, cores, main
 
 TENSORS = (10, 100, 1000, 10_000)
 QUICK = (100, 1000)
-# Tensors by threads: torch's fused AdamW wakes its threads for each tensor, minutes for 10,000.
+# Most tensors × threads: torch's fused AdamW wakes its threads for each tensor, which takes minutes
+# for 10,000.
 MOST_FOR_TORCH = 10_000
 THREADS = sorted({1, 2, cores()})
 
 
 def with_threads(provider: Provider, threads: int) -> Provider:
-    """The same provider, which runs with so many threads."""
+    """Return the same provider, which runs with this number of threads."""
 
     def restore() -> None:
         torch.set_num_threads(threads)
@@ -43,12 +44,12 @@ def with_threads(provider: Provider, threads: int) -> Provider:
 def providers(
     setup: Callable[[Settings], Sequence[Provider]], threads: int, settings: Settings
 ) -> list[Provider]:
-    chosen = ("torch", "torch fused", OURS)  # eager ones
+    chosen = ("torch", "torch fused", OURS)  # the eager providers
     return [with_threads(p, threads) for p in setup(settings) if p.name in chosen]
 
 
 def busy(case: Case, tensors: int, threads: int, name: str) -> Case:
-    """The case as one of this benchmark's."""
+    """Return a case of another benchmark as a case of this one."""
     return replace(
         case,
         operation=f"{name}_{threads}_threads",

@@ -4,29 +4,30 @@ Logits are [rows, classes], or images [batch, classes, height, width].
 
     python benchmarks/bench_cross_entropy.py [--quick] [--device cuda] [--cases 'train/*x50257/*']
 
-Bytes per logit at the floor (reads, writes), i of a logit; targets and losses are not counted:
+The floor is the fewest bytes per logit (read, written), where a logit has i bytes. Targets and
+losses are not counted:
 
-- loss             i, 0   without gradients, as when a model is evaluated
+- loss             i, 0   without gradients, as in the evaluation of a model
 - train            i, i   mean loss and the gradient of leaves
 - train_smoothing  i, i   the same with label_smoothing
-- train_in_place   i, i   where the gradient may replace the logits
-- train_none       i, i   a loss for each row, and so a gradient that is only known in backward;
-                          ampfuse, which keeps the logits, reads them again: 2i, i
+- train_in_place   i, i   the gradient may replace the logits
+- train_none       i, i   one loss per row, so the gradient is known only in backward; ampfuse keeps
+                          the logits and reads them again: 2i, i
 
-float16 is trained with a loss scale of 65536, which ampfuse is told before backward.
+float16 is trained with a loss scale of 65536, which is passed to ampfuse before backward.
 
-Bytes per 16-bit logit that others move for training, counted in their sources of 2026:
+Bytes per 16-bit logit that other libraries move for training, counted in their sources of 2026:
 
-- torch, logits.float()  36   casts 12, log_softmax 8, zeros 4 to write a number a row into, and
-                              log_softmax's backward 12; label smoothing 12 more
+- torch, logits.float()  36   casts 12, log_softmax 8, zeros 4 (one number per row is then written),
+                              and log_softmax's backward 12; label smoothing 12 more
                          48   on a GPU whose shared memory does not hold a row: read repeatedly
 - torch, bfloat16        12   or 18, without casts; but log-probabilities are bfloat16, too: their
-                              error, up to 1/32, is the gradient's relative one
+                              error, up to 1/32, is the relative error of the gradient
 - torch.compile          6-8  maximum and sum of a row from one read or from two
 - TransformerEngine 14-22, Megatron-LM 36-52, apex 8, flash-attn and quack 6
-- Liger                  6    always in place; 10 where backward is not called with 1
+- Liger                  6    always in place; 10 if the upstream gradient is not 1
 
-On a GPU quack, and in place Liger, take part where they are installed.
+On a GPU, quack and (in place) Liger are measured if they are installed.
 """
 
 import sys
@@ -44,18 +45,18 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-Criterion = Callable[[Tensor, Tensor], Tensor]  # of logits and targets
+Criterion = Callable[[Tensor, Tensor], Tensor]  # takes logits and targets
 
 SCALE = 2.0**16  # torch's initial loss scale
-SHARED_MEMORY = 48 * 2**10  # of a GPU's block, without asking for more
-# Agreement to expect of bfloat16 log-probabilities: below -8 they are 2^-4 apart, and what becomes
-# of them is rounded a few times more.
+SHARED_MEMORY = 48 * 2**10  # bytes that a block on a GPU has by default
+# The agreement to expect of bfloat16 log-probabilities: below -8 their spacing is 2^-4, and results
+# that are computed from them are rounded a few times more.
 ROUGH = 2**-3
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What of the loss is asked for, in which dtypes."""
+    """A computation of the loss, and its dtypes."""
 
     name: str
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
@@ -66,7 +67,7 @@ class Operation:
 
     @property
     def options(self) -> dict[str, object]:
-        """Of the loss, as torch names them."""
+        """The options of the loss by torch's names."""
         return {"reduction": self.reduction, "label_smoothing": self.label_smoothing}
 
 
@@ -80,21 +81,21 @@ OPERATIONS = [
 
 
 class Layer(torch.autograd.Function):
-    """Stands for the layer that made `logits` of `source`, so that they may be overwritten."""
+    """Acts as a layer that computed `logits` from `source`, so that they may be overwritten."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, source: Tensor, logits: Tensor) -> Tensor:
-        """No leaf."""
+        """Return logits that are not a leaf."""
         return logits.detach()
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        """The source's gradient is the logits'."""
+        """Return the gradient of the logits as that of the source."""
         return grad, None
 
 
 class Batch:
-    """Logits, targets, and what backward is called with."""
+    """Logits, targets, and the upstream gradient."""
 
     def __init__(
         self,
@@ -105,11 +106,11 @@ class Batch:
     ) -> None:
         torch.manual_seed(0)
         self.operation = operation
-        # Close together: a probability near label_smoothing / classes has a gradient near zero, of
-        # which torch's float32 leaves too few digits to compare.
+        # Keep the logits close together: a probability near label_smoothing / classes has a
+        # gradient near zero, and torch's float32 leaves too few digits of it to compare.
         self.leaf = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1).requires_grad_()
         self.target = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
-        self.target.view(-1)[0] = 0  # so that a target is among the numbers that are compared
+        self.target.view(-1)[0] = 0  # so that the compared numbers include a target's
         self.grad_scale = torch.tensor(SCALE, device=device) if dtype == torch.float16 else None
         one = torch.ones((), device=device)
         self.upstream = one if self.grad_scale is None else self.grad_scale
@@ -120,12 +121,12 @@ class Batch:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the logits back."""
+        """Restore the logits."""
         if self.overwritten is not None:
             self.overwritten.copy_(self.leaf)
 
     def run(self, criterion: Criterion) -> tuple[Tensor, ...]:
-        """The loss, and a gradient of its own, as the first after zero_grad() is."""
+        """Return the loss and a newly allocated gradient, as the first one after zero_grad() is."""
         if not self.operation.backward:
             with torch.no_grad():
                 return (criterion(self.leaf, self.target),)
@@ -162,7 +163,7 @@ def quack(operation: Operation) -> Criterion:
     return partial(function, reduction=operation.reduction, inplace_backward=operation.in_place)
 
 
-# Liger overwrites logits, and half gradients before they are scaled underflow.
+# Liger overwrites logits, and its float16 gradients underflow before they are scaled.
 PEERS: dict[str, tuple[str, Callable[[Operation], Criterion], Callable[[Batch], bool]]] = {
     "Liger": ("liger_kernel", liger, lambda b: b.operation.in_place and b.grad_scale is None),
     "quack": ("quack", quack, lambda b: not b.operation.label_smoothing),
@@ -170,13 +171,19 @@ PEERS: dict[str, tuple[str, Callable[[Operation], Criterion], Callable[[Batch], 
 
 
 def eager_bytes(operation: Operation, item: int, classes: int, device: torch.device) -> int:
-    """Per logit, by torch's kernels for logits of `item` bytes. A CPU's caches hold a row."""
+    """Return the bytes per logit that torch's kernels move. A logit has `item` bytes.
+
+    A CPU's caches hold a row.
+    """
     is_reread = device.type == "cuda" and item * classes > SHARED_MEMORY
-    # log_softmax: maximum, sum, result.
+    # log_softmax reads for the maximum, the sum and the result (once if a cache holds the row), and
+    # writes the result.
     forward = 4 if is_reread else 2
-    # The loss's gradient, all zeros but for a number a row; log_softmax's: its sum, the result.
+    # The loss's gradient is written, zero except for one number per row. log_softmax's backward
+    # reads it for its sum and for the result (once if a cache holds the row), reads the output, and
+    # writes the result.
     backward = 1 + (4 if is_reread else 3)
-    # The sum of a row; the addition of two gradients.
+    # Label smoothing: the sum of a row, and the addition of two gradients.
     smoothing = 3 if operation.label_smoothing else 0
     return item * (forward + (backward + smoothing if operation.backward else 0))
 
@@ -186,7 +193,7 @@ def providers(
 ) -> list[Provider]:
     batch = Batch(operation, shape, dtype, settings.device)
     item = dtype.itemsize
-    passes = 1 + operation.backward  # over memory, of logits or of their gradient
+    passes = 1 + operation.backward  # over memory: the logits, and their gradient
 
     def provider(
         name: str,
@@ -241,21 +248,22 @@ def case(operation: Operation, shape: tuple[int, ...], dtype: torch.dtype) -> Ca
             written=size if operation.backward else 0,
             against="update" if operation.in_place else "copy" if operation.backward else "read",
         ),
-        # Logits, their copy and gradient; of torch, log-probabilities and gradients in float32.
+        # Logits, their copy and gradient; for torch, log-probabilities and gradients in float32.
         memory=3 * size + 16 * elements,
         setup=partial(providers, operation, shape, dtype),
         quick=shape in QUICK and operation.name in QUICK_OPERATIONS and dtype == torch.bfloat16,
     )
 
 
-# Classifiers, then vocabularies: of GPT-2 (50257), Llama 2 and 3 (32000, 128256), Qwen (151936).
+# Class counts of classifiers, then vocabularies: GPT-2 has 50257 classes, Llama 2 and 3 have 32000
+# and 128256, Qwen has 151936.
 SMALL: list[tuple[int, ...]] = [(8192, 10), (8192, 100), (8192, 1000)]
 POWERS = [(32768, 2**exponent) for exponent in range(8, 17)] + [(16384, 2**17), (8192, 2**18)]
 GPU = SMALL + POWERS + [(8192, 50257), (8192, 128256), (4096, 151936)]
 # At most 2^25 logits, many times any cache.
 CPU = [*SMALL, (1024, 1000), (8192, 256), (8192, 1024), (4096, 4096), (1024, 16384)]
 CPU += [(1024, 32000), (512, 50257), (256, 128256), (128, 262144)]
-# Segmentations, of Pascal VOC's and ADE20K's classes.
+# Segmentation with the number of classes of Pascal VOC and of ADE20K.
 IMAGES = [(8, 21, 256, 256), (4, 150, 128, 128)]
 QUICK: list[tuple[int, ...]] = [
     (32768, 1024),

@@ -2,18 +2,19 @@
 
     python benchmarks/bench_fused_adam.py [--quick] [--device cuda] [--cases 'step/*/float32']
 
-Bytes per parameter at the floor (reads, writes), g gradient, w model, s moments in bytes:
+The floor is the fewest bytes per parameter (read, written), where a gradient has g bytes, a
+parameter w and a moment s:
 
 - update          float32   w + g + 2s, w + 2s          16, 12
 - update          bfloat16  4 + g + 2s, 4 + 2s + w      14, 14   float32 masters; w is only written
-- step            the same, and g once more             20, 12 and 16, 14
-- step_remainder  bfloat16  w + 2 + 2g + 2s, w + 2 + 2s 16, 12   masters of w and 16 bits beside it
+- step            the same, and g is read once more     20, 12 and 16, 14
+- step_remainder  bfloat16  w + 2 + 2g + 2s, w + 2 + 2s 16, 12   a master is w and 16 more bits
 - step_smallest   the same with bfloat16 moments        12, 8
 
-torch has no masters: for bfloat16 the loop that people write around fused AdamW stands in, which
-casts the gradients to float32, unscales, clips and steps a float32 copy, and casts that back.
+torch has no masters. For bfloat16 it is measured by the usual loop around fused AdamW, which casts
+the gradients to float32, unscales, clips and steps a float32 copy, and casts that back.
 
-Bytes per parameter that others move for a whole step, counted in their sources of 2026:
+Bytes per parameter that other libraries move for a whole step, counted in their sources of 2026:
 
 - float32             torch 48: unscaling 8, norm 4, clipping 8, the fused update 28
 - bfloat16, masters   DeepSpeed 70 (float16: 98), the loop on torch 60, Megatron-LM 46, apex and
@@ -21,7 +22,7 @@ Bytes per parameter that others move for a whole step, counted in their sources 
 - with remainders     apex's DistributedFusedAdam 28
 - bfloat16 moments    Megatron-LM on TransformerEngine, with remainders, 24
 
-On a GPU the bare update of apex and TransformerEngine takes part where they are installed.
+On a GPU, the bare updates of apex and TransformerEngine are measured if they are installed.
 """
 
 import sys
@@ -37,7 +38,7 @@ import torch
 from harness import OURS, Case, Provider, Settings, Traffic, main
 from torch.nn.utils import clip_grad_norm_
 
-# The compiler unrolls the list into its program.
+# The longest lists that are compiled, since the compiler unrolls a list into its program.
 COMPILED_TENSORS, COMPILED_TENSORS_QUICK = 256, 64
 SCALE = 2.0**16  # torch's initial loss scale
 LIMIT = 1.0
@@ -45,7 +46,7 @@ LEARNING_RATE = 1e-3
 
 
 class Model:
-    """Parameters with gradients, some of their own for each provider, starting from the same."""
+    """Parameters with gradients. Each provider has its own, with the same initial values."""
 
     def __init__(self, shape_list: list[shapes.Shape], dtype: torch.dtype, device: torch.device):
         noise = torch.randn(shapes.M, device=device)
@@ -56,14 +57,14 @@ class Model:
         self.inv_scale = torch.tensor(1 / SCALE, device=device)
 
     def take(self, grads: list[torch.Tensor]) -> "Model":
-        """Makes these its gradients."""
+        """Set the parameters' gradients; return self."""
         for parameter, grad in zip(self.parameters, grads, strict=True):
             parameter.grad = grad
         return self
 
 
 def repeated(noise: torch.Tensor, shape: shapes.Shape, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor filled with `noise` over and over: drawing costs far more."""
+    """Return a tensor filled with copies of `noise`: to draw every number costs far more."""
     tensor = noise.new_empty(shape, dtype=dtype)
     flat = tensor.view(-1)
     for start in range(0, flat.numel(), noise.numel()):
@@ -75,7 +76,7 @@ def repeated(noise: torch.Tensor, shape: shapes.Shape, dtype: torch.dtype) -> to
 class TorchStep:
     """unscale_, clip_grad_norm_ and AdamW on float32 parameters, or the update alone.
 
-    Skipping is left to the fused implementation; the others would have to wait for the flag.
+    Only the fused implementation skips; the others would have to wait for the flag.
     """
 
     def __init__(self, model: Model, whole: bool, fused: bool) -> None:
@@ -86,7 +87,7 @@ class TorchStep:
         )
 
     def __call__(self) -> None:
-        """One step."""
+        """Take one step."""
         if self.whole:
             grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             found_inf = torch.zeros((), device=self.model.scale.device)
@@ -108,7 +109,7 @@ class TorchMasters(TorchStep):
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """One step."""
+        """Take one step."""
         for master, copy in zip(self.parameters, self.copies, strict=True):
             master.grad = None if copy.grad is None else copy.grad.float()
         super().__call__()
@@ -129,7 +130,7 @@ class AmpfuseStep:
             self.optimizer.grad_scale = model.scale  # type: ignore[attr-defined]
 
     def __call__(self) -> None:
-        """One step."""
+        """Take one step."""
         self.optimizer.step()
 
 
@@ -142,11 +143,11 @@ class Peer:
         )
 
     def __call__(self) -> None:
-        """One step."""
+        """Take one step."""
         self.optimizer.step()
 
 
-# apex has masters for float16 alone.
+# apex has masters only for float16.
 PEERS: dict[str, tuple[str, dict[torch.dtype, dict[str, object]]]] = {
     "apex": ("apex.optimizers", {torch.float32: {}}),
     "TransformerEngine": (
@@ -158,7 +159,7 @@ PEERS: dict[str, tuple[str, dict[torch.dtype, dict[str, object]]]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done, and the floor's bytes per element."""
+    """An operation, and the bytes per element of its floor."""
 
     name: str
     dtype: torch.dtype
@@ -169,7 +170,7 @@ class Operation:
 
     @property
     def floor(self) -> int:
-        """Bytes per element."""
+        """The bytes per element of the floor."""
         return self.read + self.written
 
 
@@ -197,7 +198,7 @@ def providers(
 
     @torch.no_grad()
     def restore() -> None:
-        if operation.whole and operation.dtype == torch.float32:  # torch scales them in place
+        if operation.whole and operation.dtype == torch.float32:  # torch writes them in place
             torch._foreach_copy_(grads, kept)
 
     def provider(
@@ -216,7 +217,7 @@ def providers(
     skip = too_many if len(shape_list) > limit else ""
     whole = operation.whole
     theirs = TorchStep if operation.dtype == torch.float32 else TorchMasters
-    # Casts, unscaling with norm and clipping, the update.
+    # Bytes of casts, of unscaling, norm and clipping, and of the update.
     moved = (12 if theirs is TorchMasters else 0) + (20 if whole else 0) + 28
 
     def peer(name: str) -> Provider:
@@ -254,7 +255,7 @@ def case_of(operation: Operation, shape: str, shape_list: list[shapes.Shape]) ->
         dtype=operation.dtype,
         elements=elements,
         traffic=Traffic(operation.read * elements, operation.written * elements, "update"),
-        # Of each provider its parameters, moments and masters; gradients, their copy, temporaries.
+        # Parameters, moments and masters of each provider; gradients, their copy, temporaries.
         memory=elements * (4 * (operation.dtype.itemsize + 12) + 16),
         setup=partial(providers, operation, shape_list),
         quick=shape in QUICK,

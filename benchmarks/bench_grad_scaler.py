@@ -1,17 +1,17 @@
-"""What loss scaling costs of an iteration: scale, unscale, clip, decide, update the scale.
+"""The cost of loss scaling per iteration: scale, unscale, clip, decide, update the scale.
 
     python benchmarks/bench_grad_scaler.py [--quick] [--device cuda] [--cases '*clip*/1000*']
 
-The optimizers do nothing, so that what is timed is the scaler's part. Bytes, counted in passes over
-the gradients (reads, writes):
+The optimizers do nothing, so that only the scaler's part is timed. The fewest passes over the
+gradients (reads, writes):
 
-- step                   1, 1   unscaled, looked through, decided on the host
+- step                   1, 1   unscale and inspect; the host decides
 - step_clip              2, 1   clip_grad_norm_() to a norm that is exceeded, step()
 - step_clip_below_limit  1, 1   the same within the norm: the second pass is not needed
-- step_on_device         1, 0   an optimizer that takes scale and flag as tensors: looked through
+- step_on_device         1, 0   an optimizer that takes scale and flag as tensors: inspect only
 
-torch's scaler writes also where nothing is unscaled, its clipping reads for the norm and scales
-always: 8, 20, 20 and 8 bytes per float32 gradient. ampfuse: 8, 16, 8 and 4.
+torch's scaler also writes if nothing is unscaled, and its clipping reads for the norm and always
+scales: 8, 20, 20 and 8 bytes per float32 gradient. ampfuse moves 8, 16, 8 and 4.
 """
 
 import sys
@@ -29,7 +29,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
 K = shapes.K
-# Host-bound and bound by memory, and a model's.
+# Lists that the host limits, lists that memory limits, and the list of a model.
 LISTS: dict[str, Callable[[], list[shapes.Shape]]] = {
     **{f"{count}x{name}": (lambda count=count, size=size: [(size,)] * count)  # type: ignore[misc]
        for name, size in (("1K", K), ("64K", 64 * K)) for count in (1, 10, 100, 1000)},
@@ -40,24 +40,24 @@ ITEM = 4  # bytes of a float32
 
 
 class Idle(torch.optim.Optimizer):
-    """An optimizer whose step is nothing."""
+    """An optimizer whose step does nothing."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         super().__init__(params, {})
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Do nothing."""
 
 
 class IdleOnDevice(Idle):
-    """One that would skip by itself."""
+    """An idle optimizer that declares that it skips by itself."""
 
     _step_supports_amp_scaling = True
 
 
 @dataclass(frozen=True)
 class Operation:
-    """The calls of an iteration, and the passes over memory that its floor counts."""
+    """The calls of an iteration, and the passes over memory of its floor."""
 
     name: str
     reads: int
@@ -78,7 +78,7 @@ Clip = Callable[[Any, Idle, float], object]
 
 
 def clip_as_with_torch(scaler: GradScaler, optimizer: Idle, limit: float) -> None:
-    """What a training loop writes out."""
+    """Unscale and clip as training loops with torch do."""
     scaler.unscale_(optimizer)
     clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
 
@@ -90,8 +90,8 @@ def iterate(
     optimizer: Idle,
     gradients: Gradients,
 ) -> None:
-    """As in a training loop, after backward()."""
-    scaler.scale(gradients.found_inf)  # any number: the loss
+    """Make the scaler's calls of a training loop, after backward()."""
+    scaler.scale(gradients.found_inf)  # stands for the loss
     if operation.limit is not None:
         clip(scaler, optimizer, operation.limit)
     scaler.step(optimizer)

@@ -1,26 +1,26 @@
-"""The loss of a model's last layer with all gradients: of hidden states, weight and, so, embedding.
+"""The loss of a model's last layer with all gradients: those of hidden states and weight.
 
-Cases are rows x features x classes; on a CPU the models' features are divided by
-eight, beside a layer of 512.
+Cases are rows x features x classes. On a CPU the models' features are divided by eight, and a layer
+of 512 features is added.
 
     python benchmarks/bench_linear_cross_entropy.py [--quick] [--device cuda] [--cases 'train/*']
 
 The floor is three products, 6·rows·features·classes multiplications and additions: logits, and the
-gradients of hidden states and weight. Against it stands one product of large matrices.
+gradients of hidden states and weight. The ceiling is the rate of one product of large matrices.
 
 - train           mean loss and all gradients
 - train_frozen    the same with a weight that requires no grad: two products
-- train_none      a loss for each row: ampfuse, which keeps no logits, multiplies for them again
+- train_none      one loss per row: ampfuse keeps no logits, and computes them again
 - loss            without gradients: one product
 
-Memory is what is held at the peak besides what is passed, gradients included.
+Memory is the peak of what a call holds in addition to its arguments, gradients included.
 
 - torch           logits in the dtype of the layer, cross-entropy of `logits.float()`
 - torch.compile   the same, compiled
 - torch, chunks   the same for 1024 rows at a time, each recomputed in its backward
                   (torch.utils.checkpoint), as training libraries do without a kernel of their own
 
-On a GPU Liger, cut-cross-entropy and quack take part where they are installed.
+On a GPU, Liger, cut-cross-entropy and quack are measured if they are installed.
 """
 
 import sys
@@ -38,14 +38,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-Criterion = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, weight and targets
+Criterion = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes hidden states, weight and targets
 
-ROWS_AT_A_TIME = 1024  # of the loop in torch
+ROWS_AT_A_TIME = 1024  # in the loop of `torch, chunks`
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What of the loss is asked for, in which dtypes."""
+    """A computation of the loss, and its dtypes."""
 
     name: str
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
@@ -55,7 +55,7 @@ class Operation:
 
     @property
     def products(self) -> int:
-        """At the floor."""
+        """The number of products at the floor."""
         return 1 + self.backward * (2 - self.frozen)
 
 
@@ -68,7 +68,7 @@ OPERATIONS = [
 
 
 class Batch:
-    """Hidden states, weight and targets, and what backward is called with."""
+    """Hidden states, weight and targets."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Batch:
         self.weight.requires_grad_(not operation.frozen)
 
     def run(self, criterion: Criterion) -> tuple[Tensor, ...]:
-        """The loss, and gradients of its own, as the first after zero_grad() are."""
+        """Return the loss and newly allocated gradients, as the first after zero_grad() are."""
         if not self.operation.backward:
             with torch.no_grad():
                 return (criterion(self.hidden, self.weight, self.target),)
@@ -144,7 +144,7 @@ def providers(
 ) -> list[Provider]:
     batch = Batch(operation, shape, dtype, settings.device)
     reduction = operation.reduction
-    # Logits of bfloat16, and their gradients, are off by 2^-9 of what they are, each its own way.
+    # bfloat16 logits and gradients have relative errors of 2^-9, which differ between providers.
     slack = 2**-5 if dtype == torch.bfloat16 else 2**-10
 
     def provider(name: str, criterion: Criterion) -> Provider:
@@ -182,7 +182,7 @@ def case(operation: Operation, shape: tuple[int, int, int], dtype: torch.dtype) 
     )
 
 
-# Features and classes: GPT-2, Llama-3-8B, Gemma-2-2B.
+# Features and classes of GPT-2, Llama-3-8B and Gemma-2-2B.
 LAYERS = [(768, 50257), (4096, 128256), (2304, 256000)]
 GPU = [(rows, *layer) for layer in LAYERS for rows in (1024, 4096, 16384)]
 CPU = [(rows, 512, 50257) for rows in (256, 1024, 4096)]

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_multi_tensor.py [--quick] [--device cuda] [--cases '*clip*/gpt2*']
 
-Bytes, counted in passes over the list (reads, writes):
+The floor is the fewest passes over the list (reads, writes):
 
 - total_norm                1, 0   every element read once
 - clip                      2, 1   the norm must be known before the first element is scaled
@@ -10,7 +10,7 @@ Bytes, counted in passes over the list (reads, writes):
 - unscale                   1, 1
 - unscale_norm_clip         2, 1   read for the norm and the overflow flag, then one product with
                                    inv_scale * factor; foreach and ampfuse write the unscaled values
-                                   in between, and so cost more than this floor
+                                   in between, and so move more than this floor
 """
 
 import sys
@@ -24,10 +24,10 @@ import torch
 from harness import OURS, Case, Provider, Settings, Traffic, main
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-# The compiler unrolls the list into its program: compile time grows with the number of tensors,
-# past minutes for the longest lists here.
+# The longest lists that are compiled. The compiler unrolls a list into its program, so the compile
+# time grows with the number of tensors, to more than minutes for the longest lists here.
 COMPILED_TENSORS, COMPILED_TENSORS_QUICK = 256, 64
-INV_SCALE = 2.0**-16  # of torch's initial loss scale
+INV_SCALE = 2.0**-16  # the inverse of torch's initial loss scale
 NO_LIMIT = 1e9
 QUICK = [(shape, torch.float32) for shape in ("64x1M", "10000x64", "resnet50")]
 
@@ -35,8 +35,8 @@ QUICK = [(shape, torch.float32) for shape in ("64x1M", "10000x64", "resnet50")]
 class Gradients:
     """Random gradients of the given shapes, the parameters that hold them, and a scaler's tensors.
 
-    The parameters' own values are never looked at by any operation here, so they double as the
-    copy that `restore` takes the gradients back from.
+    No operation here reads the parameters' own values, so these serve as the copy from which
+    `restore` restores the gradients.
     """
 
     def __init__(self, shape_list: list[shapes.Shape], dtype: torch.dtype, device: torch.device):
@@ -50,12 +50,12 @@ class Gradients:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the values back that an operation overwrote."""
+        """Restore the gradients that an operation has overwritten."""
         torch._foreach_copy_(self.tensors, self.parameters)
 
 
 def filled(shape: shapes.Shape, noise: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own storage, filled with `noise` over and over: drawing costs far more."""
+    """Return a tensor filled with copies of `noise`: to draw every number costs far more."""
     tensor = noise.new_empty(shape)
     flat = tensor.view(-1)
     for start in range(0, flat.numel(), noise.numel()):
@@ -69,7 +69,7 @@ def foreach_unscale(g: Gradients) -> None:
 
 
 def plain_unscale(g: Gradients) -> None:
-    """What foreach_unscale does in ops the compiler can fuse: ATen's own is opaque to it."""
+    """Do what foreach_unscale does, in ops that the compiler can fuse; ATen's is opaque to it."""
     bad = [(~torch.isfinite(gradient)).any() for gradient in g.tensors]
     g.found_inf.copy_(torch.stack(bad).any())
     torch._foreach_mul_(g.tensors, g.inv_scale)
@@ -108,7 +108,7 @@ def ampfuse_chain(g: Gradients, limit: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation by three providers, and the passes over memory its floor counts."""
+    """One operation by three providers, and the passes over memory of its floor."""
 
     name: str
     reads: int
@@ -124,7 +124,7 @@ def clipping(name: str, reads: int, writes: int, limit: float) -> Operation:
     return Operation(name, reads, writes, foreach, foreach, partial(ampfuse_clip, limit=limit))
 
 
-# The smallest list has a norm of 800, and of 800 * INV_SCALE = 0.012 once unscaled.
+# The smallest list has a norm of 800, which is 800 * INV_SCALE = 0.012 after unscaling.
 LIMIT, UNSCALED_LIMIT = 1.0, 1e-3
 
 OPERATIONS = [

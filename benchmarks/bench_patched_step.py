@@ -1,11 +1,11 @@
-"""What a program that knows torch alone gains when its names are patched, after backward().
+"""The gain of a program that only uses torch if torch is patched, measured after backward().
 
     python benchmarks/bench_patched_step.py [--quick] [--device cuda] [--cases '*/1000*']
 
-An iteration is `unscale_`, `clip_grad_norm_`, AdamW's `step` and `update`, in torch's words; where
-tensors are small it is the host that takes the time. The program runs as it is ("torch"), told to
-use torch's fused optimizer ("torch fused=True"), and patched. The fewest bytes, per float32
-element: unscaled (8) and clipped (8) where they are, as the program asks, and 28 for Adam.
+An iteration is `unscale_`, `clip_grad_norm_`, AdamW's `step` and `update`, by torch's names. With
+small tensors the host takes most of the time. The program runs unchanged ("torch"), with torch's
+fused optimizer ("torch fused=True"), and patched. The fewest bytes per float32 element are 8 to
+unscale in place and 8 to clip in place, as the program requests, and 28 for Adam.
 """
 
 import sys
@@ -23,11 +23,11 @@ LISTS: dict[str, list[shapes.Shape]] = {
     "resnet50": shapes.resnet50(),
 }
 QUICK = ("100x1K", "1000x1K")
-LIMIT = 1.0  # is exceeded
+LIMIT = 1.0  # lower than the gradients' norm in every case
 
 
 class Program:
-    """Its parameters have gradients; what torch's names mean is decided when it is made."""
+    """A program whose parameters have gradients. It is patched if torch is when it is created."""
 
     def __init__(self, start: list[torch.Tensor], fused: bool | None = None):
         self.start = start
@@ -45,7 +45,7 @@ class Program:
         self.clip = torch.nn.utils.clip_grad_norm_
 
     def __call__(self) -> None:
-        """One iteration."""
+        """Run one iteration."""
         self.scaler.unscale_(self.optimizer)
         self.clip(self.parameters, LIMIT)
         self.scaler.step(self.optimizer)
@@ -53,7 +53,7 @@ class Program:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Begin again."""
+        """Restore parameters, gradients and the optimizer's state."""
         torch._foreach_copy_(self.parameters, self.start)
         torch._foreach_copy_(self.gradients, self.start)
         for state in self.optimizer.state.values():
@@ -68,7 +68,7 @@ def providers(shape_list: list[shapes.Shape], settings: Settings) -> list[Provid
         program = Program(start, fused)
         return Provider(name, program, program.restore, program.parameters)
 
-    ampfuse.unpatch()  # of the case before
+    ampfuse.unpatch()  # undo the patch of the previous case
     torchs = [provider("torch"), provider("torch fused=True", fused=True)]
     ampfuse.patch()
     return [*torchs, provider(OURS)]

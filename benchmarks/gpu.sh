@@ -6,20 +6,20 @@
 #
 # OUT          where the results go
 # STAGES       some of: build pytest ctest sanitize bench; a later run may reuse an earlier build
-# PYTEST_FLAGS for the tests, as -k "cuda or not cpu" where a CPU was tested elsewhere
-# BENCH_FLAGS  for every benchmark; --quick unless given, as all cases take longer than the rest
-# BUDGET       seconds for everything; a stage gets its limit or what is left, whichever is less
-# WHEELS       a folder of .whl files to use beside what is installed
+# PYTEST_FLAGS for the tests, for example -k "cuda or not cpu" if a CPU was tested elsewhere
+# BENCH_FLAGS  for every benchmark; the default is --quick, since all cases take longer than the rest
+# BUDGET       seconds for everything; a stage gets its limit or the time left, whichever is less
+# WHEELS       a folder of .whl files to use in addition to the installed packages
 #
-# Needs nvcc, cmake, ninja, Catch2, and in python3 torch, pybind11, pytest, hypothesis and expecttest;
-# pytest-xdist helps. A failed stage does not stop the next one; the exit status is 1 when any failed.
-# The folder then holds at most eight files: summary.txt, benchmarks.csv (every benchmark's rows), up
-# to five plots and logs.tar.gz.
+# Needs nvcc, cmake, ninja, Catch2, and in python3 torch, pybind11, pytest, hypothesis and
+# expecttest; pytest-xdist helps. A failed stage does not stop the next one; the exit status is 1 if
+# any stage failed. At the end OUT holds at most eight files: summary.txt, benchmarks.csv (every
+# benchmark's rows), up to five plots and logs.tar.gz.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 stages=${STAGES:-build pytest ctest sanitize bench}
-budget=${BUDGET:-570} # ten minutes, less what packing the results may take
+budget=${BUDGET:-570} # ten minutes, minus the time to pack the results
 wheels=${WHEELS:-wheels}
 pytest_flags=()
 eval "pytest_flags=(${PYTEST_FLAGS-})"
@@ -33,7 +33,7 @@ trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$out" "$logs" "$scratch/bench"
 
 export PYTHONPATH=$PWD/python:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
-export FAIL_WITHOUT_CUDA=1 # a test that would skip for want of a GPU fails instead
+export FAIL_WITHOUT_CUDA=1 # without a GPU, tests fail instead of being skipped
 export AMPFUSE_WITH_CUDA=ON CMAKE_ARGS="-DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=OFF"
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(python3 -c \
@@ -46,7 +46,7 @@ left() { echo $((budget - SECONDS)); }
 
 wanted() { [[ " $stages " == *" $1 "* ]]; }
 
-# stage NAME LIMIT COMMAND...: runs the command with its output in a log, records the outcome.
+# stage NAME LIMIT COMMAND...: runs the command with its output in a log, and records the outcome.
 stage() {
   local name=$1 limit=$2 started=$SECONDS status outcome
   shift 2
@@ -55,7 +55,7 @@ stage() {
   if ((limit <= 0)); then
     status=124
   else
-    # INT lets Python finish its report; KILL follows for what does not listen.
+    # INT lets Python finish its report; KILL follows if a process ignores INT.
     timeout --signal=INT --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1
     status=$?
   fi
@@ -71,7 +71,7 @@ stage() {
   summary+=("$(printf '%-26s %5d s  %s' "$name" $((SECONDS - started)) "$outcome")")
 }
 
-# Prints the name of what found errors, or took longer.
+# Prints the name of each tool that found errors or took too long.
 sanitize() {
   local tool
   for tool in memcheck racecheck initcheck synccheck; do
@@ -95,7 +95,7 @@ environment() {
   python3 -c 'import torch; print(torch.__config__.show()); print(torch.__version__)'
 }
 
-# Plots beyond five go into one archive, so that the folder stays at eight files.
+# More than five plots go into one archive, so that the folder has at most eight files.
 pack() {
   local csv=("$scratch"/bench/*.csv) png=("$scratch"/bench/*.png)
   # All benchmarks write the same columns: keep the first file's heading only.
@@ -119,10 +119,10 @@ if wanted build; then
   stage build 270 python3 setup.py build_ext --inplace
 fi
 if wanted pytest; then
-  # Most tests are kernels of microseconds between seconds of Python: with pytest-xdist, side by side.
+  # Most tests run kernels of microseconds between seconds of Python: run them in parallel.
   workers=()
   python3 -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
-  # Installing has no GPU side, and needs a package index.
+  # The tests of installation use no GPU, and need a package index.
   stage pytest 400 env OMP_NUM_THREADS=2 python3 -m pytest tests/python -q --durations=20 \
     "${workers[@]}" "${pytest_flags[@]}" \
     --ignore tests/python/install
@@ -135,7 +135,7 @@ if wanted sanitize; then
 fi
 if wanted bench; then
   benches=(benchmarks/bench_*.py)
-  for index in "${!benches[@]}"; do # what is left is shared out among those still to come
+  for index in "${!benches[@]}"; do # the remaining benchmarks share the time left
     name=$(basename "${benches[index]}" .py)
     stage "$name" $(($(left) / (${#benches[@]} - index))) \
       python3 "${benches[index]}" --device cuda --out "$scratch/bench" "${bench_flags[@]}"

@@ -52,15 +52,15 @@ def resnet50() -> list[Shape]:
 def llama_1b() -> list[Shape]:
     """A Llama of about 1.2 billion parameters: grouped queries, gated feed-forward, tied output."""
     vocabulary, width, feed_forward, layers = 128256, 2048, 8192, 16
-    key_value = 8 * 64  # heads by head width
+    key_value = 8 * 64  # heads times head width
     attention: list[Shape] = [(width, width), *[(key_value, width)] * 2, (width, width)]
     gated: list[Shape] = [(feed_forward, width), (feed_forward, width), (width, feed_forward)]
     norms: list[Shape] = [(width,), (width,)]
     return [(vocabulary, width), *[*attention, *gated, *norms] * layers, (width,)]
 
 
-# The first three hold the same 64 Mi elements, so that only the number of tensors differs between
-# them; the last is all launch and bookkeeping, and no bytes to speak of.
+# The first three have the same 64 Mi elements, so that only the number of tensors differs between
+# them. The last one measures launches and bookkeeping, since it has few bytes.
 REGULAR: dict[str, Callable[[], list[Shape]]] = {
     "1x64M": lambda: [(64 * M,)],
     "64x1M": lambda: [(M,)] * 64,

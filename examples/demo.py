@@ -31,17 +31,16 @@ RUNS = {
     "python -m ampfuse": "#e6b450",
     "ampfuse": "#d9542b",
 }
-AVERAGED = 5  # losses of single batches jump
+AVERAGED = 5  # number of losses in a mean, since those of single batches vary
 STEPS = 40
-LEARNED = (
-    7.5  # after STEPS; a new model is at 11, one that only knows how frequent words are at 6.5
-)
-APART = 0.3  # runs that differ by less at the end have learned the same
-SLOW = 8  # where torch's products take this many times as long as in float32, a step is made small
+# Maximum loss after STEPS. A new model has 11, and one that only knows word frequencies has 6.5.
+LEARNED = 7.5
+APART = 0.3  # maximum difference between the last losses of the runs
+SLOW = 8  # small batches are used if torch's products take this many times as long as in float32
 
 
 def commands(precision: str) -> dict[str, list[str]]:
-    """Python's arguments for each run."""
+    """Return Python's arguments for each run."""
     plain, ours = (str(PROGRAMS / name) for name in ("train_torch.py", "train_ampfuse.py"))
     return {
         "float32": [plain, "--precision", "float32"],
@@ -55,30 +54,30 @@ def commands(precision: str) -> dict[str, list[str]]:
 class Figures:
     """The measurements of one run."""
 
-    logits: list[int]  # their shape
+    logits: list[int]  # shape of the logits
     losses: list[float]
-    ends: list[float]  # of steps, in seconds since the first began
-    seconds: float  # of a step
-    seconds_of: dict[str, float]  # of a step's parts
-    bytes_of: dict[str, int]  # at most, over what there was before the model
+    ends: list[float]  # end of each step, in seconds since the first step began
+    seconds: float  # duration of a step
+    seconds_of: dict[str, float]  # duration of each part of a step
+    bytes_of: dict[str, int]  # peak memory in each part, minus that before the model
 
     @property
     def peak_bytes(self) -> int:
-        """At most, in any part."""
+        """The peak memory of all parts."""
         return max(self.bytes_of.values())
 
     @property
     def means(self) -> list[float]:
-        """The mean loss of each step and those before it."""
+        """For each step, the mean of the last AVERAGED losses."""
         ends = range(1, len(self.losses) + 1)
         return [statistics.fmean(self.losses[max(0, end - AVERAGED) : end]) for end in ends]
 
 
 def slowness(precision: str) -> float:
-    """How many times as long as in float32 torch's matrix product takes on this CPU."""
+    """Return the time of torch's matrix product on this CPU, divided by its time in float32."""
 
     def seconds(dtype: torch.dtype) -> float:
-        # Shaped as in the backward pass of the last layer.
+        # The shapes are like those in the backward pass of the last layer.
         left, right = torch.ones(64, 4096, dtype=dtype), torch.ones(4096, 128, dtype=dtype)
         times = []
         for _ in range(3):
@@ -91,7 +90,7 @@ def slowness(precision: str) -> float:
 
 
 def run(command: list[str], after_step: Callable[[], None]) -> Figures:
-    """Run one program, in a process of its own, whose memory is nobody else's."""
+    """Run one program in its own process, so that its memory is not mixed with others'."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         program = subprocess.Popen(
@@ -107,7 +106,7 @@ def run(command: list[str], after_step: Callable[[], None]) -> Figures:
 
 
 def table(results: dict[str, Figures], title: str) -> Table:
-    """A row for each run."""
+    """Return a table with a row for each run."""
     drawn = Table(title=title)
     drawn.add_column("run")
     for heading in ("s per step", "× torch.amp", "peak MiB", "loss"):
@@ -125,9 +124,9 @@ def table(results: dict[str, Figures], title: str) -> Table:
 
 
 def gain(results: dict[str, Figures], precision: str, slower: float) -> str:
-    """Say what ampfuse gained on this machine, and why.
+    """Describe what ampfuse gained on this machine, and why.
 
-    `slower`: how many times as long as in float32 torch's matrix product takes.
+    `slower`: the result of `slowness`.
     """
     float32, torch_amp, patched, ours = results.values()
     rows, classes = ours.logits
@@ -154,7 +153,7 @@ def gain(results: dict[str, Figures], precision: str, slower: float) -> str:
 
 
 def shortcomings(results: dict[str, Figures], steps: int) -> list[str]:
-    """What is wrong with the runs: one did not learn, or they did not end alike."""
+    """Return what is wrong with the runs: one did not learn, or their last losses differ."""
     ends = {name: figures.means[-1] for name, figures in results.items()}
     found = []
     poor = [name for name, loss in ends.items() if steps >= STEPS and loss > LEARNED]
@@ -200,7 +199,7 @@ def plot(path: Path, results: dict[str, Figures], title: str) -> None:
 
 
 def main() -> int:
-    """Run the programs; 1 when one of them did not learn, or not as the others."""
+    """Run the programs; return 1 if one did not learn, or their last losses differ."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Train in float32, with torch.amp, with ampfuse.")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")

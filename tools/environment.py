@@ -1,8 +1,8 @@
-"""Makes .venv ready to build, test and run ampfuse; standard library only.
+"""Prepares .venv to build, test and run ampfuse. This script needs only the standard library.
 
-A torch of 2.11 or newer in the environment this is started from is used as it is; without one the
-pinned torch is installed, and the one that TORCH names whatever there is. Says what is missing in a
-sentence when it cannot go on.
+If the environment from which it is started has torch 2.11 or newer, that torch is used. Otherwise
+the pinned torch is installed. If TORCH is set, that version is installed in any case. When a
+requirement is missing, the script exits with a sentence that names it.
 """
 
 import importlib.metadata
@@ -36,7 +36,7 @@ def run(*command: str | Path) -> None:
 
 
 def ask(*command: str | Path) -> str:
-    """A command's output; empty when it fails or is not there."""
+    """Return a command's output; empty if it fails or does not exist."""
     try:
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     except OSError:
@@ -45,13 +45,13 @@ def ask(*command: str | Path) -> str:
 
 
 def torch_version(python: str | Path) -> tuple[int, ...]:
-    """The version of torch an interpreter sees, without importing it; empty if none."""
+    """Return the version of an interpreter's torch, without importing it; empty without torch."""
     found = ask(python, "-c", "import importlib.metadata as m; print(m.version('torch'))")
     return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
 
 
 def make_venv() -> Path:
-    """Create .venv, in sight of the active environment's torch if that will do."""
+    """Create .venv, and make the active environment's torch visible in it if that can be used."""
     python = VENV / "bin" / "python"
     if not python.exists():
         say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
@@ -64,13 +64,13 @@ def make_venv() -> Path:
         return python
     site = Path(ask(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
     (site / "ampfuse_checkout.pth").write_text(f"{ROOT / 'python'}\n")
-    # Run again from inside .venv, as make does, there is no other environment to see.
+    # If this runs inside .venv, as from make, there is no other environment to use.
     if Path(sys.prefix).resolve() != VENV.resolve() and torch_version(sys.executable) >= (2, 11):
         folder = importlib.metadata.distribution("torch").locate_file("")
         say(f"using the torch in {folder}")
-        # Path entries and not --system-site-packages, which from inside a virtual environment would
-        # show the interpreter's packages instead of that environment's. torch's own folder comes
-        # first: it may be a user's, or one that a .pth file added.
+        # Add path entries instead of --system-site-packages, which inside a virtual environment
+        # shows the interpreter's packages and not that environment's. torch's own folder comes
+        # first: it may be in a user's folder, or in one that a .pth file has added.
         folders = [folder, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
         lines = dict.fromkeys(str(Path(folder).resolve()) for folder in folders)
         (site / "ampfuse_active.pth").write_text("".join(f"{line}\n" for line in lines))
@@ -78,7 +78,7 @@ def make_venv() -> Path:
 
 
 def extras() -> list[str]:
-    """The packages of pyproject.toml's extras, which ampfuse itself would bring only when built."""
+    """Return the packages of pyproject.toml's extras. pip itself would build ampfuse for them."""
     text = (ROOT / "pyproject.toml").read_text()
     table = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     lists = dict(re.findall(r"^(\w+) = \[(.*?)\]$", table, re.MULTILINE | re.DOTALL))
@@ -86,7 +86,7 @@ def extras() -> list[str]:
 
 
 def install_packages(python: Path) -> None:
-    """Install torch, unless there is one, and what builds, tests and the demo need."""
+    """Install torch, unless a usable one exists, and what builds, tests and the demo need."""
     packages = [*BUILD, *extras()]
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not ASKED and torch_version(python) >= (2, 11):
@@ -108,16 +108,16 @@ def install_packages(python: Path) -> None:
 
 
 def install_catch2() -> None:
-    """Get Catch2 for the C++ tests of all builds, unpacked, so that nobody need be root."""
+    """Download and unpack Catch2 for the C++ tests of all builds, which does not need root."""
     folders = [*SYSTEM_INCLUDES, CATCH2 / "usr" / "include"]
     if any(Path(folder, "catch2").is_dir() for folder in folders):
         return
     say("fetching Catch2")
-    CATCH2.mkdir(parents=True, exist_ok=True)  # dpkg-deb makes no parents
+    CATCH2.mkdir(parents=True, exist_ok=True)  # dpkg-deb does not create parent folders
     with tempfile.TemporaryDirectory() as download:
         fetch = ["apt-get", "-qq", "-o=APT::Sandbox::User=root", "download", "catch2"]
         if not succeeds(fetch, download):
-            # A new machine has no lists of packages yet; fetching those is for root alone.
+            # A new machine has no package lists yet; only root can fetch them.
             succeeds(["apt-get", "-qq", "update"], download)
             succeeds(fetch, download)
         packages = list(Path(download).glob("catch2*.deb"))
@@ -127,7 +127,7 @@ def install_catch2() -> None:
 
 
 def succeeds(command: list[str | Path], folder: str | None = None) -> bool:
-    """Whether a command ran, in a folder, and well."""
+    """Run a command in a folder; return True if it succeeds."""
     try:
         return subprocess.run([str(part) for part in command], cwd=folder).returncode == 0
     except OSError:
@@ -135,11 +135,11 @@ def succeeds(command: list[str | Path], folder: str | None = None) -> bool:
 
 
 def main() -> None:
-    """Set everything up; with the argument `catch2`, what only the tests need."""
+    """Prepare everything; with the argument `catch2`, only install Catch2."""
     if sys.argv[1:] == ["catch2"]:
         install_catch2()
         return
-    if sys.version_info < (3, 10):  # noqa: UP036 (what may start this is not ours to choose)
+    if sys.version_info < (3, 10):  # noqa: UP036 (any Python may start this script)
         sys.exit(f"ampfuse needs Python 3.10 or newer, this is {sys.version.split()[0]}")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         sys.exit("Python's C headers are missing: install python3-dev (Debian, Ubuntu)")

@@ -10,15 +10,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# Enough of a toolkit to compile kernels, where torch's own packages bring only the libraries.
+# The parts of a toolkit that compile kernels. torch's own packages contain only the libraries.
 PACKAGES = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
-# nvcc looks for its headers beside itself. They come with torch, but torch may be in another
-# environment, which this one sees.
+# nvcc looks for these headers beside itself. They are installed with torch, but torch may be in
+# another environment on this one's path.
 RUNTIME = "nvidia-cuda-runtime"
 
 
 def installer() -> list[str]:
-    """What installs packages here: pip, or uv in an environment that uv made without pip."""
+    """Return the command that installs packages here: pip, or uv if the environment has no pip."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--ignore-installed"]
     if uv := shutil.which("uv"):
@@ -27,7 +27,7 @@ def installer() -> list[str]:
 
 
 def main() -> None:
-    """Install, or end with a sentence."""
+    """Install nvcc of the version given as argument, or exit with a message."""
     cuda = sys.argv[1]
     major = cuda.split(".")[0]
     if int(major) < 13:

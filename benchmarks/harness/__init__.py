@@ -1,4 +1,4 @@
-"""Times competing implementations of one operation on one machine, and reports what it saw.
+"""Times competing implementations of one operation on one machine, and reports the results.
 
 A benchmark lists its cases and calls `main`; everything else (command line, interleaved rounds,
 cold caches, CUDA graphs, ceilings, table, CSV, plot) is here and the same for all of them.

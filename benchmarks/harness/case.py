@@ -1,4 +1,4 @@
-"""What a benchmark hands to the harness: cases, each with the providers that compete in it."""
+"""The input of the harness: cases, each with the providers that compete in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from typing import Literal
 
 import torch
 
-OURS = "ampfuse"  # the provider every ratio is taken against
+OURS = "ampfuse"  # the provider that every ratio is relative to
 
 CeilingKind = Literal["read", "copy", "update"]
-# Measured: GB/s of each kind, and GFLOP/s of a product in each dtype that cases multiply in.
+# Measured rates: GB/s of each kind, and GFLOP/s of a product in each dtype that cases multiply in.
 Ceilings = Mapping[CeilingKind | torch.dtype, float]
 
-# Two providers may round a 16-bit result at different places: a bfloat16 rounding is 2^-9, and
+# Two providers may round a 16-bit result at different points: a bfloat16 rounding is 2^-9, and
 # norm, factor and product make a few of them.
 AGREEMENT = 2**-6
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line chose."""
+    """The parsed command line."""
 
     device: torch.device
     quick: bool
@@ -34,10 +34,10 @@ class Settings:
 class Traffic:
     """The fewest bytes an operation can move: each input read once, each output written once.
 
-    Every provider is rated against this floor, not against what it happens to move: an extra pass
-    over memory shows as fewer GB/s. `against` names the ceiling, measured in the same run, that the
-    access pattern could reach: a plain read, a copy to other memory, or an update in place (which,
-    on a CPU, spares the read of the destination's cache lines that a copy pays for).
+    Every provider is rated by this floor, not by the bytes that it moves: an extra pass over memory
+    shows as fewer GB/s. `against` names the ceiling, measured in the same run, that the access
+    pattern could reach: a plain read, a copy to other memory, or an update in place (which, on a
+    CPU, saves the read of the destination's cache lines that a copy needs).
     """
 
     read: int
@@ -46,17 +46,17 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes read and bytes written."""
+        """The number of bytes read and written."""
         return self.read + self.written
 
 
 @dataclass(frozen=True)
 class Products:
-    """What an operation multiplies, where that and not memory decides how long it takes.
+    """The matrix products of an operation that is limited by them, and not by memory.
 
-    `total` counts multiplications and additions of the fewest products there can be: what a
-    provider multiplies besides shows as fewer FLOP/s. The ceiling is one large product in this
-    dtype, measured in the same run.
+    `total` counts the multiplications and additions of the fewest possible products: additional
+    products of a provider show as fewer FLOP/s. The ceiling is one large product in this dtype,
+    measured in the same run.
     """
 
     total: int
@@ -67,12 +67,12 @@ class Products:
 class Provider:
     """One competitor in a case.
 
-    `run` is timed. `restore` puts back what `run` overwrote, and is not. `mutates` lists the
-    tensors `run` writes to: their values, and what `run` returns when it is a tensor or a tuple of
-    them, must agree with those of the first provider of the case, up to the relative `agreement`,
-    and up to `slack` times the largest of them where terms cancel that providers round differently.
-    `moves` is what its passes read and write, in bytes per element, where that is known. `skipped`,
-    when set, says why it does not run.
+    `run` is timed. `restore`, which is not timed, restores what `run` has overwritten. `mutates`
+    lists the tensors to which `run` writes. Their values, and a tensor or tuple of tensors that
+    `run` returns, must agree with those of the case's first provider: up to the relative
+    `agreement`, and up to `slack` times the largest of them if terms cancel that providers round
+    differently. `moves` are the bytes per element that its passes read and write, if that is known.
+    `skipped` is the reason if the provider does not run.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Provider:
 class Case:
     """One operation on one list of shapes in one dtype.
 
-    `memory` is what `setup` allocates, in bytes; `setup` makes the inputs and the providers, the
-    trusted reference first. `quick` keeps the case in a `--quick` run. `weighs_memory` has the
-    memory measured that a run holds at its peak, in a run of its own.
+    `setup` creates the inputs and the providers, the trusted reference first, and allocates
+    `memory` bytes. `quick` keeps the case in a `--quick` run. With `weighs_memory`, the peak memory
+    is measured in a separate run.
     """
 
     operation: str
@@ -111,5 +111,5 @@ class Case:
 
     @property
     def id(self) -> str:
-        """What `--cases` is matched against."""
+        """The name that `--cases` is matched against."""
         return f"{self.operation}/{self.shape}/{self.dtype_name}"

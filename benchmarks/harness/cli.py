@@ -1,4 +1,4 @@
-"""The command line every benchmark shares, and the loop over its cases."""
+"""The command line that all benchmarks share, and the loop over the cases."""
 
 import argparse
 import gc
@@ -23,7 +23,7 @@ from harness.plot import plot
 from harness.report import EVERY_PROVIDER, Row, csv_file, rows_of, unmeasured
 
 RESULTS = Path(__file__).parents[1] / "results"
-ROUNDS = {"cpu": 21, "cuda": 81}  # a round on a GPU is milliseconds
+ROUNDS = {"cpu": 21, "cuda": 81}  # a round on a GPU takes only milliseconds
 INTERRUPTED = "skipped: interrupted"
 GIB = 2**30
 
@@ -54,7 +54,7 @@ def parse(name: str, arguments: Sequence[str] | None) -> Settings:
 
 
 def select(cases: Sequence[Case], settings: Settings) -> tuple[list[Case], list[Case]]:
-    """The cases to run, and those that match but that `--quick` leaves out."""
+    """Return the cases to run, and the matching cases that `--quick` leaves out."""
     matching = [case for case in cases if fnmatchcase(case.id, settings.pattern)]
     if not settings.quick:
         return matching, []
@@ -62,8 +62,8 @@ def select(cases: Sequence[Case], settings: Settings) -> tuple[list[Case], list[
 
 
 def run_case(case: Case, settings: Settings, ceilings: Ceilings, bar: Progress) -> list[Row]:
-    """The rows of one case. Too large or broken is a row too: nothing is left out silently."""
-    # Compiled code of the last case would keep its tensors, and count as this one's recompilation.
+    """Run one case and return its rows. A case that is too large or fails has a row, too."""
+    # Compiled code of the last case would keep its tensors, and make this case a recompilation.
     torch._dynamo.reset()
     gc.collect()
     available = available_bytes(settings.device)
@@ -88,9 +88,9 @@ def run_case(case: Case, settings: Settings, ceilings: Ceilings, bar: Progress) 
 def run_cases(
     name: str, cases: Sequence[Case], settings: Settings, machine: Machine, ceilings: Ceilings
 ) -> list[Row]:
-    """The rows of all cases, written to the CSV as they come.
+    """Run all cases and return their rows. The rows of each case are written to the CSV at once.
 
-    An interrupt ends the run with what there is; the cases it cost are named in rows of their own.
+    An interrupt ends the run; the cases that are lost have rows that report this.
     """
     rows: list[Row] = []
     done = 0
@@ -124,7 +124,10 @@ def main(
     arguments: Sequence[str] | None = None,
     draw: Plot = plot,
 ) -> int:
-    """Runs the benchmark; 0 when every provider of every case ran or was skipped for a reason."""
+    """Run the benchmark; return 0 if every provider of every case ran or was skipped for a reason.
+
+    Return 2 if no case matches.
+    """
     settings = parse(name, arguments)
     torch.set_num_threads(settings.threads)
     chosen, left_out = select(cases, settings)
@@ -136,7 +139,7 @@ def main(
 
     products = {c.traffic.against for c in chosen if isinstance(c.traffic, Products)}
     ceilings = measure_ceilings(settings.device, sorted(products, key=str))
-    machine = describe(settings.device)  # after the ceilings: clocks of a warm device
+    machine = describe(settings.device)  # after the ceilings, to read the clocks of a warm device
     print(f"{machine.name}, torch {machine.torch}, ampfuse {machine.ampfuse}; measured ceilings:")
     print(", ".join(told(kind, rate) for kind, rate in ceilings.items()), flush=True)
 

@@ -1,4 +1,4 @@
-"""The terminal: a progress bar and a table through rich, or plain lines where rich is missing."""
+"""Output to the terminal: a progress bar and a table by rich, or plain lines without rich."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,27 +6,27 @@ from importlib.util import find_spec
 
 from harness.report import TABLE_HEADINGS, Row, remarks, table_cells
 
-TABLE_COLUMNS = 120  # of characters, where the output is no terminal with a width of its own
-NARROW_COLUMNS = 105  # below this the quartiles are left to the CSV
+TABLE_COLUMNS = 120  # width in characters if the output is not a terminal
+NARROW_COLUMNS = 105  # in a narrower table, the quartiles are left out
 
 
 class Progress:
-    """One line a case: what a log file can hold."""
+    """Progress as one line per case, for log files."""
 
     def __init__(self, cases: int) -> None:
         self._cases = cases
         self._started = 0
 
     def case(self, name: str) -> None:
-        """A case begins."""
+        """Report that a case begins."""
         self._started += 1
         print(f"[{self._started}/{self._cases}] {name}", flush=True)
 
     def stage(self, text: str) -> None:
-        """The case has come to `text`."""
+        """Report that the case has reached the stage `text`."""
 
     def advance(self) -> None:
-        """A round is over."""
+        """Report that a round is over."""
 
 
 def rich_is_usable() -> bool:
@@ -35,7 +35,7 @@ def rich_is_usable() -> bool:
 
 @contextmanager
 def progress(cases: int, rounds: int) -> Iterator[Progress]:
-    """A bar that moves once a round on a terminal; plain lines into a file or without rich."""
+    """Show a bar that moves once per round on a terminal; plain lines in files or without rich."""
     if not rich_is_usable():
         print("rich is not installed: plain text output", flush=True)
         yield Progress(cases)
@@ -57,7 +57,7 @@ def progress(cases: int, rounds: int) -> Iterator[Progress]:
             self._name = ""
 
         def case(self, name: str) -> None:
-            # Set, not added to: a case that failed half-way leaves the bar in the right place.
+            # Set the position instead of adding to it: the last case may have failed half-way.
             self._bar.update(self._task, completed=self._started * rounds)
             self._started += 1
             self._name = name
@@ -76,7 +76,7 @@ def progress(cases: int, rounds: int) -> Iterator[Progress]:
 
 
 def show_table(title: str, rows: Sequence[Row]) -> None:
-    """The table, and under it why anything is missing from it."""
+    """Print the table, and below it the reasons for missing results."""
     (show_rich_table if rich_is_usable() else show_plain_table)(title, rows)
     print(*remarks(rows), sep="\n")
 

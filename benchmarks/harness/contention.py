@@ -1,7 +1,7 @@
-"""How much of the machine others used while a case was timed: what makes CPU numbers worthless.
+"""Measures how much of the machine other processes used while a case was timed.
 
-A parallel loop ends when its slowest thread does, so one busy neighbour can cost far more than its
-share, and not each implementation the same.
+Such use makes CPU timings worthless. A parallel loop ends with its slowest thread, so one busy
+neighbour can cost far more than its share, and not the same for each implementation.
 """
 
 import os
@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_CORES = 0.2  # more other work than this is reported under the table
+BUSY_CORES = 0.2  # more use by others than this is reported below the table
 WORKERS_PER_CORE = 4
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
-    """Keeps all cores busy with other processes, as the workers of a DataLoader do."""
+    """Keep all cores busy with other processes, as the workers of a DataLoader do."""
     work = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     worker = [sys.executable, "-c", work]
     workers = [subprocess.Popen(worker) for _ in range(WORKERS_PER_CORE * cores())]
@@ -38,7 +38,7 @@ def busy_cores() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CpuUse:
-    """Seconds so far: by the clock, of CPU time by every process, of CPU time by this one."""
+    """Seconds so far: wall time, CPU time of all processes, and CPU time of this process."""
 
     wall: float
     everyone: float
@@ -46,7 +46,7 @@ class CpuUse:
 
     @classmethod
     def now(cls) -> "CpuUse":
-        """Where there is no /proc/stat, no other work is seen."""
+        """Read the present times. Without /proc/stat, other processes count as idle."""
         times = os.times()
         ours = times.user + times.system
         try:
@@ -58,6 +58,6 @@ class CpuUse:
         return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), ours)
 
     def other_cores_since(self, start: "CpuUse") -> float:
-        """Cores that other processes, or other machines on the same host, kept busy on average."""
+        """Return how many cores other processes or machines of the host used on average."""
         others = (self.everyone - start.everyone) - (self.ours - start.ours)
         return max(others, 0.0) / (self.wall - start.wall)

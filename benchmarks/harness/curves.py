@@ -12,13 +12,13 @@ COLUMN_INCHES, PANEL_INCHES = 3.4, 2.6
 
 
 def rows_and_layer(row: Row) -> tuple[int, str]:
-    """Of a shape `rows x ...`."""
+    """Split a shape `rows x ...` into the number of rows and a label for the rest."""
     rows, _, layer = row.shape.partition("x")
     return int(rows), f"{layer.replace('x', ' features, ')} classes\n{row.dtype}"
 
 
 def curves(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
-    """Writes the plot; False where matplotlib is missing or nothing was measured."""
+    """Write the plot; return False if matplotlib is missing or nothing was measured."""
     measured = [row for row in rows if row.median_ms is not None and row.peak_mib is not None]
     if not measured or find_spec("matplotlib") is None:
         return False

@@ -1,4 +1,4 @@
-"""What the numbers were taken on: device, clocks, versions, and the machine's own ceilings."""
+"""Describes the machine of the measurements: device, clocks, versions and measured ceilings."""
 
 import platform
 import re
@@ -16,13 +16,13 @@ from harness.case import OURS, CeilingKind, Ceilings, Provider
 from harness.timing import cache_flusher, cpu_clock, cuda_clock, interleaved
 
 CEILING_ROUNDS = 9
-CEILING_SIDE = {"cpu": 2048, "cuda": 8192}  # of a matrix
-CEILING_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}  # many times any cache
+CEILING_SIDE = {"cpu": 2048, "cuda": 8192}  # rows and columns of a matrix
+CEILING_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}  # many times the size of any cache
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Repeated on every CSV row, so that a row still means something when it is copied out."""
+    """The machine's columns. Every row of the CSV has them, so that it can be read on its own."""
 
     device: str
     clocks: str
@@ -34,12 +34,12 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """The device as a title names it: threads decide a CPU's speed and not a GPU's."""
+        """The device for titles, with the threads of a CPU, on which its speed depends."""
         return self.device if self.cuda else f"{self.device}, {self.threads} threads"
 
 
 def cpu_field(name: str) -> str:
-    """The first value of a field of /proc/cpuinfo, or an empty string."""
+    """Return the first value of a field of /proc/cpuinfo, or an empty string."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str:
 
 
 def clocks(device: torch.device) -> str:
-    """The clocks right now: read while the device is warm. Empty where they can't be read."""
+    """Return the present clocks, or an empty string. Call this while the device is warm."""
     if device.type != "cuda":
         megahertz = cpu_field("cpu MHz")
         return f"{float(megahertz):.0f} MHz" if megahertz else ""
@@ -70,7 +70,7 @@ def clocks(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> Machine:
-    """Raises ImportError when ampfuse is not built: there is nothing to compare then."""
+    """Describe the machine. Raise ImportError without ampfuse, since nothing can be compared."""
     return Machine(
         device=device_name(device),
         clocks=clocks(device),
@@ -83,12 +83,12 @@ def describe(device: torch.device) -> Machine:
 
 
 def slug(text: str) -> str:
-    """A folder name: lower case, words joined by single hyphens."""
+    """Return a folder name: lower case, words joined by single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory a case may still allocate on `device`."""
+    """Return the number of bytes that a case may still allocate on `device`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -99,9 +99,9 @@ def available_bytes(device: torch.device) -> int:
 
 
 def measure_ceilings(device: torch.device, products: Iterable[torch.dtype] = ()) -> Ceilings:
-    """GB/s of the three plainest kernels there are; bytes read and bytes written both count.
+    """Measure GB/s of a plain read, copy and update; bytes read and bytes written both count.
 
-    And GFLOP/s of a product of two large matrices in each of these dtypes.
+    Also measure GFLOP/s of a product of two large matrices in each dtype of `products`.
     """
     size = CEILING_BYTES[device.type]
     source = torch.rand(size // 4, device=device)

@@ -1,4 +1,4 @@
-"""Runs one case: warm-up, a check that the providers agree, the right clock, the rounds."""
+"""Runs one case: warm-up, a check that the providers agree, the choice of a clock, the rounds."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -20,11 +20,11 @@ from harness.timing import (
     interleaved,
 )
 
-HEAD = 1024  # elements compared at the front of what is returned, first and last mutated tensor
+HEAD = 1024  # number of first elements compared of the returned and of two mutated tensors
 
 
 def outcome(provider: Provider) -> list[torch.Tensor]:
-    """Runs `provider` on fresh inputs and copies a sample of what it computed, in float64."""
+    """Run `provider` on fresh inputs, and return a sample of its results, copied in float64."""
     provider.restore()
     returned = provider.run()
     ends = [provider.mutates[0], provider.mutates[-1]] if provider.mutates else []
@@ -37,7 +37,7 @@ def outcome(provider: Provider) -> list[torch.Tensor]:
 def disagreement(
     result: list[torch.Tensor], reference: list[torch.Tensor], provider: Provider
 ) -> str:
-    """Why `result` is not the reference's, or an empty string."""
+    """Return how `result` differs from the reference, or an empty string."""
     if len(result) != len(reference):
         return f"gave {len(result)} results where the reference gave {len(reference)}"
     for index, (got, expected) in enumerate(zip(result, reference, strict=True)):
@@ -56,7 +56,7 @@ def first_line(error: BaseException) -> str:
 def warm_up(
     providers: Sequence[Provider], failed: dict[str, str], tell: Callable[[str], None]
 ) -> list[Provider]:
-    """The providers that run and agree with the first of them; the others go into `failed`."""
+    """Return the providers that run and agree with the first one; put the others into `failed`."""
     ready: list[Provider] = []
     reference: list[torch.Tensor] | None = None
     for provider in providers:
@@ -78,11 +78,11 @@ def warm_up(
 def device_clock(
     providers: list[Provider], device: torch.device
 ) -> tuple[str, Clock, list[Provider]]:
-    """The method's name, the clock and the providers as that method runs them.
+    """Return the method's name, the clock, and the providers as that method runs them.
 
-    When one provider is short enough for launch gaps to show, all of them are replayed from CUDA
-    graphs, so that the ratios compare like with like. One that can't be captured keeps the whole
-    case on events, and the method says so.
+    If one provider is so short that launch gaps show, all providers are replayed from CUDA graphs,
+    so that the ratios are fair. If one of them cannot be captured, the whole case is timed by
+    events, and the method's name reports this.
     """
     flush = cache_flusher(device)
     if device.type != "cuda":
@@ -117,7 +117,7 @@ def measure(
     *,
     weighs_memory: bool = False,
 ) -> Measurement:
-    """Times the providers of one case. `tick` is called once a round, `tell` at each stage."""
+    """Time the providers of one case. `tick` is called once per round, `tell` at each stage."""
     skipped = {provider.name: provider.skipped for provider in providers if provider.skipped}
     failed: dict[str, str] = {}
     runnable = [provider for provider in providers if not provider.skipped]

@@ -1,4 +1,4 @@
-"""The most memory that a call holds at a time."""
+"""Measures the peak memory of a call."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def extra_peak(device: torch.device, call: Callable[[], object]) -> int:
-    """Bytes of torch's tensors, besides what was there before."""
+    """Return the peak bytes of torch's tensors in a call, minus those before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

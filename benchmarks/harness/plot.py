@@ -1,4 +1,4 @@
-"""The PNG: operations side by side, cases down the page, one bar a provider.
+"""Draws the PNG: operations side by side, cases down the page, one bar per provider.
 
 A bar is the share of the machine's measured ceiling that the provider reached, so that cases of
 very different sizes fit one axis; the milliseconds are written beside it.
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 PEER_COLOURS = ["#a8b3bd", "#5b7c99", "#c7b299", "#7d6b91", "#8fae8b"]
 OUR_COLOUR = "#d9542b"
-BAR = 0.8  # of the distance between two bars
+BAR = 0.8  # a bar's thickness, relative to the distance between two bars
 BAR_INCHES = 0.21
 PANEL_INCHES = 2.6
-NARROWEST_INCHES = 7.5  # which title and legend take
+NARROWEST_INCHES = 7.5  # the width of title and legend
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps text off the 100% line
 
 
@@ -30,7 +30,7 @@ def case_label(row: Row) -> str:
 
 
 def colours_of(rows: Sequence[Row]) -> dict[str, str]:
-    """Each provider's, in the order of the rows."""
+    """Return each provider's colour, in the order of the rows."""
     providers = list(dict.fromkeys(row.provider for row in rows))
     peers = [name for name in providers if name != OURS]
     of_peers = dict(zip(peers, PEER_COLOURS * len(peers), strict=False))
@@ -38,12 +38,12 @@ def colours_of(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def milliseconds(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format with three significant digits, without an exponent."""
     return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"
 
 
 def plot(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
-    """Writes the plot; False where matplotlib is missing or nothing was measured."""
+    """Write the plot; return False if matplotlib is missing or nothing was measured."""
     measured = [row for row in rows if row.of_ceiling is not None]
     if not measured or find_spec("matplotlib") is None:
         return False

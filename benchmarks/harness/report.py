@@ -1,4 +1,4 @@
-"""Rows: what is known of one provider in one case, as numbers, as CSV and as table cells."""
+"""Rows: the results of one provider in one case, as numbers, as CSV and as table cells."""
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ def rate_text(gb_per_s: float | None, gflop_per_s: float | None) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the CSV, before the machine's columns. Numbers are None where nothing ran."""
+    """One line of the CSV, before the machine's columns. Numbers are None if nothing ran."""
 
     operation: str
     shape: str
@@ -35,26 +35,26 @@ class Row:
     median_ms: float | None = None
     lower_ms: float | None = None
     upper_ms: float | None = None
-    bytes_per_element: float | None = None  # of the floor
+    bytes_per_element: float | None = None  # at the floor
     moved_per_element: float | None = None  # bytes that this provider's passes read and write
     gb_per_s: float | None = None
-    gflop_per_s: float | None = None  # of the fewest products, where these decide
+    gflop_per_s: float | None = None  # rate of the fewest products, if these decide the time
     ceiling: str = ""
     ceiling_gb_per_s: float | None = None
     ceiling_gflop_per_s: float | None = None
     of_ceiling: float | None = None
-    peak_mib: float | None = None  # memory held at a time, besides what is passed
+    peak_mib: float | None = None  # peak memory, in addition to the arguments
     time_over_ampfuse: float | None = None  # above 1: slower than ampfuse
-    other_cores: float | None = None  # kept busy by other processes while the case was timed
+    other_cores: float | None = None  # cores that others kept busy while the case was timed
 
     @property
     def rate(self) -> str:
-        """With its unit."""
+        """The rate with its unit."""
         return rate_text(self.gb_per_s, self.gflop_per_s)
 
     @property
     def ceiling_rate(self) -> str:
-        """The same of the ceiling."""
+        """The rate of the ceiling with its unit."""
         return rate_text(self.ceiling_gb_per_s, self.ceiling_gflop_per_s)
 
 
@@ -108,7 +108,7 @@ def rows_of(
     measurement: Measurement,
     ceilings: Ceilings,
 ) -> list[Row]:
-    """One row a provider, in the case's order, whatever became of it."""
+    """Return one row per provider, in the case's order, even if it was skipped or failed."""
     ceiling = ceilings[case.traffic.against]
     rows = []
     for provider in providers:
@@ -124,7 +124,7 @@ def rows_of(
 
 @contextmanager
 def csv_file(path: Path, machine: Machine) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """A function that appends rows to a new file, at once: a run cut short keeps what it had."""
+    """Yield a function that writes rows to a new file at once, so that interrupts lose no rows."""
     columns = asdict(machine)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
@@ -151,7 +151,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def table_cells(row: Row) -> list[str]:
-    """The row as the terminal shows it: rounded, and one word where nothing was measured."""
+    """Return the row for the terminal: rounded, or with one word if nothing was measured."""
     start = [row.operation, f"{row.shape} {row.dtype}", row.provider]
     if row.median_ms is None or row.lower_ms is None or row.upper_ms is None:
         return [*start, row.status.partition(":")[0], *[""] * (len(TABLE_HEADINGS) - 4)]
@@ -170,7 +170,7 @@ def table_cells(row: Row) -> list[str]:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Why rows have no numbers or doubtful ones, a line a reason with the cases it holds for."""
+    """Return the reasons for missing or doubtful numbers, each with the cases that it affects."""
     cases: dict[str, dict[str, None]] = {}  # a dict as a set that keeps its order
     for row in rows:
         if row.status != "ok":

@@ -12,18 +12,18 @@ import torch
 
 from harness.case import Provider
 
-WARM_UPS = 3  # compilation, workspace allocation, lazy module loading
+WARM_UPS = 3  # runs for compilation, workspace allocation and lazy module loading
 FLUSH_FACTOR = 4  # caches are not strictly least-recently-used, so read several times their size
 DEFAULT_CACHE_BYTES = 32 * 2**20
-FLUSHES = 16  # on a GPU, before a run: about a millisecond
-GRAPH_BELOW_SECONDS = 100e-6  # shorter than this, event pairs time the gaps between launches
+FLUSHES = 16  # number of flushes before a run on a GPU, about a millisecond
+GRAPH_BELOW_SECONDS = 100e-6  # in shorter runs, event pairs time the gaps between launches
 
 Clock = Callable[[Provider], float]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median of the rounds and the quartiles around it."""
+    """The time in seconds: the median of the rounds and the quartiles around it."""
 
     median: float
     lower: float
@@ -32,7 +32,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
-        """Of at least two samples."""
+        """Return the timing of at least two samples."""
         lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, lower, upper, len(samples))
 
@@ -42,15 +42,15 @@ class Measurement:
     """The timings of one case by provider name, how they were taken, and what did not run."""
 
     method: str
-    other_cores: float  # that other processes kept busy meanwhile
+    other_cores: float  # cores that other processes kept busy meanwhile
     timings: dict[str, Timing]
     skipped: dict[str, str]
     failed: dict[str, str]
-    peaks: dict[str, int] = field(default_factory=dict)  # bytes held, where that was asked for
+    peaks: dict[str, int] = field(default_factory=dict)  # peak bytes, if they were measured
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the cache that stands between `device` and its memory."""
+    """Return the size of the last cache between `device` and its memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     try:
@@ -61,9 +61,9 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def cache_flusher(device: torch.device) -> Callable[[], None]:
-    """A function that evicts every input from the cache by reading other memory.
+    """Return a function that evicts every input from the cache by reading other memory.
 
-    Reading, not writing: a written buffer would leave dirty lines behind, and their write-back
+    It reads and does not write, since a written buffer would leave dirty lines, whose write-back
     would be charged to the operation that evicts them.
     """
     buffer = torch.rand(FLUSH_FACTOR * cache_bytes(device) // 4, device=device)
@@ -76,10 +76,10 @@ def cache_flusher(device: torch.device) -> Callable[[], None]:
 
 
 def heap_trimmer() -> Callable[[], object]:
-    """A function that gives freed memory back to the system.
+    """Return a function that returns freed memory to the system.
 
-    Otherwise that happens at the first larger free() to come, most likely in the next provider's
-    run: 15 ms for the 256 MiB of temporaries that one run leaves behind.
+    Otherwise the next larger free() does this, most likely in the next provider's run. It takes
+    15 ms for the 256 MiB of temporaries that one run leaves behind.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim  # glibc's
@@ -103,11 +103,11 @@ def cpu_clock(flush: Callable[[], None]) -> Clock:
 
 
 def cuda_clock(flush: Callable[[], None]) -> Clock:
-    """Device events around the run.
+    """Return a clock that uses device events around the run.
 
-    Everything is queued before the host waits. Several flushes hide the time that the host needs to
-    queue the start event and a run behind it, as earlier work does in training: what it needs
-    beyond the millisecond that they take shows.
+    Everything is queued before the host waits. Several flushes take a millisecond. They hide the
+    time in which the host queues the start event and the run, as earlier work does in training.
+    Only the host's time beyond that millisecond shows.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
@@ -125,7 +125,7 @@ def cuda_clock(flush: Callable[[], None]) -> Clock:
 
 
 def captured(provider: Provider) -> Provider:
-    """The same provider with its run replayed from a CUDA graph, free of launch gaps."""
+    """Return the provider with its run replayed from a CUDA graph, without launch gaps."""
     graph = torch.cuda.CUDAGraph()
     provider.restore()
     with torch.cuda.graph(graph):
@@ -139,9 +139,9 @@ def interleaved(
     rounds: int,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Times every provider once a round, each round starting with the next provider.
+    """Time every provider once per round; each round starts with the next provider.
 
-    A drift of clocks or a busy neighbour then falls on all of them alike.
+    So a drift of clocks or a busy neighbour affects all of them alike.
     """
     samples: dict[str, list[float]] = {provider.name: [] for provider in providers}
     with no_garbage_collection():
@@ -155,9 +155,10 @@ def interleaved(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """As timeit does: a collection is charged to whoever allocates next, not to whom it is due.
+    """Disable garbage collection, as timeit does.
 
-    With the compiler's objects about, one takes 15 ms, as long as what is measured.
+    A collection is charged to the provider that allocates next, even if others left the garbage.
+    With the compiler's objects in memory, it takes 15 ms, as long as the runs that are measured.
     """
     gc.collect()
     gc.disable()

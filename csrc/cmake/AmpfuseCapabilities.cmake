@@ -1,5 +1,5 @@
-# Compiles sources under cpu/vec/ once per instruction set, each into a namespace of its own
-# (csrc/cpu/capability.h). Flags follow torch's, whose at::vec headers they select.
+# Compiles sources under cpu/vec/ once per instruction set, each time into its own namespace
+# (csrc/cpu/capability.h). The flags are torch's, and select the code in its at::vec headers.
 
 function(ampfuse_add_vec_sources target)
   set(capabilities DEFAULT)
@@ -16,8 +16,8 @@ function(ampfuse_add_vec_sources target)
     set(object ${target}_vec_${capability})
     add_library(${object} OBJECT ${ARGN})
     target_compile_definitions(${object} PRIVATE CPU_CAPABILITY=${capability} ${x86})
-    # Without contraction into fused multiply-adds results are the formulae's, whatever the compiler
-    # makes of a loop; where a formula wants one, it says so.
+    # The compiler must not contract products and sums into fused multiply-adds, so that results
+    # do not depend on how it transforms a loop. A formula that needs one calls it explicitly.
     target_compile_options(${object} PRIVATE ${flags_${capability}} -fno-math-errno
                                              -fno-trapping-math -ffp-contract=off)
     target_link_libraries(${object} PRIVATE ampfuse::torch)
@@ -26,8 +26,8 @@ function(ampfuse_add_vec_sources target)
                                                VISIBILITY_INLINES_HIDDEN ON)
     ampfuse_own_sources(${object})
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-      # gcc 12 takes the deliberately undefined operands inside its own AVX-512 headers for bugs, and
-      # tells of every vector passed by value that gcc 4.6 passed otherwise.
+      # gcc 12 warns about the deliberately undefined operands in its own AVX-512 headers. It also
+      # reports each vector that is passed by value, because gcc 4.6 passed vectors differently.
       target_compile_options(${object} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized
                                                -Wno-psabi)
     endif()

@@ -1,4 +1,5 @@
-# ampfuse::catch2: Catch2 of either major version, with a main(). Empty AMPFUSE_CATCH2 means none.
+# Defines the target ampfuse::catch2: Catch2 of major version 2 or 3, with a main(). Sets
+# AMPFUSE_CATCH2 to true if Catch2 was found.
 
 find_package(Catch2 QUIET HINTS ${PROJECT_SOURCE_DIR}/.venv/catch2/usr)
 set(AMPFUSE_CATCH2 ${Catch2_FOUND})
@@ -6,7 +7,7 @@ if(Catch2_FOUND AND Catch2_VERSION VERSION_GREATER_EQUAL 3)
   add_library(ampfuse_catch2 INTERFACE)
   target_link_libraries(ampfuse_catch2 INTERFACE Catch2::Catch2WithMain)
 elseif(Catch2_FOUND)
-  # Version 2 is a header; its main() is compiled once, from the file that asks for it.
+  # Version 2 is header-only: its main() is compiled once for all tests, in tests/cpp/main.cpp.
   add_library(ampfuse_catch2 STATIC ${PROJECT_SOURCE_DIR}/tests/cpp/main.cpp)
   target_link_libraries(ampfuse_catch2 PUBLIC Catch2::Catch2)
 endif()
@@ -15,6 +16,6 @@ if(Catch2_FOUND)
   add_library(ampfuse::catch2 ALIAS ampfuse_catch2)
 else()
   message(WARNING "Catch2 was not found: no C++ tests are built. Debian, Ubuntu: apt install catch2")
-  # A run without them must not look like one that passed.
+  # This test always fails, so that a run without the C++ tests does not look like a pass.
   add_test(NAME catch2_is_installed COMMAND ${CMAKE_COMMAND} -E false)
 endif()

@@ -1,11 +1,12 @@
 # Decides whether the CUDA kernels are built (AMPFUSE_CUDA) and for which architectures.
 #
-# AUTO builds them for the GPUs that are here, or for those that TORCH_CUDA_ARCH_LIST names, and stops
-# with what to do where it cannot. Without a GPU and without a list it builds none. The GPUs are those
-# in AMPFUSE_GPUS, else those that nvidia-smi reports.
+# AUTO builds them for the architectures in TORCH_CUDA_ARCH_LIST or CMAKE_CUDA_ARCHITECTURES, else
+# for the GPUs of this machine: those in AMPFUSE_GPUS, else those that nvidia-smi reports. It builds
+# no kernels if all of these are empty or torch is a CPU build. If kernels are wanted but cannot be
+# built, configuration stops and prints the remedies.
 #
-# nvcc is looked for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and among the
-# CUDA packages that pip installs: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
+# nvcc is searched for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and in the
+# CUDA packages of pip: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
 
 set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders called nvidia, in which pip's CUDA packages are")
 set(AMPFUSE_GPUS "" CACHE STRING "Compute capabilities of the GPUs that torch sees (9.0;8.6)")
@@ -15,7 +16,8 @@ set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
 
 # Sets AMPFUSE_NVCC and AMPFUSE_CUDA_VERSION to the first nvcc of torch's CUDA version, else to the
-# first of its major version, with which minor releases are compatible. _ampfuse_seen lists all.
+# first one of the same major version (minor releases are compatible). _ampfuse_seen lists every
+# nvcc that was examined.
 macro(_ampfuse_find_nvcc)
   get_filename_component(_ampfuse_chosen "${CMAKE_CUDA_COMPILER}" DIRECTORY)
   get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
@@ -48,7 +50,7 @@ macro(_ampfuse_find_nvcc)
   list(REMOVE_DUPLICATES _ampfuse_seen)
 endmacro()
 
-# --- Are kernels wanted? _ampfuse_because says why, _ampfuse_refusal why none are built. ----------
+# --- Are kernels wanted? _ampfuse_because is the reason, _ampfuse_refusal why none are built. -----
 
 set(_ampfuse_because "")
 set(_ampfuse_refusal "")
@@ -57,7 +59,7 @@ find_program(_ampfuse_smi nvidia-smi NO_CACHE)
 if(_ampfuse_smi AND NOT _ampfuse_gpus AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
   execute_process(COMMAND "${_ampfuse_smi}" --query-gpu=compute_cap --format=csv,noheader TIMEOUT 20
                   OUTPUT_VARIABLE _ampfuse_text RESULT_VARIABLE _ampfuse_failed ERROR_QUIET)
-  if(_ampfuse_failed EQUAL 0)  # else the text is an error, with numbers of versions in it
+  if(_ampfuse_failed EQUAL 0)  # the text of a failure may contain version numbers
     string(REGEX MATCHALL "[0-9]+\\.[0-9]+" _ampfuse_gpus "${_ampfuse_text}")
     list(REMOVE_DUPLICATES _ampfuse_gpus)
   endif()
@@ -71,7 +73,7 @@ elseif(AMPFUSE_WITH_CUDA STREQUAL "OFF")
 elseif(AMPFUSE_WITH_CUDA STREQUAL "ON")
   set(_ampfuse_because "AMPFUSE_WITH_CUDA is ON")
 elseif(NOT AMPFUSE_TORCH_CUDA)
-  # Nobody who has a CPU build of torch expects kernels.
+  # With a CPU build of torch, AUTO builds no kernels and reports no error.
 elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
   set(_ampfuse_because "TORCH_CUDA_ARCH_LIST is $ENV{TORCH_CUDA_ARCH_LIST}")
 elseif(CMAKE_CUDA_ARCHITECTURES)
@@ -82,7 +84,7 @@ else()
   set(_ampfuse_refusal "there is no GPU here, and TORCH_CUDA_ARCH_LIST names none")
 endif()
 
-# --- With which nvcc, and for which GPUs? -----------------------------------------------------------
+# --- Choice of nvcc and of the architectures ------------------------------------------------------
 
 if(NOT _ampfuse_refusal AND NOT AMPFUSE_TORCH_CUDA)
   set(_ampfuse_refusal "torch ${AMPFUSE_TORCH_VERSION} is a CPU build")
@@ -97,7 +99,7 @@ elseif(NOT _ampfuse_refusal)
     if(_ampfuse_failed)
       set(_ampfuse_unfetched ", and it could not be fetched (see above)")
     endif()
-    list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # torch's may be elsewhere
+    list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # not always beside torch
     _ampfuse_find_nvcc()
   endif()
   if(NOT _ampfuse_seen)
@@ -118,7 +120,7 @@ if(NOT _ampfuse_refusal)
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
   if(NOT EXISTS "${_ampfuse_toolkit}/lib64" AND EXISTS "${_ampfuse_toolkit}/lib")
-    # pip's packages: nvcc looks in lib64 for what CMake's trial program links, and it is in lib.
+    # pip's packages have their libraries in lib, but nvcc links CMake's trial program with lib64.
     if(NOT DEFINED CMAKE_CUDA_FLAGS)
       set(CMAKE_CUDA_FLAGS "$ENV{CUDAFLAGS}")
     endif()
@@ -128,8 +130,8 @@ if(NOT _ampfuse_refusal)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   enable_language(CUDA)
 
-  # The runtime library is linked by its path, and torch's own where there is one: pip's package has
-  # libcudart.so.13 without the libcudart.so that -lcudart means.
+  # The runtime library is linked by its path, and is torch's own if torch brings one: pip's package
+  # has libcudart.so.13, but not the libcudart.so that -lcudart searches for.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
   if(AMPFUSE_CUDA_MAJOR LESS 13)
     set(AMPFUSE_CUDART_PACKAGE "cuda_runtime/lib")

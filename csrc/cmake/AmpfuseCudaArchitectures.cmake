@@ -1,7 +1,8 @@
-# Sets CMAKE_CUDA_ARCHITECTURES: from TORCH_CUDA_ARCH_LIST ("8.0 9.0+PTX"), else as it was given, else
-# for the GPUs that are here, and with AMPFUSE_WITH_CUDA=ON for all that torch was built for. CMake wants
-# 80-real for machine code alone and 90 for machine code and PTX. Not cached: the next configuration
-# decides anew.
+# Sets CMAKE_CUDA_ARCHITECTURES: to TORCH_CUDA_ARCH_LIST ("8.0 9.0+PTX") if that is set, else to the
+# value that the caller gave. Otherwise AMPFUSE_WITH_CUDA=AUTO uses the GPUs of this machine, and ON
+# uses all architectures that torch was built for. In CMake's notation 80-real means machine code
+# only, and 90 means machine code and PTX. The result is not cached: each configuration decides
+# again.
 
 execute_process(COMMAND "${AMPFUSE_NVCC}" --list-gpu-arch OUTPUT_VARIABLE _ampfuse_text)
 string(REGEX MATCHALL "[0-9]+" _ampfuse_compilable "${_ampfuse_text}")
@@ -38,7 +39,7 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
                      "capability ${_ampfuse_arch} that is here")
     endif()
   endforeach()
-  if(NOT _ampfuse_wanted)  # nor does torch compute on it
+  if(NOT _ampfuse_wanted)  # no error, since torch does not support these GPUs either
     set(_ampfuse_refusal "CUDA ${AMPFUSE_CUDA_VERSION} does not compile for any GPU that is here")
     set(_ampfuse_because "")
   endif()
@@ -46,7 +47,7 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
 elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   string(REGEX MATCHALL "[0-9]+" _ampfuse_archs "${AMPFUSE_TORCH_ARCHS}")
   if(NOT _ampfuse_archs)
-    set(_ampfuse_archs 75 80 86 90 100 120)  # as in torch's wheels for CUDA 13
+    set(_ampfuse_archs 75 80 86 90 100 120)  # those of torch's wheels for CUDA 13
   endif()
   set(_ampfuse_wanted "")
   foreach(_ampfuse_arch IN LISTS _ampfuse_archs)
@@ -54,7 +55,7 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES)
       list(APPEND _ampfuse_wanted "${_ampfuse_arch}-real")
     endif()
   endforeach()
-  # The last one brings PTX for what comes after it.
+  # The newest architecture also gets PTX, for GPUs that are newer still.
   list(SORT _ampfuse_wanted COMPARE NATURAL)
   list(REMOVE_DUPLICATES _ampfuse_wanted)
   list(POP_BACK _ampfuse_wanted _ampfuse_last)

@@ -1,4 +1,4 @@
-# What find_package(ampfuse) finds: lib/, include/ampfuse/ and share/cmake/ampfuse/.
+# Installs the files for find_package(ampfuse): lib/, include/ampfuse/ and share/cmake/ampfuse/.
 
 include(CMakePackageConfigHelpers)
 
@@ -8,7 +8,7 @@ install(DIRECTORY csrc/include/ampfuse DESTINATION include FILES_MATCHING PATTER
 install(FILES ${PROJECT_BINARY_DIR}/include/ampfuse/version.h DESTINATION include/ampfuse)
 install(EXPORT ampfuseTargets NAMESPACE ampfuse:: DESTINATION ${_ampfuse_cmake_dir})
 
-# A wheel is beside its torch wherever it goes; other builds know the torch they were built for.
+# A wheel finds torch beside itself. Other builds store the path of the torch they were built for.
 set(AMPFUSE_TORCH_HINT "")
 if(NOT AMPFUSE_BESIDE_TORCH)
   set(AMPFUSE_TORCH_HINT "${AMPFUSE_TORCH_ROOT}")

@@ -1,4 +1,5 @@
-# The pybind11 module ampfuse._C, and what ampfuse/__init__.py reads before it loads any library.
+# Builds the pybind11 module ampfuse._C, and writes build_info.json, which ampfuse/_library.py reads
+# before it loads any library.
 
 find_package(Python REQUIRED COMPONENTS Interpreter OPTIONAL_COMPONENTS Development.Module)
 if(NOT Python_Development.Module_FOUND)
@@ -18,8 +19,8 @@ set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden INSTALL_RPATH "
 ampfuse_own_sources(_C)
 install(TARGETS _C LIBRARY DESTINATION .)
 
-# The torch a library was built for must be known before loading it: loaded into another one it dies
-# of an undefined symbol.
+# Python compares this version with torch's before it loads the library: with another torch, loading
+# fails with an undefined symbol.
 file(CONFIGURE OUTPUT build_info.json CONTENT [[{"torch_version": "@AMPFUSE_TORCH_VERSION@"}
 ]] @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/build_info.json DESTINATION .)

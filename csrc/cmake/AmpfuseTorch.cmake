@@ -1,13 +1,15 @@
-# Finds torch and describes it as the target ampfuse::torch. Used by the build and, installed, by
-# find_package(ampfuse).
+# Finds torch and defines the target ampfuse::torch for it. The build includes this file, and
+# find_package(ampfuse) includes the installed copy.
 #
-# torch's own package is not used: with a CUDA build of torch it stops with a fatal error where there
-# is no CUDA toolkit, which neither a CPU build nor a program that only links ampfuse needs.
+# torch's own CMake package is not used: for a CUDA build of torch it stops with a fatal error if
+# the CUDA toolkit is missing, which neither a CPU build nor a program that only links ampfuse
+# needs.
 #
-# Looked for in AMPFUSE_TORCH_ROOT, CMAKE_PREFIX_PATH and Torch_DIR (as for find_package(Torch)),
-# beside an ampfuse installed in Python's packages, in AMPFUSE_TORCH_HINT, then by asking python3.
-# Sets AMPFUSE_TORCH_ROOT, AMPFUSE_TORCH_VERSION, AMPFUSE_TORCH_CUDA (empty in a CPU build of torch)
-# and AMPFUSE_TORCH_INCLUDE_DIRS, or AMPFUSE_TORCH_PROBLEM when there is no torch.
+# torch is searched for in AMPFUSE_TORCH_ROOT, CMAKE_PREFIX_PATH and Torch_DIR (as for
+# find_package(Torch)), beside an ampfuse installed in Python's packages, in AMPFUSE_TORCH_HINT, and
+# last by importing it in Python. Sets AMPFUSE_TORCH_ROOT, AMPFUSE_TORCH_VERSION, AMPFUSE_TORCH_CUDA
+# (empty for a CPU build of torch) and AMPFUSE_TORCH_INCLUDE_DIRS. If torch is not found, sets
+# AMPFUSE_TORCH_PROBLEM instead.
 
 set(AMPFUSE_TORCH_PROBLEM "")
 
@@ -25,7 +27,7 @@ if(NOT AMPFUSE_TORCH_ROOT)
         OUTPUT_VARIABLE _ampfuse_root OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
     endif()
   endif()
-  if(_ampfuse_root)  # a failure is not cached: the next configure looks again
+  if(_ampfuse_root)  # a failure is not cached: the next configuration searches again
     set(AMPFUSE_TORCH_ROOT "${_ampfuse_root}" CACHE PATH "Folder of torch: include/ and lib/ are in it" FORCE)
   endif()
 endif()
@@ -35,7 +37,8 @@ if(NOT EXISTS "${AMPFUSE_TORCH_ROOT}/include/torch/csrc/api/include/torch/versio
   return()
 endif()
 
-# Python's torch says what it is in version.py, a LibTorch archive in build-version ("2.11.0+cu130").
+# Python's torch has its version in version.py, a LibTorch archive in build-version
+# ("2.11.0+cu130").
 if(EXISTS "${AMPFUSE_TORCH_ROOT}/version.py")
   file(READ "${AMPFUSE_TORCH_ROOT}/version.py" _ampfuse_text)
   string(REGEX MATCH "__version__ = '([0-9]+(\\.[0-9]+)*)" _ "${_ampfuse_text}")

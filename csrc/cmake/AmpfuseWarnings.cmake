@@ -1,12 +1,13 @@
-# How our own sources are compiled: several at a time, with warnings, which are errors unless
-# CMAKE_COMPILE_WARNING_AS_ERROR is off, and threads through OpenMP.
+# Compiler settings of ampfuse's own sources: several are compiled at a time, with warnings (errors
+# unless CMAKE_COMPILE_WARNING_AS_ERROR is off) and with OpenMP for threads.
 
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 
-# Replaces a target's C++ sources by files that include up to eight of them each. Torch's headers take
-# 6 s of a small file's 7, and 12 of one that has optimizers or autograd. Names in anonymous namespaces
-# are shared by the files of a batch, and must differ. CMake's own UNITY_BUILD includes by absolute
-# paths: for ccache the batches of another checkout would be other files.
+# Replaces a target's C++ sources with batches: files that include up to eight sources each. Torch's
+# headers take 6 s of the 7 s that a small file takes to compile, and 12 s in a file that includes
+# optimizers or autograd. The sources of a batch share one anonymous namespace, so the names in it
+# must differ. CMake's own UNITY_BUILD includes by absolute path, which makes ccache miss the
+# batches of another checkout.
 function(ampfuse_in_batches target)
   get_target_property(sources ${target} SOURCES)
   set(others "")
@@ -24,7 +25,7 @@ function(ampfuse_in_batches target)
   math(EXPR size "(${count} + ${batches} - 1) / ${batches}")
   set(folder ${PROJECT_BINARY_DIR}/batches)
   file(MAKE_DIRECTORY ${folder})
-  file(REAL_PATH ${folder} folder)  # "../" of a folder behind a link is not what its path says
+  file(REAL_PATH ${folder} folder)  # behind a link, "../" is not the parent in the path
   foreach(number RANGE 1 ${batches})
     math(EXPR start "(${number} - 1) * ${size}")
     list(SUBLIST batched ${start} ${size} sources)
@@ -44,7 +45,7 @@ function(ampfuse_own_sources target)
   if(AMPFUSE_UNITY)
     ampfuse_in_batches(${target})
   endif()
-  # at::parallel_for is a header that runs serially, and says nothing, without -fopenmp.
+  # Without -fopenmp, at::parallel_for (a header) runs serially and does not warn.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${OpenMP_CXX_FLAGS}>)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>
                                            $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>)

@@ -1,10 +1,11 @@
-// A panel is some rows of a, or columns of b, with their numbers in the order in which they are
-// multiplied: two neighbours in k of each row, then the next two. One instruction multiplies a pair
-// of one row of a by pairs of 16 columns of b and adds both to 16 sums.
+// Both operands are copied into panels. A panel holds a few rows of a, or columns of b, in the
+// order in which they are multiplied: first the pair of elements k = 0 and 1 of each row, then the
+// pair k = 2 and 3, and so on. One instruction multiplies a pair of one row of a by the pairs of 16
+// columns of b, and adds both products to 16 sums.
 //
-// The operand that is the smaller, and so is read again and again, becomes panels first. Threads
-// then go through the other, some lines of it and a block of k at a time, whose panels stay in
-// their caches.
+// The smaller operand is packed first, because it is read repeatedly. The threads then share the
+// lines of the other operand. A thread packs a few lines and one block of k at a time, so that
+// these panels stay in its cache.
 #include "bfloat16_product.h"
 
 #include <ATen/Parallel.h>
@@ -17,7 +18,8 @@
 
 #if defined(AMPFUSE_X86)
 #include <immintrin.h>
-// Of these functions alone: what headers bring along inline shall run anywhere.
+// Enables the instructions only for the functions in this file. A compiler flag would also enable
+// them for inline functions of headers, which must run on any processor.
 #define AMPFUSE_BF16_INSTRUCTIONS \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #endif
@@ -28,16 +30,16 @@ namespace ampfuse {
 
 namespace {
 
-using Pair = uint32_t;  // of bfloat16 numbers
+using Pair = uint32_t;  // two bfloat16 numbers
 constexpr int64_t kLanes = 16;
-constexpr int64_t kRows = 8;              // of a panel of a
-constexpr int64_t kColumns = 3 * kLanes;  // of a panel of b: 24 sums are in registers
-constexpr int64_t kBlock = 512;           // pairs: 16 KiB of a panel of a, 96 of one of b
-constexpr int64_t kKeptPairs = 4096;      // of what is read again and again
+constexpr int64_t kRows = 8;              // rows in a panel of a
+constexpr int64_t kColumns = 3 * kLanes;  // columns in a panel of b: 24 registers hold the sums
+constexpr int64_t kBlock = 512;           // pairs: 16 KiB of a panel of a, 96 KiB of a panel of b
+constexpr int64_t kKeptPairs = 4096;      // pairs of the smaller operand that are packed at a time
 constexpr int64_t kGroup = 48;            // rows or columns that a thread takes at a time
 static_assert(kGroup % kRows == 0 && kGroup % kColumns == 0);
 
-// An operand as rows whose numbers are added up along k.
+// An operand as lines along k, the dimension that is summed: rows of a, or columns of b.
 struct Lines {
   const uint16_t* data;
   int64_t line_stride;
@@ -46,7 +48,8 @@ struct Lines {
   int64_t k;
 };
 
-// Of `width` lines from `first` on, pairs from `first_k` on; zeros where there are none.
+// Packs `pairs` pairs from `first_k` on, of `width` lines from `first` on. Elements after the end
+// are zeros.
 AMPFUSE_BF16_INSTRUCTIONS void pack_panel(const Lines& lines, int64_t first, int64_t width,
                                           int64_t first_k, int64_t pairs, Pair* panel) {
   const int64_t here = std::min(width, lines.count - first);
@@ -70,13 +73,14 @@ AMPFUSE_BF16_INSTRUCTIONS void pack_panel(const Lines& lines, int64_t first, int
     }
   }
   if (whole == pairs) return;
-  for (int64_t line = 0; line < here; ++line) {  // the last of an odd number
+  for (int64_t line = 0; line < here; ++line) {  // k is odd: the last element has no pair
     panel[whole * width + line] =
         lines.data[(first + line) * lines.line_stride + (first_k + 2 * whole) * lines.k_stride];
   }
 }
 
-// Sums of kRows rows and kColumns columns.
+// Computes the kRows · kColumns sums of two panels, and writes or adds the first `rows` · `columns`
+// of them to c.
 AMPFUSE_BF16_INSTRUCTIONS void multiply(const Pair* a, const Pair* b, int64_t pairs, int64_t rows,
                                         int64_t columns, bool add, float* c, int64_t c_stride) {
   __m512 sums[kRows][3];

@@ -1,13 +1,15 @@
 // Sources under cpu/vec/ are compiled once per instruction set, each time into the namespace
-// CPU_CAPABILITY, which is DEFAULT, AVX2 or AVX512 then. This header declares all of a function's
-// compilations and chooses one as torch chose its own (ATEN_CPU_CAPABILITY overrides both).
+// CPU_CAPABILITY, a macro that is DEFAULT, AVX2 or AVX512. The macros below declare all versions of
+// a function and choose the one for the instruction set that torch uses. The environment variable
+// ATEN_CPU_CAPABILITY overrides torch's choice, and with it this one.
 #pragma once
 
 namespace ampfuse {
 
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
-/// What this processor and this build both have.
+/// Returns the instruction set of the kernels in use: torch's, or the default if this build lacks
+/// it.
 Capability capability();
 
 }  // namespace ampfuse

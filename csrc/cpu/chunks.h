@@ -1,5 +1,5 @@
-// The CPU side of a multi-tensor op: a list cut into chunks, which threads share evenly where the
-// list has long tensors.
+// A list of tensors as the CPU kernels of multi-tensor ops see it: chunks, which threads share
+// evenly if the work is large enough.
 #pragma once
 
 #include <functional>
@@ -14,9 +14,9 @@ struct Chunk {
   void* data;
   int64_t size;
   at::ScalarType dtype;
-  int64_t number;  // counted through the whole list
-  size_t tensor;   // its place in the list
-  int64_t offset;  // of the first element in the tensor
+  int64_t number;  // index of the chunk in the whole list
+  size_t tensor;   // index of the tensor in the list
+  int64_t offset;  // index of the first element in the tensor
 };
 
 class Chunks {
@@ -25,21 +25,21 @@ class Chunks {
 
   int64_t count() const { return first_.back(); }
 
-  /// The chunks [begin(i), end(i)) are those of tensor i, none when it is empty.
+  /// Tensor i has the chunks [begin(i), end(i)). An empty tensor has none.
   int64_t begin(size_t tensor) const { return first_[tensor]; }
   int64_t end(size_t tensor) const { return first_[tensor + 1]; }
 
-  /// Calls `visit` once for each chunk, from torch's intra-op threads where they pay.
+  /// Calls `visit` once for each chunk, on torch's intra-op threads if that is faster.
   void parallel_for(const std::function<void(const Chunk&)>& visit) const;
 
  private:
   void visit_range(const std::function<void(const Chunk&)>& visit, int64_t begin,
                    int64_t end) const;
 
-  std::vector<TensorRun> runs_;  // per tensor
-  std::vector<int64_t> first_;   // per tensor, and the total: number of its first chunk
-  std::vector<int64_t> effort_;  // likewise: work before it, in elements
-  bool has_long_ = false;        // whether a tensor is worth several threads
+  std::vector<TensorRun> runs_;  // one per tensor
+  std::vector<int64_t> first_;   // index of each tensor's first chunk, then the number of chunks
+  std::vector<int64_t> effort_;  // effort before each tensor, in elements, then the total effort
+  bool has_long_ = false;        // true if a tensor is worth several threads
 };
 
 }  // namespace ampfuse

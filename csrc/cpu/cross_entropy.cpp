@@ -12,8 +12,8 @@ namespace ampfuse {
 
 namespace {
 
-// Refuses targets that are no classes; what they weigh together, added up in the same order
-// whatever the number of threads.
+// Throws if a target is out of range. Returns the total weight of the targets, added in an order
+// that does not depend on the number of threads.
 double check_targets(const CpuRows& rows) {
   if (rows.has_probabilities()) return static_cast<double>(rows.count());
   constexpr int64_t kRows = 16384;

@@ -1,5 +1,6 @@
-// A thread takes rows, or where rows are fewer than threads the blocks of one row: results are
-// joined in the order of blocks either way, so that nothing depends on how many threads there are.
+// Threads share the rows. If there are fewer rows than threads, they share the blocks of one row at
+// a time. In both cases results are joined in the order of the blocks, so that they do not depend
+// on the number of threads.
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -13,7 +14,7 @@ namespace {
 
 using RowPart = math::RowPart<double>;
 
-// Calls visit(block) for each: on threads of its own, or on this one.
+// Calls visit(block) for each block, on several threads or on this one.
 template <typename Visit>
 void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
   const auto some = [&](int64_t begin, int64_t end) {
@@ -22,8 +23,9 @@ void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
   in_parallel ? at::parallel_for(0, blocks, 1, some) : some(0, blocks);
 }
 
-// Calls visit(row, whether its blocks are for several threads, `scratch` bytes) for each row. What
-// is written over wider logits that are read next is for one thread.
+// Calls visit(row, in_parallel, memory) for each row, with `scratch` bytes of memory. `in_parallel`
+// is true if several threads share the blocks of the row. They do not if `is_narrowed`: a narrower
+// gradient that overwrites the logits lies over earlier blocks, which must have been read before.
 template <typename Visit>
 void each_row(const CpuRows& rows, bool is_narrowed, int64_t scratch, const Visit& visit) {
   c10::Allocator* const allocator = c10::GetCPUAllocator();
@@ -39,7 +41,8 @@ void each_row(const CpuRows& rows, bool is_narrowed, int64_t scratch, const Visi
                    });
 }
 
-// The class of the first largest logit of a row; a NaN is larger than all numbers, as in torch.
+// Returns the class of the row's largest logit, the first one if several are equal. A NaN is larger
+// than all numbers, as in torch.
 int64_t argmax_of(const CpuRows& rows, int64_t row) {
   const auto argmax_of_block = AMPFUSE_CHOOSE(row_argmax);
   int64_t argmax = 0;
@@ -60,7 +63,7 @@ void put_loss(const ForwardResults& results, int64_t row, double loss) {
   }
 }
 
-// Memory for a row: of what its blocks tell, then of its exponentials.
+// Memory for one row: the RowParts of its blocks, then its exponentials.
 class RowScratch {
  public:
   RowScratch(const CpuRows& rows, void* memory)
@@ -83,7 +86,8 @@ class RowScratch {
   char* exponentials_;
 };
 
-// What all of a row tells; leaves what its blocks do, and their exponentials.
+// Returns the RowPart of the whole row. Leaves those of its blocks, and their exponentials, in
+// `scratch`.
 RowPart part_of_row(const CpuRows& rows, int64_t row, bool in_parallel, bool with_metrics,
                     const RowScratch& scratch) {
   const auto part = AMPFUSE_CHOOSE(row_part);
@@ -105,7 +109,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
     put_loss(results, row, 0);
     if (results.statistics != nullptr) results.statistics[row] = {};
   }
-  // Metrics are of the logits, which zeros may replace.
+  // Call this after the metrics are computed: the zeros may overwrite the logits.
   const auto put_zeros = [&] {
     if (results.grad.is_wanted()) results.grad.zero(row);
   };
@@ -126,7 +130,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
       math::row_gradient(loss.statistics, whole.reference, target.share, rows.terms(), scale);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
-    // Exponentials are relative to their block's reference. Of nothing but -infinity, they are 0.
+    // Exponentials are relative to their block's reference. They are 0 if all logits are -infinity.
     const RowPart& part = scratch.part(block);
     const bool is_nothing = part.largest == math::minus_infinity<double>();
     const double below = is_nothing ? 0 : whole.reference - part.reference;
@@ -148,7 +152,7 @@ void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& res
 
 void shard_by_row(const CpuRows& rows, const ShardResults& results) {
   const bool with_metrics = results.argmax != nullptr;
-  constexpr bool kIsNarrowed = false;  // nothing is written where logits are
+  constexpr bool kIsNarrowed = false;  // the logits are not overwritten
   each_row(rows, kIsNarrowed, RowScratch::bytes(rows),
            [&](int64_t row, bool in_parallel, void* memory) {
              if (rows.is_ignored(row) && !with_metrics) return;

@@ -1,4 +1,4 @@
-// A thread takes tiles of rows, whose sums of losses are added up in the order of tiles.
+// Threads share tiles of rows. The sums of the tiles' losses are added in the order of the tiles.
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -8,7 +8,7 @@ namespace ampfuse {
 
 namespace {
 
-// Calls visit(tile, its number, where its first row is, memory for it) for each.
+// Calls visit(tile, index of the tile, location of its first row, memory) for each tile.
 template <typename Visit>
 void each_tile(const CpuRows& rows, const Visit& visit) {
   at::parallel_for(0, rows.tiles(), worth_a_thread(rows.classes() * kTileRows),

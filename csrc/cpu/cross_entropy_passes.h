@@ -1,4 +1,4 @@
-// The passes over a call's rows: row by row, or tile by tile.
+// The passes over the rows of a call: row by row, or tile by tile.
 #pragma once
 
 #include "../math/cross_entropy_shards.h"
@@ -6,13 +6,14 @@
 
 namespace ampfuse {
 
-/// What forward leaves. Losses are those of rows where these are asked for, else sums in an order
-/// that does not depend on threads: of rows, or of tiles.
+/// Outputs of forward. If `is_each` (reduction "none"), `each_loss` gets the loss of each row.
+/// Otherwise `losses` gets the loss of each row or the sum of each tile, so that the caller can add
+/// them in an order that does not depend on threads.
 struct ForwardResults {
   bool is_each;
   NumberWriter each_loss;
   double* losses;
-  math::RowStatistics* statistics;  // or null
+  math::RowStatistics* statistics;  // may be null
   RowWriter grad;
   bool with_metrics;
   NumberWriter lse;
@@ -20,17 +21,18 @@ struct ForwardResults {
   int64_t* argmax;
 };
 
-/// What backward knows.
+/// Inputs of backward.
 struct BackwardInputs {
   const math::RowStatistics* statistics;
-  const double* upstream;  // one number, or one for each row
+  const double* upstream;  // one number, or one per row if `is_each`
   bool is_each;
   double divide_by;
 
   double scale(int64_t row) const { return upstream[is_each ? row : 0] / divide_by; }
 };
 
-/// What rows of a shard of their classes leave; argmax among these, or null.
+/// Outputs for the rows of a shard: partial results, and the index of the largest logit among the
+/// shard's classes (may be null).
 struct ShardResults {
   math::ShardPart* parts;
   int64_t* argmax;
@@ -45,7 +47,7 @@ void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const R
 void shard_by_row(const CpuRows& rows, const ShardResults& results);
 void shard_by_tile(const CpuRows& rows, const ShardResults& results);
 
-/// Rows, or tiles, that make a thread worth its while when each has so many logits.
+/// Returns the number of rows, or tiles, that is worth a thread if each has this many logits.
 inline int64_t worth_a_thread(int64_t logits) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, logits));
 }

@@ -13,11 +13,11 @@ namespace ampfuse {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kSomePages = 256 << 10;     // bytes; fewer are not worth a call
-constexpr int64_t kHoldsLargePage = 4 << 20;  // wherever it begins
-constexpr int64_t kStaysInCache = 16 << 20;   // more would be cleared long before it is written
+constexpr int64_t kSomePages = 256 << 10;     // bytes; a call for fewer is not worth it
+constexpr int64_t kHoldsLargePage = 4 << 20;  // bytes; has a whole page of 2 MiB wherever it begins
+constexpr int64_t kStaysInCache = 16 << 20;   // bytes; more leaves the cache before it is written
 
-// Both are wishes: where one is not granted, all stays as it was.
+// Both kinds of advice are optional: if the system refuses one, nothing changes.
 [[maybe_unused]] void wish_for(char* begin, int64_t size, int advice) {
 #if defined(__linux__)
   static_cast<void>(madvise(begin, static_cast<size_t>(size), advice));

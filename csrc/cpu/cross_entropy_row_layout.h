@@ -1,4 +1,4 @@
-// Where rows of logits, their gradient and their numbers are in memory.
+// Memory layout of rows of logits, of their gradient and of the results per row.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,16 +9,16 @@
 
 namespace ampfuse {
 
-/// A row, and where it is: an entry of the batch and a place in it, or where rows are in one piece
-/// the row and 0.
+/// A row and its location. In [batch, classes, positions], `entry` is the index in the batch and
+/// `place` the position. In [rows, classes], `entry` is the row and `place` is 0.
 struct RowPlace {
   int64_t row;
   int64_t entry;
   int64_t place;
 };
 
-/// The rows of [rows, classes] or [batch, classes, places]. They may be short and many, so that
-/// tensors are asked once.
+/// Addresses of the rows of [rows, classes] or [batch, classes, positions]. Sizes and strides are
+/// read from the tensor only once, because there may be many short rows.
 class RowPlaces {
  public:
   RowPlaces() = default;
@@ -39,13 +39,13 @@ class RowPlaces {
  private:
   bool by_row_ = true;
   int64_t places_ = 1;
-  int64_t stride_ = 0;  // from a row, or an entry of the batch, to the next
+  int64_t stride_ = 0;  // from one row, or entry of the batch, to the next
   int64_t class_stride_ = 1;
   int64_t item_bytes_ = 0;
 };
 
-/// Rows to write to. The pointer is asked for once, on one thread: memory that is shared until it
-/// is written is made its own by that.
+/// Rows to write to. The constructor requests the pointer once, on one thread, because this makes a
+/// lazy clone allocate its own memory.
 class RowWriter {
  public:
   RowWriter() = default;
@@ -60,7 +60,7 @@ class RowWriter {
   void* at(int64_t row, int64_t first) const { return data_ + places_.offset(row, first); }
   void* at(const RowPlace& row) const { return data_ + places_.offset(row); }
   TileLayout layout() const { return places_.layout(); }
-  // Where they are in one piece.
+  // Requires rows with contiguous classes.
   void zero(int64_t row) const { std::memset(at(row, 0), 0, bytes_); }
 
  private:
@@ -70,7 +70,7 @@ class RowWriter {
   int64_t bytes_ = 0;
 };
 
-/// Numbers to write to that are float or double.
+/// A float or double tensor to write numbers to.
 class NumberWriter {
  public:
   NumberWriter() = default;

@@ -1,4 +1,4 @@
-// What a call's kernels ask about its rows.
+// The rows of a call as CPU kernels read them.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ class CpuRows {
     probability_places_ = RowPlaces(arguments.target);
   }
 
-  // Whether this writes narrower numbers where rows begin. It stays behind what is still to be read
-  // of a row by whoever goes through its classes in their order.
+  // True if the gradient has a narrower dtype and overwrites the logits, each row from its start.
+  // If the classes of a row are processed in order, each logit is read before it is overwritten.
   bool are_narrowed_by(const RowWriter& grad) const {
     return grad.is_wanted() && grad.dtype() != input_dtype_ && grad.at(0, 0) == input_;
   }
@@ -44,9 +44,9 @@ class CpuRows {
   bool has_probabilities() const { return has_probabilities_; }
   const math::LossTerms<double>& terms() const { return terms_; }
 
-  // Whether they are gone through tile by tile.
+  // True if the rows are processed tile by tile.
   bool are_tiled() const { return places_ > 0 || classes_ <= kFewClasses; }
-  // All rows of a tile are of one entry of the batch.
+  // All rows of a tile belong to the same entry of the batch.
   int64_t tiles() const {
     return places_ == 0 ? tiles_of(count_) : tiles_of(places_) * (count_ / places_);
   }
@@ -57,7 +57,7 @@ class CpuRows {
     const int64_t place = (tile - entry * each) * kTileRows;
     return {entry * places_ + place, entry, place};
   }
-  // The one whose first row is there.
+  // Returns the tile whose first row is `first`.
   Tile tile(const RowPlace& first) const {
     const int64_t rest = places_ == 0 ? count_ - first.row : places_ - first.place;
     Tile tile = {input_ + input_places_.offset(first),
@@ -79,7 +79,7 @@ class CpuRows {
     return tile;
   }
 
-  // What some rows' targets weigh together; and the first row whose target is no class, or -1.
+  // Total weight of the targets of some rows, and the first row with a target out of range (or -1).
   struct Weighed {
     double weight = 0;
     int64_t bad_row = -1;
@@ -105,7 +105,7 @@ class CpuRows {
     return all;
   }
 
-  // An index, or -1 where there are probabilities.
+  // Returns the target class, or -1 if targets are probabilities.
   int64_t target(int64_t row) const {
     int64_t target = -1;
     with_targets(row, [&](const auto* targets) { target = *targets; });
@@ -134,19 +134,20 @@ class CpuRows {
     }
   }
 
-  // None where a target is elsewhere, among classes that are not here.
+  // Returns no target if the row is ignored, if its target is on another shard, or if targets are
+  // probabilities.
   math::RowTarget<double> row_target(int64_t row) const {
     if (has_probabilities_ || is_ignored(row) || target(row) == math::kElsewhere) return {};
     return {true, math::softcapped(logit(row, target(row)), terms_.softcap),
             target_share(target(row))};
   }
 
-  // Its B.
+  // B of the target class (math/cross_entropy.h).
   double target_share(int64_t target) const {
     return target < 0 ? 0 : weight(target) * (terms_.of_target + terms_.uniform);
   }
 
-  // Of an ignored row no class is its target, though `ignore_index` may be one.
+  // An ignored row has no target, even if `ignore_index` is a class.
   Logits logits(int64_t row, int64_t block) const {
     const int64_t first = block * kClassBlock;
     const int64_t count = std::min(kClassBlock, classes_ - first);
@@ -167,7 +168,7 @@ class CpuRows {
     return shares;
   }
 
-  // Of the exponentials of so many blocks.
+  // Size of the exponentials of this many blocks.
   int64_t exponentials_bytes(int64_t blocks) const {
     return blocks * kExponentials * number_bytes_;
   }
@@ -177,16 +178,17 @@ class CpuRows {
     return AMPFUSE_CHOOSE(row_reference)(input_dtype_, largest);
   }
 
-  // Of what the blocks of a row tell, kept apart from what follows.
+  // Size of the RowParts of a row's blocks, in whole cache lines of 64 bytes.
   int64_t parts_bytes() const {
     return (blocks() * static_cast<int64_t>(sizeof(math::RowPart<double>)) + 63) / 64 * 64;
   }
 
  private:
-  // Far beyond, to put a row's classes into lanes and back takes longer than a row by itself.
+  // For far more classes, moving the rows of a tile into lanes and back takes longer than
+  // processing them row by row.
   static constexpr int64_t kFewClasses = 128;
 
-  // Calls visit(indices from `row` on), if there are indices.
+  // Calls visit(pointer to the targets from `row` on) if targets are indices.
   template <typename Visit>
   void with_targets(int64_t row, const Visit& visit) const {
     switch (target_dtype_) {
@@ -206,10 +208,10 @@ class CpuRows {
   const char* input_;
   c10::ScalarType input_dtype_;
   RowPlaces input_places_;
-  int64_t number_bytes_;  // of what is computed with
+  int64_t number_bytes_;  // size of a number of the arithmetic's type
   int64_t count_;
   int64_t classes_;
-  int64_t places_;  // 0 where rows are in one piece
+  int64_t places_;  // 0 if the classes of a row are contiguous
   const char* target_;
   c10::ScalarType target_dtype_;
   bool has_probabilities_;

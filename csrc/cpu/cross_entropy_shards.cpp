@@ -1,4 +1,5 @@
-// Rows whose classes other processes have, too: what those here tell, and what all tell together.
+// Rows whose classes are divided among ranks: look() computes the partial results of this rank's
+// classes, join() joins those of all ranks.
 #include "../ops/cross_entropy_shards.h"
 
 #include <ATen/Parallel.h>

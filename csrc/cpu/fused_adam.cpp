@@ -11,13 +11,14 @@ double value_or(const std::optional<at::Tensor>& scalar, double otherwise) {
   return scalar ? scalar->item<double>() : otherwise;
 }
 
-// Counts the step of every tensor. Most have taken equally many: these share one computation.
+// Increments the step count of every tensor. Most counts equal the one before: these share one
+// computation.
 std::vector<math::AdamStep<double>> count_steps(const std::vector<AdamTensor>& tensors,
                                                 const math::AdamOptions& options, double lr) {
   std::vector<math::AdamStep<double>> steps(tensors.size());
   float last = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {
-    // Each count is a cache line by itself.
+    // Each count is on its own cache line.
     if (t + 8 < tensors.size()) __builtin_prefetch(tensors[t + 8].step);
     const float count = *tensors[t].step += 1;
     steps[t] = t > 0 && count == last ? steps[t - 1] : math::adam_step<double>(options, lr, count);
@@ -37,7 +38,7 @@ AdamSpans spans_of(const AdamTensor& tensor, int64_t offset) {
   return advanced(spans, offset);
 }
 
-// The start of a tensor, or all of a tiny one. What follows the hardware foresees.
+// Prefetches the first 256 bytes of each column. The hardware prefetches the rest.
 void prefetch(const AdamTensor& tensor) {
   for (const void* data : tensor.data) {
     for (int64_t line = 0; data != nullptr && line < 4; ++line) {

@@ -27,7 +27,7 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
   const math::NormPartial total = math::norm_of_parts<kNorm>(
       static_cast<int64_t>(tensors.size()), [&](int64_t i) { return tensors[i]; },
       math::OneWorker());
-  // Cast here: fill_ would refuse a norm that is too large for float instead of making it infinite.
+  // A norm that is too large for float becomes infinite in this cast; fill_ would throw.
   AT_DISPATCH_FLOATING_TYPES(norms.scalar_type(), "multi_tensor_norm", [&] {
     auto* out = norms.template mutable_data_ptr<scalar_t>();
     for (const math::NormPartial& tensor : tensors) *out++ = static_cast<scalar_t>(tensor.norm);

@@ -5,7 +5,7 @@
 
 namespace ampfuse {
 
-/// From the chunks' partials to the outputs.
+/// Joins the partials of the chunks and writes the outputs.
 void write_norms(math::NormType type, const Chunks& chunks,
                  const std::vector<math::NormPartial>& partials, const NormOutputs& outputs);
 

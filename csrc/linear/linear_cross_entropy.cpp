@@ -1,5 +1,6 @@
-// A chunk of rows at a time: their logits, in memory that all chunks share; the loss, and its
-// gradient in the same pass; what that makes of the gradients of what the logits were made of.
+// Linear cross-entropy, one chunk of rows at a time. For each chunk: the logits, in memory that all
+// chunks share; the loss and the logits' gradient, in one pass; the chunk's part of the gradients
+// of hidden states, weight and bias.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
@@ -28,7 +29,7 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 using LinearChunk = LinearChunks::Chunk;
 
-// Products here are in the dtype that was chosen before.
+// Autocast must not change products: their dtype was chosen before.
 const c10::DispatchKeySet kAutocastKeys({c10::DispatchKey::AutocastCPU,
                                          c10::DispatchKey::AutocastCUDA});
 
@@ -38,8 +39,8 @@ void check_all_memory(const LinearCrossEntropyArguments& arguments) {
   if (arguments.bias) check_memory(kLinearCrossEntropy, "bias", *arguments.bias);
 }
 
-// What half gradients are multiplied by where nobody said what is to come: what makes them no
-// larger than 1.
+// Returns the scale of half gradients for a call without grad_scale. With it, the logits' gradients
+// are no larger than 1.
 at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
   const at::Tensor scale = arguments.options.is_mean()
                                ? divisor.to(at::kFloat)
@@ -48,12 +49,12 @@ at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Te
   return weight ? scale / weight->abs().amax().clamp_min(1) : scale;
 }
 
-// Of a tensor with one entry per row, or none at all.
+// Returns the chunk's rows of a tensor that has one entry per row, or is empty.
 at::Tensor rows_of(const at::Tensor& all, const LinearChunk& chunk) {
   return all.numel() == 0 ? all : all.narrow(0, chunk.first_row, chunk.rows);
 }
 
-// What forward leaves where no kernel tells it.
+// Sets divisor and baked_scale in the outputs of forward if no kernel does.
 void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTensor& scale,
                const at::Tensor& total, const LinearCrossEntropyOutputs& outputs) {
   const at::Tensor& baked = outputs.baked_scale;
@@ -64,25 +65,25 @@ void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTenso
   baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
   const float limit = arguments.gradient_limit();
   if (limit == HUGE_VALF) return;
-  // math::baked_scale
+  // The same as math::baked_scale.
   const at::Tensor excess = (baked / divisor).abs() / limit;
   const at::Tensor lower = at::ldexp(baked, -1 - excess.log2().floor());
   baked.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked));
 }
 
-// In an order that does not depend on threads.
+// Adds the losses in an order that does not depend on threads.
 at::Tensor sum_of(const at::Tensor& losses) {
   if (!losses.is_cpu()) return losses.sum();
   const double* const first = losses.const_data_ptr<double>();
   return at::scalar_tensor(std::accumulate(first, first + losses.numel(), 0.0), losses.options());
 }
 
-// math::reduced_loss
+// The same as math::reduced_loss.
 at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
   return at::where(divisor.eq(0), NAN, sum_of(losses) / divisor);
 }
 
-// All classes are here.
+// Forward of a rank that has all classes.
 LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, LinearChunks& chunks,
                                           const OptionalTensor& scale, const at::Tensor& total,
                                           const LinearGradientMask& wanted,
@@ -105,8 +106,8 @@ LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, Li
   return gradients;
 }
 
-// Other processes have the rest. What each has to say of a row is all that goes between them, but
-// for the sums of the hidden states' gradients.
+// Forward of a rank that has some of the classes. Ranks exchange only their partial results of each
+// row, and the sums of the hidden states' gradients.
 LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
                                              const VocabShardKernels& shard_kernels,
                                              const VocabShard& shard, LinearChunks& chunks,
@@ -172,12 +173,12 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
   check_all_memory(arguments);
   LinearChunks chunks(kernels, arguments, /*with_gradient=*/true);
-  // Which may have been written to since forward looked at them.
+  // Checks the targets again, because they may have been written since forward.
   kernels.weigh(arguments.loss(), at::empty({}, divisor.options()));
   at::Tensor upstream = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && upstream.numel() > 0) {
-    // As in half_scale.
+    // Keeps half gradients no larger than 1, as half_scale does.
     const at::Tensor largest = upstream.abs().amax();
     const at::Tensor is_usable = at::isfinite(largest).logical_and(largest > 0);
     peak = at::where(is_usable, largest, at::ones_like(largest));

@@ -11,15 +11,15 @@ namespace ampfuse {
 
 namespace {
 
-// Each chunk reads and writes the gradient of the weight: 8 bytes of [classes, features], beside
-// 2·rows·features multiplications for each class. On an H100, 700 TFLOP/s and 3 TB/s, that takes as
-// long as its product for 930 rows, and a quarter of it for 3700. Two cores of a CPU multiply for
-// 60 rows that long. So a chunk has as many rows as the budget has room for, but not fewer than
-// that.
+// Each chunk reads and writes the gradient of the weight: 8 bytes per element of [classes,
+// features], for 2·rows floating-point operations. On an H100 (700 TFLOP/s, 3 TB/s) this takes as
+// long as the product itself with 930 rows, and a quarter as long with 3700 rows. On two cores of a
+// CPU it takes as long as the product with 60 rows. So a chunk has as many rows as the budget has
+// room for, but at least `fewest_rows`.
 struct ChunkBudget {
   int64_t bytes;
   int64_t fewest_rows;
-  int64_t multiple;  // whole tiles of a product
+  int64_t multiple;  // rows are a multiple of it: whole tiles of a product
 };
 constexpr ChunkBudget kOnGpu = {int64_t{1} << 30, 2048, 256};
 constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
@@ -27,7 +27,7 @@ constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
 int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes) {
   if (arguments.chunk_rows) return *arguments.chunk_rows;
   const ChunkBudget budget = arguments.hidden.is_cuda() ? kOnGpu : kOnCpu;
-  // Processes that share classes out go through the same chunks.
+  // All ranks of a group must use the same chunks, even if they have different numbers of classes.
   const auto& shard = arguments.shard;
   const int64_t classes = shard ? (shard->num_classes + shard->group_size - 1) / shard->group_size
                                 : arguments.weight.size(0);
@@ -47,19 +47,20 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
   loss_.gradient_limit = arguments.gradient_limit();
   const at::ScalarType grad_dtype = head_.gradient_dtype();
   const bool is_apart = grad_dtype != head_.logits_dtype() && !kernels.narrows_in_place;
-  // With and without gradients, so that the loss has the same bits.
+  // The same with and without gradients, so that the loss has the same bits.
   const size_t bytes =
       c10::elementSize(head_.logits_dtype()) + (is_apart ? c10::elementSize(grad_dtype) : 0);
   rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
                               std::max<int64_t>(count(), 1));
   const int64_t classes = arguments.weight.size(0);
-  // Rows begin at boundaries that products and kernels like, whatever the number of classes.
+  // Rows start at aligned addresses for any number of classes, which products and kernels prefer.
   constexpr int64_t kAlignment = 64;
   const int64_t stride = (classes + kAlignment - 1) / kAlignment * kAlignment;
   const auto memory_for_rows = [&](at::ScalarType dtype) {
     const auto options = arguments.hidden.options().dtype(dtype);
     const at::Tensor rows = at::empty({std::min(rows_, count()), stride}, options);
-    // The weight's gradient is written so much later that the same takes longer than it saves.
+    // Not done for the weight's gradient: it is written much later, so this costs more than it
+    // saves.
     prepare_fresh_memory(rows);
     return rows;
   };
@@ -71,7 +72,7 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
   }
   const at::Tensor grad = is_apart ? memory_for_rows(grad_dtype) : logits.view(grad_dtype);
   grad_ = grad.narrow(1, 0, classes);
-  // A GPU's products read what is beside the gradient's classes, though nothing comes of it.
+  // Products on a GPU read the padding after the gradient's classes, but do not use it.
   if (grad.is_cuda()) grad.narrow(1, classes, stride - classes).zero_();
 }
 
@@ -89,7 +90,7 @@ LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
     visit(chunk);
     gradients.add(chunk.grad, hidden, first);
   }
-  // Makes room for what is rounded now.
+  // Frees memory for the rounded gradients that finish() allocates.
   logits_.reset();
   grad_.reset();
   return gradients.finish();

@@ -1,7 +1,7 @@
-// The rows of a linear cross-entropy, a chunk at a time, and the memory that chunks share.
+// The rows of a linear cross-entropy, one chunk at a time, and the memory that all chunks share.
 //
-// Beside the gradients there is memory for a chunk's logits, 4 bytes each, and for their gradient
-// of 16 bits 2 more, unless it can be where they are.
+// Besides the gradients, memory is needed for one chunk's logits (4 bytes each) and for their
+// 16-bit gradient (2 bytes each), unless the gradient can overwrite the logits.
 #pragma once
 
 #include <functional>
@@ -17,7 +17,7 @@ class LinearChunks {
   LinearChunks(const CrossEntropyKernels& kernels, const LinearCrossEntropyArguments& arguments,
                bool with_gradient);
 
-  /// Of rows, and of chunks.
+  /// count() is the number of rows, number() the number of chunks.
   int64_t count() const { return arguments_.hidden.size(0); }
   int64_t number() const { return (count() + rows_ - 1) / rows_; }
 
@@ -25,11 +25,12 @@ class LinearChunks {
     int64_t number;
     int64_t first_row;
     int64_t rows;
-    CrossEntropyArguments loss;  // of its logits, of the classes that are here
-    at::Tensor grad;             // where their gradient goes, or [0]
+    CrossEntropyArguments loss;  // the chunk's loss, for the classes of this rank
+    at::Tensor grad;             // receives the logits' gradient; [0] if none is wanted
   };
 
-  /// Visits each, once, and returns what all have left as their logits' gradients makes of others.
+  /// Computes the logits of each chunk and visits it. Returns the gradients of hidden states,
+  /// weight and bias, from the logits' gradients that the visits wrote. May be called only once.
   LinearCrossEntropyGradients each(const LinearGradientMask& wanted,
                                    const std::function<void(const Chunk&)>& visit);
 

@@ -1,4 +1,4 @@
-// What the chunks of a linear cross-entropy leave of its gradients.
+// The gradients of a linear cross-entropy, accumulated over its chunks.
 #pragma once
 
 #include "../ops/linear_cross_entropy.h"
@@ -6,15 +6,15 @@
 
 namespace ampfuse {
 
-/// The hidden states' are sums over all processes that have classes, the weight's and the bias's
-/// over chunks: the weight's in float until all are added, unless there is only one, which is
-/// rounded as it is multiplied.
+/// The gradient of the hidden states is summed over the ranks that share the classes. The gradients
+/// of weight and bias are summed over chunks. The weight's is kept in float until all chunks are
+/// added; if there is only one chunk, its product is rounded directly.
 class LinearGradients {
  public:
   LinearGradients(const LinearCrossEntropyArguments& arguments, const LinearHead& head,
                   const LinearGradientMask& wanted, int64_t chunks);
 
-  /// From the gradient of a chunk's logits; `hidden` as head.rows() has them.
+  /// Adds a chunk, given the gradient of its logits and its `hidden` from head.rows().
   void add(const at::Tensor& grad, const at::Tensor& hidden, int64_t first_row);
 
   LinearCrossEntropyGradients finish();

@@ -12,11 +12,12 @@ namespace ampfuse {
 
 namespace {
 
-// Classes that a CPU takes at a time: what it widens of their weights, itself or inside of a
-// product that its processor does not have, is no second copy of them all.
+// The number of classes that a CPU processes at a time. Their weights may be widened, here or
+// inside a product that the processor has no instructions for; blocks avoid a second copy of all
+// weights.
 constexpr int64_t kBlockClasses = 8192;
 
-// Bytes of a product that is rounded a block of classes at a time.
+// Size in bytes of a product that is rounded one block of classes at a time.
 constexpr int64_t kBlockBytes = 4 << 20;
 
 at::Tensor in_rows(const at::Tensor& matrix) {
@@ -33,7 +34,7 @@ LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>
   if (bias) bias_ = bias->to(logits_dtype_);
 }
 
-// Calls visit(first class, how many) for blocks of classes.
+// Calls visit(first class, number of classes) for each block of classes.
 template <typename Visit>
 void LinearHead::each_block(const Visit& visit) const {
   const bool is_widened = weight_.is_cpu() && logits_dtype_ != weight_.scalar_type();
@@ -111,7 +112,7 @@ void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tenso
 
 void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
   if (grad.is_cpu() && grad.scalar_type() != logits_dtype_) {
-    // What a CPU sums in another dtype it would copy.
+    // A CPU would copy the gradient to sum it in another dtype; a product with ones does not.
     at::Tensor row = sum.unsqueeze(0);
     std::optional<at::Tensor> before;
     if (!is_first) before = row;

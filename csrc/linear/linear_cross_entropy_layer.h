@@ -1,4 +1,5 @@
-// The last layer of a model, rows at a time: its logits, and what their gradient makes of its own.
+// The last layer of a model, for some rows at a time: its logits, and the gradients of hidden
+// states, weight and bias from the gradient of the logits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,25 +10,27 @@ namespace ampfuse {
 
 class LinearHead {
  public:
-  /// Of [classes, features] and [classes]. Multiplies in `dtype`.
+  /// `weight`: [classes, features]. `bias`: [classes]. Products are in `dtype`.
   LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::ScalarType dtype);
 
-  /// Wider than what they are made of: a bfloat16 logit of 40 is off by up to 1/8.
+  /// The dtype of logits. It is float for 16-bit products: a bfloat16 logit of 40 would be off by
+  /// up to 1/8.
   at::ScalarType logits_dtype() const { return logits_dtype_; }
-  /// In which their gradient is multiplied.
+  /// The dtype in which the logits' gradient is multiplied.
   at::ScalarType gradient_dtype() const { return gradient_dtype_; }
 
-  /// Some rows of the hidden states as they are multiplied.
+  /// Returns some rows of the hidden states, in the dtype and layout that products take.
   at::Tensor rows(const at::Tensor& hidden, int64_t first, int64_t count) const;
 
-  /// out = rows · weightᵀ + bias
+  /// Computes out = rows · weightᵀ + bias.
   void logits(const at::Tensor& rows, at::Tensor& out) const;
-  /// out = grad · weight, of any dtype
+  /// Computes out = grad · weight. `out` may have any dtype.
   void hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const;
-  /// sum = gradᵀ · rows, or sum += it, of the logits' dtype; of any dtype when it is the first
+  /// Computes sum = gradᵀ · rows if `is_first`, else sum += gradᵀ · rows. `sum` has the logits'
+  /// dtype; if `is_first` it may have any dtype.
   void weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
                        bool is_first) const;
-  /// The same for the bias.
+  /// Does the same for the bias, whose gradient is the sum of `grad` over rows.
   void bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const;
 
  private:
@@ -35,7 +38,7 @@ class LinearHead {
   void each_block(const Visit& visit) const;
   template <typename Visit>
   void each_block_of(int64_t most, const Visit& visit) const;
-  // Whether products come in its dtype.
+  // True if products can be computed in the dtype of `out`.
   bool is_product_of(const at::Tensor& out) const;
   void rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
                                at::Tensor& out) const;

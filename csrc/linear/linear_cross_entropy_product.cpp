@@ -8,9 +8,10 @@
 
 #include "../cpu/bfloat16_product.h"
 
-// MKL's, which torch's CPU library brings along on x86 and has no operator for. On Intel's
-// processors that multiply bfloat16 numbers themselves it is many times as fast as what widens
-// them, and on none slower. Where there is none this is null.
+// MKL's product. torch's CPU library contains it on x86, but has no operator for it. On Intel
+// processors with bfloat16 instructions it is many times as fast as a product that widens the
+// numbers, and on no processor is it slower. The symbol is weak: it is null if torch does not
+// contain MKL.
 extern "C" [[gnu::weak]] void cblas_gemm_bf16bf16f32(int layout, int a_is_transposed,
                                                      int b_is_transposed, int m, int n, int k,
                                                      float alpha, const void* a, int a_stride,
@@ -25,7 +26,7 @@ bool is_narrow(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
-// A matrix as BLAS is told of it: rows, or columns, so many elements apart.
+// A matrix as BLAS describes it: contiguous rows, or columns, that start `stride` elements apart.
 struct BlasMatrix {
   int is_transposed;
   int stride;
@@ -47,7 +48,7 @@ bool has_mkl() {
   return cblas_gemm_bf16bf16f32 != nullptr;
 }
 
-// MKL uses such instructions of Intel's alone.
+// MKL uses bfloat16 instructions only on Intel processors.
 bool is_for_mkl() {
 #if defined(__x86_64__)
   if (__builtin_cpu_is("intel")) return has_mkl();
@@ -88,7 +89,8 @@ void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
     plus ? at::addmm_out(out, *plus, a, b) : at::mm_out(out, a, b);
   } else if (out.is_cuda()) {
     const at::ScalarType dtype = out.scalar_type();
-    // Some ways to add a vector refuse results of another dtype: it is there before.
+    // Some of torch's products with an added vector refuse results of another dtype, so `plus` is
+    // copied to `out` before.
     if (plus && !plus->is_same(out)) out.copy_(*plus);
     plus ? at::addmm_outf(out, a, b, dtype, 1, 1, out) : at::mm_outf(a, b, dtype, out);
   } else {

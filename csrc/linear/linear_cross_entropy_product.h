@@ -1,4 +1,4 @@
-// Products of matrices that come wider than what they are made of.
+// Matrix products whose results have a wider dtype than the operands.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,12 +7,12 @@
 
 namespace ampfuse {
 
-/// Whether wide_product() takes matrices of this dtype as they are. Others have to be widened.
+/// True if wide_product() takes matrices of this dtype. Others must be widened first.
 bool has_wide_product(at::ScalarType dtype, at::Device device);
 
-/// out = plus + a·b, where `plus` is nothing, a row for each row, or `out` itself. a and b are of
-/// one dtype that has wide products, out and plus of its wide one. a, b and out are matrices whose
-/// rows or, for a and b, columns lie in one piece.
+/// Computes out = plus + a·b. `plus` is absent, one row that is added to each row, or `out` itself.
+/// a and b have the same dtype, for which has_wide_product() is true; out and plus have the wide
+/// dtype. The rows of out are contiguous; in a and b, either rows or columns are.
 void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   const std::optional<at::Tensor>& plus);
 

@@ -5,7 +5,7 @@ namespace ampfuse {
 
 namespace {
 
-void update_scale_meta(const UpdateScaleArguments&) {}  // which have been checked
+void update_scale_meta(const UpdateScaleArguments&) {}  // the arguments were checked before
 
 }  // namespace
 

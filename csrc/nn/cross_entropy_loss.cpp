@@ -17,7 +17,7 @@ CrossEntropyLossImpl::CrossEntropyLossImpl(CrossEntropyOptions options, GradScal
 }
 
 void CrossEntropyLossImpl::reset() {
-  // A copy, or a clone of this would share it.
+  // This is a copy; otherwise clones of the module would share the weight.
   weight = register_buffer("weight", weight.defined() ? weight.detach().clone() : weight);
 }
 

@@ -20,7 +20,7 @@ LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(const torch::nn::LinearOp
 
 void LinearCrossEntropyLossImpl::reset() {
   linear = register_module("linear", torch::nn::Linear(linear_options));
-  // A copy, or a clone of this would share it.
+  // This is a copy; otherwise clones of the module would share the weight.
   weight = register_buffer("weight", weight.defined() ? weight.detach().clone() : weight);
 }
 

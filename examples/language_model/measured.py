@@ -17,11 +17,11 @@ import torch
 from model import LENGTH, VOCABULARY
 from torch import Tensor
 
-MEASURED = 3  # steps at the end of a run in which the parts are measured
+MEASURED = 3  # number of steps at the end of a run in which the parts are measured
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The options of both programs."""
+    """Parse the options of both programs."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,14 +43,14 @@ class Measured:
         self._on_gpu = torch.device(options.device).type == "cuda"
         self._text = text.words(VOCABULARY)
         self._losses: list[Tensor] = []
-        self._ends: list[float] = []  # of steps, in seconds since the first began
+        self._ends: list[float] = []  # end of each step, in seconds since the first step began
         self._seconds = defaultdict[str, list[float]](list)
         self._peaks: dict[str, int] = {}
         self._reset_peak()
         self._before = self._peak()
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Words and targets of one step after the other, on the device."""
+        """Yield words and targets of each step, on the device."""
         options = self._options
         steps = options.steps + MEASURED
         chosen = text.batches(self._text, steps, options.sequences, LENGTH)
@@ -60,7 +60,7 @@ class Measured:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure a part of the step, in the last steps alone, since that waits for a GPU."""
+        """Measure a part of a step. Only the last steps are measured, since the host waits."""
         if len(self._ends) < self._options.steps:
             yield
             return
@@ -73,16 +73,16 @@ class Measured:
         self._peaks[name] = max(self._peak() - self._before, self._peaks.get(name, 0))
 
     def ended_step(self, loss: Tensor) -> None:
-        """Keeps the loss, and says how far it is."""
+        """Record the loss and print the progress."""
         self._losses.append(loss.detach())
         done = len(self._losses)
         if done <= self._options.steps:
-            self._wait()  # else a step's time would be what the host takes to start it
+            self._wait()  # otherwise only the launches would be timed
             self._ends.append(time.perf_counter() - self._start)
             print(f"step {done} of {self._options.steps}", flush=True)
 
     def report(self) -> None:
-        """Prints the figures, or writes them where `--report` says."""
+        """Print the figures, or write them to the file of `--report`."""
         losses = torch.stack(self._losses).tolist()[: self._options.steps]
         steps = [end - start for start, end in itertools.pairwise(self._ends)]
         seconds = statistics.median(steps)
@@ -113,7 +113,7 @@ class Measured:
             warnings.warn(f"memory is the most since the program started: {error}", stacklevel=1)
 
     def _peak(self) -> int:
-        """The most bytes held: by torch's tensors on a GPU, by the whole process on a CPU."""
+        """Return the peak memory in bytes: of torch's tensors on a GPU, of the process on a CPU."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated()
         try:

@@ -1,15 +1,15 @@
-"""A small transformer that guesses the next word."""
+"""A small transformer that predicts the next word."""
 
 import torch
 from torch import Tensor, nn
 
-VOCABULARY = 50_257  # GPT-2's
+VOCABULARY = 50_257  # the size of GPT-2's vocabulary
 WIDTH = 128
-LENGTH = 64  # of a passage, in words
+LENGTH = 64  # words in a passage
 
 
 class LanguageModel(nn.Module):
-    """From words to what the last layer multiplies with the embedding's weight."""
+    """Computes hidden states, which the last layer multiplies by the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class LanguageModel(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Hidden states [sequences, LENGTH, WIDTH]."""
+        """Return hidden states [sequences, LENGTH, WIDTH]."""
         embedded = self.embedding(words) + self.position
         hidden: Tensor = self.layers(embedded, mask=self.mask, is_causal=True)
         return hidden

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests"}  # folders
+SKIPPED = {"site-packages", "dist-packages", "test", "tests"}  # folders to skip
 
 
 def words(vocabulary: int) -> Tensor:
-    """Each word as its rank among the frequent ones, from 1 on; 0 for rarer words."""
+    """Return each word as its rank by frequency, from 1 on; rare words are 0."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [
         file
@@ -30,7 +30,7 @@ def words(vocabulary: int) -> Tensor:
 def batches(
     text: Tensor, steps: int, sequences: int, length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random passages and, for each word of them, the word that follows; the same in every run."""
+    """Yield random passages, and the next word for each of their words; equal in every run."""
     generator = torch.Generator().manual_seed(0)
     passages = text.unfold(0, length + 1, 1)
     for _ in range(steps):

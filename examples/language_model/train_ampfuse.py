@@ -15,10 +15,10 @@ torch.manual_seed(0)
 run = Measured(options)
 model = LanguageModel().to(device)
 scaler = ampfuse.GradScaler(device, enabled=dtype == torch.float16)
-# The last layer and the loss in one: a few rows at a time, so that the logits are never all there.
+# The last layer and the loss are one module, which never holds the logits of all rows at once.
 head = ampfuse.LinearCrossEntropyLoss(WIDTH, VOCABULARY, scaler=scaler, device=device)
 head.linear.weight = model.embedding.weight
-# Unscales and clips in the pass over memory that updates.
+# The optimizer unscales and clips in the same pass over memory in which it updates.
 optimizer = ampfuse.AdamW(model.parameters(), lr=options.lr, max_grad_norm=1.0)
 autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
 

@@ -1,4 +1,4 @@
-"""Large batches in parts: gradients accumulate, are unscaled once, and clipped.
+"""Large batches in parts: gradients are accumulated, unscaled once and clipped.
 
 python accumulation.py
 python -m ampfuse accumulation.py

@@ -1,4 +1,4 @@
-"""A small convolutional network learns which way stripes run: torch's amp recipe, and nothing else.
+"""A small convolutional network learns the direction of stripes, with torch's plain amp recipe.
 
 python image_classifier.py
 python -m ampfuse image_classifier.py
@@ -21,7 +21,7 @@ torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = getattr(torch, options.dtype)
 
-# Stripes in one of eight directions, under noise.
+# Stripes in one of eight directions, with noise.
 angles = torch.arange(8) * torch.pi / 8
 label = torch.randint(8, (512,))
 y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")

@@ -1,4 +1,4 @@
-"""LBFGS evaluates its loss several times per step: no scaler, and nothing that ampfuse has.
+"""Training with LBFGS, which evaluates its loss several times per step, without a scaler.
 
 python lbfgs.py
 python -m ampfuse lbfgs.py

@@ -1,4 +1,4 @@
-"""A run that is interrupted, saved and taken up again ends where one that is not does.
+"""A run that is interrupted, saved and resumed ends where an uninterrupted run ends.
 
 python resume.py
 python -m ampfuse resume.py

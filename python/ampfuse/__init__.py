@@ -66,7 +66,7 @@ cmake_prefix_path: str = str(_library.PACKAGE)
 
 
 def build_info() -> dict[str, Any]:
-    """How the loaded library was built: versions, CUDA architectures, compiler, CPU kernels.
+    """Return how the loaded library was built: versions, CUDA architectures, compiler, CPU kernels.
 
     >>> import ampfuse
     >>> sorted(ampfuse.build_info())  # doctest: +NORMALIZE_WHITESPACE
@@ -77,11 +77,11 @@ def build_info() -> dict[str, Any]:
 
 
 def check_targets() -> None:
-    """Raise IndexError for a loss target out of range that a GPU has met since the last call.
+    """Raise IndexError if a loss on a GPU has met a target out of range since the last call.
 
-    Losses on a GPU do so by themselves when the next one is computed, and `GraphedStep` before the
-    next step. Replays of other CUDA graphs do not: call this now and then. It does not wait, so
-    that what is still running is reported later.
+    The next loss on a GPU raises this error by itself, and so does the next call of a
+    `GraphedStep`. Replays of other CUDA graphs do not: call this function now and then. The host
+    does not wait, so errors of kernels that are still running are reported by a later call.
 
     >>> import ampfuse
     >>> ampfuse.check_targets()
@@ -90,5 +90,5 @@ def check_targets() -> None:
 
 
 def has_cuda() -> bool:
-    """Whether the library has CUDA kernels; says nothing about a GPU being there."""
+    """Return True if the library was built with CUDA kernels, even if there is no GPU."""
     return _C.has_cuda()

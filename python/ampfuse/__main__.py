@@ -1,4 +1,4 @@
-"""`python -m ampfuse train.py`: a program as it is, with ampfuse; `python -m ampfuse env`."""
+"""The command `python -m ampfuse`: runs an unchanged program with ampfuse, or prints `env`."""
 
 import atexit
 import os
@@ -16,7 +16,7 @@ from ampfuse.patching._scalers import RECORDING
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run a command of `python -m ampfuse`."""
+    """Run `python -m ampfuse` with these arguments."""
     chosen = options.parse(arguments)
     if chosen.name == "env" and not chosen.is_module:
         show.table(describe())
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         RECORDING.history = report.REMEMBERED
         patch(*chosen.parts)
     ending = Ending(chosen)
-    # When a program has ended Python awaits its threads, and then calls what was registered, the
-    # last first: this comes after all that the program registers.
+    # At exit Python joins the program's threads and then calls the registered functions, the last
+    # one first. This one is registered first, so it is called after all those of the program.
     atexit.register(ending.tell)
     run = program.run_module if chosen.is_module else program.run_script
     try:
@@ -42,24 +42,24 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 class Ending:
-    """Of a program, to be told in the ways that were asked for."""
+    """The report on a program's end, in the ways that the command line requests."""
 
     def __init__(self, chosen: options.Options) -> None:
         self.chosen = chosen
-        self._ended = "while it ran"  # by whoever calls what is for the end
+        self._ended = "while it ran"  # remains if exit handlers run before note()
         self._is_interrupted = False
         self._process = os.getpid()
-        # The launcher's rank: the program may set another one for its own use.
+        # Read the launcher's rank now: the program may set another one for its own use.
         self._is_first_rank = os.environ.get("RANK", "0") == "0"
         self._start = time.perf_counter()
 
     def note(self, raised: BaseException | None) -> None:
-        """How it ended."""
+        """Record how the program ended: the exception that it raised, or None."""
         self._ended = report.how_it_ended(raised)
         self._is_interrupted = isinstance(raised, KeyboardInterrupt)
 
     def tell(self) -> None:
-        """Each way by itself; none of them changes how the process ends."""
+        """Report in each requested way. An error in one stops no other, and the exit code stays."""
         is_forked = os.getpid() != self._process
         if is_forked or not self._is_first_rank:
             return
@@ -83,7 +83,7 @@ class Ending:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """What fails in it is told, and fails alone."""
+    """Print an error that is raised in this block, and continue after the block."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

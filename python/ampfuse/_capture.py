@@ -1,10 +1,10 @@
-"""CUDA graphs, seen from code that may be captured in one."""
+"""A query for code that may be captured in a CUDA graph."""
 
 import torch
 
 
 def is_capturing() -> bool:
-    """Whether a graph is being captured on this stream."""
+    """Return True if a CUDA graph is being captured on the current stream."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return torch.cuda.is_current_stream_capturing()

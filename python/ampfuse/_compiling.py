@@ -1,4 +1,4 @@
-"""torch.compile, seen from code that is traced by it."""
+"""Tools for code that torch.compile may trace."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler's would import the compiler along
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler
 
 
 def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that runs while code that calls it is traced, and is not in the graph.
+    """Make a method run while its caller is traced, and leave it out of the graph.
 
-    That is `torch.compiler.assume_constant_result`, but that it is not traced either when it is
-    called by code that runs as it is, because a graph ended there.
+    This is `torch.compiler.assume_constant_result`, except that the method is not traced either
+    when its caller runs eagerly after a graph break.
     """
     untraced = _disable_dynamo(method)
 
@@ -26,9 +26,9 @@ def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_static(values: Iterable[Any], guard: bool = True) -> None:
-    """Tell the compiler that the tensors stay where they are, so that CUDA graphs may write them.
+    """Mark the tensors' addresses as fixed for the compiler, so that CUDA graphs may write them.
 
-    With `guard` a graph is for these tensors alone.
+    With `guard`, a graph is only used for these tensors.
     """
     for value in values:
         if isinstance(value, Tensor):

@@ -1,8 +1,9 @@
-"""The files of C++ programs: what `torch::save(…, file)` writes, as trees of values.
+"""Reads and writes the files of `torch::save(…, file)` in C++, as trees of values.
 
 Such a file is a TorchScript module without code, whose attributes are values and further modules.
 It is a zip archive: `data.pkl` has the values, `data/<key>` the bytes of a tensor's storage, and
-`code/` the declarations of the modules' classes. TorchScript writes it, but does not read it here.
+`code/` the declarations of the modules' classes. TorchScript is used here to write such files, but
+not to read them.
 """
 
 import os
@@ -27,7 +28,7 @@ from ampfuse._cpp_archive_values import Module, UnexpectedError, read_values
 
 File = str | PathLike[str] | IO[bytes]
 
-_MOST_CODE = 2**26  # bytes of one class's declaration: unlike the data, it may be compressed
+_MOST_CODE = 2**26  # most bytes of one class's declaration, which may be compressed, unlike data
 
 
 def read_archive(file: File) -> Module:
@@ -49,13 +50,13 @@ def _read(stream: IO[bytes], file: File) -> Module:
             return _Records(archive).module()
     except UnexpectedError as error:
         raise ValueError(f"{expected}, got {error}") from None
-    except Exception as error:  # of the many types that zipfile raises for a damaged file
+    except Exception as error:  # zipfile raises many types for a damaged file
         kind = type(error).__name__
         raise ValueError(f"{expected}, got a damaged or different file: {kind}: {error}") from error
 
 
 class _Records:
-    """The members of the zip archive by their names in its only folder."""
+    """The members of the zip archive, by their names in its only folder."""
 
     def __init__(self, archive: ZipFile) -> None:
         self._archive = archive
@@ -117,7 +118,7 @@ def _replace(path: str, data: bytes) -> None:
     try:
         with open(beside, "xb") as out:
             if os.path.exists(path):
-                with open(path, "r+b"):  # an error where the file is write-protected
+                with open(path, "r+b"):  # raises if the file is write-protected
                     shutil.copymode(path, beside)
             out.write(data)
             out.flush()
@@ -142,7 +143,7 @@ def archive(content: dict[str, Any]) -> torch.nn.Module:
 
 @contextmanager
 def _torchscript() -> Iterator[None]:
-    """Deprecated in Python, but what torch's C++ archives are made of."""
+    """Silence the deprecation warnings of TorchScript, the format of torch's C++ archives."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

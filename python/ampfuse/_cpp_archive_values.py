@@ -1,8 +1,8 @@
 """The values in `data.pkl` of a C++ archive, read as data.
 
-TorchScript writes few of pickle's instructions and names few functions; this reader knows these
-alone. A subclass of `pickle.Unpickler` would let a file call `__setstate__` of tensors and change
-the attributes of functions, however few names it may look up.
+TorchScript writes few of pickle's instructions and names few functions; this reader supports only
+these. A subclass of `pickle.Unpickler` would let a file call `__setstate__` of tensors and change
+the attributes of functions, even if it may look up only a few names.
 """
 
 import pickletools
@@ -33,18 +33,18 @@ class Module(dict[str, Any]):
 
 
 class UnexpectedError(Exception):
-    """The message says what came instead of an archive that can be read."""
+    """The archive cannot be read; the message describes what was found instead."""
 
 
 class _Elements(NamedTuple):
-    """A storage whose bytes are numbers of the dtype, on whichever device it was."""
+    """A storage and the dtype of its elements. The device that the file names is ignored."""
 
     dtype: torch.dtype
     storage: UntypedStorage
 
 
 class _Stack(list[Any]):
-    """The values that later instructions take."""
+    """The stack of values that later instructions take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def read_values(pickled: bytes, storage: Callable[[str], UntypedStorage]) -> Any
 
 
 def _text(value: Any) -> str:
-    """Refuse other values, as a tuple that contains itself many times takes for ever to hash."""
+    """Return a string; raise for other types, since nested shared tuples take forever to hash."""
     if not isinstance(value, str):
         raise UnexpectedError(f"one with a value of type {type(value).__name__} as a name")
     return value
@@ -164,7 +164,7 @@ def _tensor(
         raise UnexpectedError("one with a tensor whose size, strides or offset are no counts")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     count = storage.nbytes() // dtype.itemsize
-    if 0 not in size and last >= count:  # set_() would append to the storage
+    if 0 not in size and last >= count:  # set_() would enlarge the storage
         raise UnexpectedError(
             f"one with a tensor of size {size}, strides {stride} and offset {offset} in a storage "
             f"of {count} elements"

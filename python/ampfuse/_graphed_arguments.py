@@ -1,4 +1,4 @@
-"""What a `GraphedStep` can be made of, and what it refuses."""
+"""Checks of the arguments of `GraphedStep`."""
 
 from typing import Any
 
@@ -9,18 +9,16 @@ from ampfuse.amp._policy import count
 
 
 def name_of(cls: type) -> str:
-    """With the module that it is in."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def expect(name: str, value: Any, kind: type, described: str) -> None:
-    """Refuse what is not of that kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {described}, got {name_of(type(value))}")
 
 
 def device_of(sample: list[Tensor]) -> torch.device:
-    """The one that all of them are on."""
+    """Return the device of all sample tensors; raise unless it is one CPU or one GPU."""
     for index, tensor in enumerate(sample):
         expect(f"sample[{index}]", tensor, Tensor, "a tensor")
     devices = {tensor.device for tensor in sample}
@@ -31,7 +29,7 @@ def device_of(sample: list[Tensor]) -> torch.device:
 
 
 def checked_split(micro_batches: int, sample: list[Tensor]) -> int:
-    """Into how many parts each of the sample can be split."""
+    """Return `micro_batches`; raise unless each sample tensor can be split into that many parts."""
     micro_batches = count("micro_batches", micro_batches, least=1)
     if micro_batches > 1:
         for index, tensor in enumerate(sample):

@@ -1,4 +1,4 @@
-"""What the device knows, on the host, without the host waiting for it."""
+"""Copies from a device to the host for which the host does not wait."""
 
 import ctypes
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy that arrives by itself."""
+    """A host copy of a tensor, which arrives while the host goes on."""
 
     def __init__(self) -> None:
         self._copy: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
 
     def send(self, tensor: Tensor) -> None:
-        """Start copying what the tensor will hold when the device comes to it."""
+        """Queue a copy of the tensor on its device's current stream."""
         if not tensor.is_cuda:
             self._copy = tensor.clone()
             return
@@ -26,15 +26,15 @@ class HostCopy:
         self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def latest(self) -> Tensor | None:
-        """What was sent last, or None while it is on its way."""
+        """Return what was sent last, or None if it has not arrived."""
         if self._arrived and not self._arrived.query():  # type: ignore[no-untyped-call]
             return None
         return self._copy
 
     def number(self) -> float | None:
-        """The number that was sent last, or None while it is on its way.
+        """Return the number that was sent last, or None if it has not arrived.
 
-        It is read from the host's memory, where it has arrived, and torch is not asked.
+        The number is read from its address on the host, without a call of torch.
         """
         copy = self.latest()
         if copy is None:
@@ -43,11 +43,11 @@ class HostCopy:
         return kind.from_address(copy.data_ptr()).value
 
     def is_idle(self) -> bool:
-        """Whether nothing was sent yet."""
+        """Return True if nothing was sent yet."""
         return self._copy is None
 
     def wait(self) -> Tensor | None:
-        """What was sent last, once it is here; None if nothing was."""
+        """Wait for what was sent last and return it; return None if nothing was sent."""
         if self._arrived:
             self._arrived.synchronize()
         return self._copy

@@ -1,4 +1,4 @@
-"""Loads libampfuse into the torch it was built for, and no other."""
+"""Loads libampfuse, and raises for a torch that it was not built for."""
 
 import contextlib
 import ctypes
@@ -15,13 +15,13 @@ DRIVER = "libcuda.so.1"
 
 
 def _minor(version: str) -> str:
-    """`2.11` of `2.11.0+cu130`."""
+    """Return `2.11` for `2.11.0+cu130`."""
     match = re.match(r"\d+\.\d+", version)
     return match[0] if match else version
 
 
 def load() -> None:
-    """Register the operators with torch's dispatcher."""
+    """Load the library, which registers the operators with torch's dispatcher."""
     try:
         built_for = json.loads((PACKAGE / "build_info.json").read_text())["torch_version"]
     except FileNotFoundError:
@@ -29,8 +29,8 @@ def load() -> None:
             f"ampfuse is not built in {PACKAGE}: run `make build` in its checkout, "
             "or `pip install --no-build-isolation .`"
         ) from None
-    # Looked at before the library is opened: in another torch it dies of an undefined symbol,
-    # which tells nobody what to do.
+    # Check this before loading: with another torch, loading fails with an undefined symbol, and
+    # that error does not name the remedy.
     if _minor(built_for) != _minor(torch.__version__):
         raise ImportError(
             f"this ampfuse was built for torch {built_for}, but torch {torch.__version__} is "
@@ -49,13 +49,13 @@ def load() -> None:
 
 
 def _other_build(library: Path) -> str | None:
-    """Where a library that has registered the operators already was loaded from.
+    """Return the path of another libampfuse that has registered the operators, or None.
 
-    A C++ extension may have brought it. Loading this one beside it would register nothing.
+    A C++ extension may have loaded it. Loading this library too would register nothing.
     """
     if not torch._C._jit_get_schemas_for_operator("ampfuse::update_scale"):
         return None
-    # The path is the sixth field, and may have spaces; memory without a file has five.
+    # The path is the sixth field and may contain spaces; memory without a file has five fields.
     lines = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split(maxsplit=5)[-1] for line in lines}
     others = [
@@ -67,7 +67,7 @@ def _other_build(library: Path) -> str | None:
 
 
 def _driver_version() -> int:
-    """The newest CUDA that the driver serves: 13000 for 13.0, and 0 where there is no driver."""
+    """Return the newest CUDA version that the driver supports: 13000 for 13.0, 0 without driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
@@ -75,7 +75,7 @@ def _driver_version() -> int:
 
 
 def warn_of_old_driver() -> None:
-    """Kernels take 32,764 bytes of arguments, which drivers before 530 (CUDA 12.1) refuse."""
+    """Warn of drivers before 530 (CUDA 12.1), which refuse the kernels' 32,764 argument bytes."""
     version = _driver_version()
     if 0 < version < 12010:
         warn_caller(

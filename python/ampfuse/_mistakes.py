@@ -1,7 +1,7 @@
-"""Mistakes that raise nothing and train on wrong gradients: one warning, where they are certain.
+"""Warnings about mistakes that raise no error but train on wrong gradients.
 
-A scaler looks for them in its first steps. What it needs to know is copied to the host without
-waiting, so that on a GPU a warning may come some steps later.
+A scaler looks for them in its first steps, and warns once when it is certain. The numbers that it
+needs are copied to the host without waiting, so on a GPU the warning may come some steps later.
 """
 
 import threading
@@ -18,11 +18,12 @@ from ampfuse._warning import warn_caller
 
 STEPS_WATCHED = 3
 
-# Whoever clips scaled gradients on purpose multiplies the limit by the scale.
+# A limit below this fraction of the scale is a mistake: a program that clips scaled gradients on
+# purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# Steps without the scaler, each after a loss that it scaled: more than an accumulated batch has
-# parts, between which another network may take steps.
+# Warn after this many steps without the scaler, each after a loss that it scaled. An accumulated
+# batch, between whose parts another network may take steps, has fewer parts.
 TOO_MANY_STEPS = 1000
 
 CLIPPED_WHILE_SCALED = (
@@ -43,20 +44,20 @@ NEVER_STEPPED = (
 
 
 class Clip(NamedTuple):
-    """What is known of a gradient that was clipped."""
+    """The record of a gradient that was clipped."""
 
-    version: int  # of the gradient after clipping
+    version: int  # the gradient's version counter after clipping
     max_norm: float
 
 
-_lock = threading.Lock()  # of these three, since threads may train models of their own
-_first_steps: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # of scalers that still look
-_only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # of scalers that no step has used
-_clips = WeakTensorKeyDictionary()  # of gradients that live
+_lock = threading.Lock()  # guards the next three: each thread may train its own model
+_first_steps: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers in their first steps
+_only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers that have taken no step yet
+_clips = WeakTensorKeyDictionary()  # the Clip of each live gradient that was clipped
 
 
 def note_clip(grads: Iterable[Tensor], max_norm: float) -> None:
-    """Remember gradients that were just clipped, if a scaler asks for them."""
+    """Record gradients that were just clipped, if any scaler is in its first steps."""
     if len(_first_steps) == 0:
         return
     with _lock:
@@ -66,7 +67,7 @@ def note_clip(grads: Iterable[Tensor], max_norm: float) -> None:
 
 
 def note_step_without_scaler() -> None:
-    """An optimizer takes a step in which no scaler has a part."""
+    """Record that an optimizer takes a step without a scaler."""
     if len(_only_scaled) == 0:
         return
     with _lock:
@@ -76,19 +77,19 @@ def note_step_without_scaler() -> None:
 
 
 class Watch:
-    """What one scaler looks for."""
+    """The search of one scaler for mistakes."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._steps_without = 0
-        self._has_scaled = False  # a loss since the last step without it
-        self._clipped: tuple[float, HostCopy] | None = None  # max_norm, and the scale
+        self._has_scaled = False  # since the last step without the scaler
+        self._clipped: tuple[float, HostCopy] | None = None  # max_norm and the scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
         self._has_warned = False
-        self.is_scale_known = False  # to the program, which may divide gradients by it
+        self.is_scale_known = False  # the program may divide by it
 
     def note_scaled_loss(self) -> None:
-        """The scaler has scaled a loss, and gradients that come are scaled."""
+        """Record that the scaler has scaled a loss: the next gradients are scaled."""
         if self._steps > STEPS_WATCHED:
             return
         self._has_scaled = True
@@ -100,13 +101,13 @@ class Watch:
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """To ask for the scale on the library's own behalf."""
+        """Read the scale in this block without recording that the program knows it."""
         was_known = self.is_scale_known
         yield
         self.is_scale_known = was_known
 
     def note_step_without_scaler(self) -> None:
-        """An optimizer takes a step after the scaler has scaled losses."""
+        """Count a step without the scaler, if the scaler has scaled a loss since the last one."""
         if not self._has_scaled or self.is_scale_known:
             return
         self._has_scaled = False
@@ -115,7 +116,7 @@ class Watch:
             warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
-        """The scaler is about to unscale gradients, or to have an optimizer do it."""
+        """Check gradients for clipping, while they are still scaled. Each call is one step."""
         self._steps += 1
         with _lock:
             _only_scaled.discard(self)
@@ -129,13 +130,13 @@ class Watch:
         self._report()
 
     def note_limit(self, scaled_norm: Tensor, limit: float, scale: Tensor) -> None:
-        """The optimizer is to clip gradients of this norm, still scaled, to a limit."""
+        """Record the norm of scaled gradients, and the limit that the optimizer clips to."""
         if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):
             self._norms.append((limit, sent(scaled_norm), sent(scale)))
             self._report()
 
     def _report(self) -> None:
-        """Warn of what is certain by now."""
+        """Warn if a mistake is certain by now."""
         if self._has_warned:
             return
         if self._clipped is not None:
@@ -156,7 +157,7 @@ class Watch:
 
 
 def first_limit(grads: Iterable[Tensor]) -> float | None:
-    """The limit of the first gradient that was clipped and not written since, if there is one."""
+    """Return the limit of the first gradient that was clipped and not written since, or None."""
     with _lock:
         for grad in grads:
             clip = _clips[grad] if grad in _clips else None  # noqa: SIM401 (its get() has no types)
@@ -167,17 +168,17 @@ def first_limit(grads: Iterable[Tensor]) -> float | None:
 
 
 def was_clipped(norm: float, limit: float, scale: float) -> bool:
-    """Whether gradients of this norm were clipped to this limit while they were scaled."""
+    """Return True if gradients of this norm were clipped to this limit while they were scaled."""
     return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
 
 
 def has_number(scalar: Tensor) -> bool:
-    """False in a rehearsal with tensors that have no memory."""
+    """Return False for meta and fake tensors, which have no memory."""
     return type(scalar) is Tensor and not scalar.is_meta
 
 
 def sent(scalar: Tensor) -> HostCopy:
-    """A copy on its way to the host."""
+    """Start copying a scalar to the host."""
     mirror = HostCopy()
     mirror.send(scalar)
     return mirror

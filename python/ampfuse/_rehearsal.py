@@ -1,6 +1,7 @@
-"""Training steps that change nothing: what libraries do at a first call is done, and state is made.
+"""Warm-up steps that change nothing, except that they create the optimizer's state.
 
-Steps are skipped, so that neither parameters nor the optimizer's state need be copied.
+They make libraries do the work of a first call. The optimizer's steps are skipped, so neither
+parameters nor the optimizer's state need to be copied.
 """
 
 from collections import defaultdict
@@ -20,9 +21,9 @@ from ampfuse.optim import Adam
 def rehearsal(
     model: nn.Module, optimizer: Adam, scaler: GradScaler, device: torch.device
 ) -> Iterator[None]:
-    """Steps in it leave no trace but the optimizer's state, where there was none.
+    """Undo what training steps in this block change, except that missing optimizer state stays.
 
-    That is so for buffers, gradients, random numbers and the scaler, too; and whatever is raised.
+    Gradients, buffers, random number generators and the scaler are restored, even if a step raises.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -68,7 +69,7 @@ def _skipped_steps(optimizer: Adam) -> Iterator[None]:
 
 @contextmanager
 def _restored_gradients(model: nn.Module) -> Iterator[None]:
-    """Also of parameters that are no optimizer's."""
+    """Restore the gradients of all parameters of the model, also of those without optimizer."""
     grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:
         param.grad = None

@@ -1,4 +1,4 @@
-"""Warnings about a program's own line, however deep in ampfuse and torch they are given."""
+"""Warnings that name the program's own line, however deep in ampfuse and torch they are issued."""
 
 import sys
 import warnings
@@ -8,7 +8,7 @@ LIBRARIES = ("ampfuse", "torch")
 
 
 def warn_caller(text: str) -> None:
-    """Warn of the line that called into ampfuse."""
+    """Issue a warning that names the program's line, outside of ampfuse and torch."""
     level = 1
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:

@@ -1,8 +1,8 @@
-"""Gradient clipping with the signatures and results of `torch.nn.utils`, without its traffic.
+"""Gradient clipping with the signatures and results of `torch.nn.utils`, with less memory traffic.
 
-Gradients are read once for the norm, and read and written once more only when they have to be
-scaled: the factor is decided on the device, and at factor 1 nothing moves (but strided gradients on
-a GPU, which are copied out and back all the same). torch scales always.
+Gradients are read once for the norm, and read and written once more only if they have to be
+scaled. The factor is computed on the device, and at factor 1 no gradient is read or written (except
+that gradients with gaps in memory are copied on a GPU and copied back). torch always scales.
 """
 
 import math
@@ -36,19 +36,19 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _renamed(error: Exception, names: list[str]) -> Exception:
-    """The same error, about `names[i]` where it is about `tensors[i]`."""
+    """Return the error with `names[i]` in place of `tensors[i]` in its message."""
     named = re.sub(r"tensors\[(\d+)\]", lambda match: names[int(match[1])], str(error))
     return type(error)(named)
 
 
 def _about_parameters(error: Exception, parameters: list[Tensor]) -> Exception:
-    """An error about a list of gradients as one about the parameters that have them."""
+    """Return an error about a list of gradients as an error about their parameters."""
     with_gradients = (i for i, parameter in enumerate(parameters) if parameter.grad is not None)
     return _renamed(error, [f"parameters[{i}].grad" for i in with_gradients])
 
 
 def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
-    """What `call` makes of each device's tensors; errors name places in the whole list."""
+    """Call `call` with the tensors of each device; its errors name indices in the whole list."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
@@ -78,29 +78,29 @@ def _measured_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
         return norm_over_devices()
     try:
         return norm_of(tensors)
-    except ValueError:  # several devices, most likely: asking each tensor first would take long
+    except ValueError:  # most likely several devices: checking all tensors first would take long
         return norm_over_devices()
 
 
 def _has_repeats(grads: list[Tensor]) -> bool:
-    """Whether one is there twice, of a parameter that is listed twice. torch scales it twice."""
+    """Return True if a gradient is listed twice, like its parameter. torch scales it twice."""
     return len({grad.data_ptr() for grad in grads}) < len(grads)
 
 
 def _have_several_meshes(tensors: list[Tensor]) -> bool:
-    """Whether these are DTensors beside plain tensors, or DTensors of several meshes.
+    """Return True if DTensors are mixed with plain tensors, or belong to several meshes.
 
-    Tensor parallelism, and its combination with FSDP, make such models. torch raises there.
+    Models with tensor parallelism have such parameters, also combined with FSDP. torch raises.
     """
     meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
     return any(mesh != meshes[0] for mesh in meshes)
 
 
 def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
-    """Whether our kernels serve this call; the rest is left to torch, which has the same results.
+    """Return True if our kernels support this call. Other calls go to torch, with equal results.
 
-    That is tensor subclasses that bring their own arithmetic (DTensor reduces over its mesh) and
-    orders other than 1, 2 and inf.
+    Those are calls with tensor subclasses, which have their own arithmetic (DTensor reduces over
+    its mesh), and calls with orders other than 1, 2 and inf.
     """
     return norm_type in (1.0, 2.0, math.inf) and set(map(type, tensors)) <= {
         torch.Tensor,
@@ -115,14 +115,15 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Norm of the tensors as if they were one vector: `torch.nn.utils.get_total_norm`.
+    """Compute the norm of all tensors as one vector, like `torch.nn.utils.get_total_norm`.
 
-    Lists of 16-bit tensors give a float32 norm, where torch rounds it to 16 bits (and so do we for
-    orders other than 1, 2 and inf, which are left to torch). For the norm of order 2 DTensors may
-    be mixed with plain tensors and belong to several meshes, where torch raises; every rank of a
-    mesh must pass the same ones. A norm of order 2 that is in range is finite even where the
-    squares of the elements overflow, as those of 1e200 do in float64; torch's is infinite there.
-    `foreach` is there for torch's signature; these kernels always take the whole list at once.
+    Differences from torch: the norm of 16-bit tensors is float32, and not rounded to 16 bits
+    (except for orders other than 1, 2 and inf, which torch computes). With order 2, DTensors may be
+    mixed with plain tensors and belong to several meshes, for which torch raises; every rank of a
+    mesh must pass the same ones. A norm of order 2 that is in range is finite even if the squares
+    of the elements overflow, as that of 1e200 does in float64; torch returns infinity.
+
+    `foreach` has no effect on our kernels, which always process the whole list at once.
     `error_if_nonfinite` makes the host wait for the result.
 
     >>> import torch, ampfuse
@@ -163,7 +164,7 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale gradients by `min(1, max_norm / (total_norm + 1e-6))`, as in `torch.nn.utils`.
 
-    The factor is decided on the device. At factor 1 no gradient changes a bit.
+    The factor is computed on the device. At factor 1 the gradients stay the same bit by bit.
     """
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
@@ -185,10 +186,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; return the norm they had.
 
-    `torch.nn.utils.clip_grad_norm_` without a host wait and without writing gradients that need
-    no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
+    Unlike `torch.nn.utils.clip_grad_norm_`, this makes no host wait, and does not write gradients
+    that need no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
 
-    With an `ampfuse.GradScaler`, its own `clip_grad_norm_` unscales and measures in one pass.
+    The method `clip_grad_norm_` of `ampfuse.GradScaler` unscales and computes the norm in one pass.
 
     >>> import torch, ampfuse
     >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -201,7 +202,7 @@ def clip_grad_norm_(
         if not parameters:
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.",
-                stacklevel=3,  # past torch.no_grad's wrapper
+                stacklevel=3,  # skips torch.no_grad's wrapper
             )
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
@@ -236,15 +237,15 @@ def _clip(
         ops.multi_tensor_clip(grads, total_norm.to(grads[0].device), max_norm)
 
     def check(grads: list[Tensor]) -> None:
-        # At norm 0 the factor is 1: this refuses what clip would, and writes nothing.
+        # At norm 0 the factor is 1: this raises whatever `clip` would raise, and writes nothing.
         ops.multi_tensor_clip(grads, total_norm.new_zeros((), device=grads[0].device), max_norm=1.0)
 
     if torch.compiler.is_compiling():
-        # To the op `max_norm` is a number that its graph is compiled for, each value anew. The
-        # division makes it a number the graph computes with, and the factor stays the same.
+        # The op takes `max_norm` as a constant, so each new value would recompile the graph. The
+        # division makes it an input of the graph instead, and the factor stays the same.
         total_norm = (total_norm.double() + 1e-6) / max_norm - 1e-6
         max_norm = 1.0
-        _each_device(grads, clip)  # an error ends the tracing: before anything is written, too
+        _each_device(grads, clip)  # an error ends the tracing, before anything is written
         return
     try:
         clip(grads)

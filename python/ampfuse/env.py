@@ -1,4 +1,4 @@
-"""What this installation is and what of ampfuse works here, for people and for bug reports."""
+"""A description of this installation and of what works here, for users and bug reports."""
 
 import platform
 
@@ -8,7 +8,7 @@ import ampfuse
 
 
 def describe() -> list[tuple[str, str]]:
-    """Rows of a table: a name and what is true of it here."""
+    """Return the rows of a table, each a name and a description."""
     info = ampfuse.build_info()
     rows = [
         ("ampfuse", f"{info['version']} ({info['build_type']}, {info['compiler']})"),
@@ -26,7 +26,7 @@ def describe() -> list[tuple[str, str]]:
 def _cuda_build(info: dict[str, str]) -> str:
     if not ampfuse.has_cuda():
         return "none: this is a CPU build"
-    # CMake's words: 80-real is machine code, 90 machine code and PTX.
+    # CMake's notation: 80-real means machine code, 90 means machine code and PTX.
     archs = [
         f"sm_{arch.removesuffix('-real')}" + ("" if arch.endswith("-real") else " with PTX")
         for arch in info["cuda_archs"].split()
@@ -46,7 +46,7 @@ def _gpus() -> list[str]:
 
 
 def _verdict(device: str) -> str:
-    """Run each op once: what is said to work here has worked here."""
+    """Run each op once; return the names of the ops if the results are right, or the error."""
     grads = [torch.tensor([3.0, 4.0], device=device)]
     try:
         flag, scale = torch.zeros((), device=device), torch.full((), 0.5, device=device)

@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: the host launches it, and decides nothing in it."""
+"""A training step as one CUDA graph, which the host only launches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,44 +18,46 @@ from ampfuse.optim._shards import local
 from ampfuse.optim._state import new_master
 from ampfuse.optim._written import WrittenParams
 
-# What may have changed unawares, and what to do about it.
+# Options that a program may change without knowing, and the remedies.
 HINTS = {"model.training": "call model.train()", "betas": "have no scheduler cycle momentum"}
 
-REHEARSALS = 3  # after which libraries have chosen their kernels and taken their memory
+REHEARSALS = 3  # after these, libraries have chosen their kernels and allocated their memory
 
 
 class GraphedStep:
     """Forward, loss, backward, unscaling, clipping, step and scale update: one launch on a GPU.
 
-    `step(*batch)` computes `loss_fn(model(*batch[:-1]), batch[-1])`, trains the model by it, and
-    returns it. Batches are like `sample`: as many tensors, of its shapes and dtypes. On a CPU each
-    step is taken as it comes.
+    `step(*batch)` computes `loss_fn(model(*batch[:-1]), batch[-1])`, trains the model on this loss,
+    and returns it. A batch has as many tensors as `sample`, with the same shapes and dtypes. On a
+    CPU the same step runs eagerly.
 
-    On a GPU the step is captured when this is made, after some rehearsals that change nothing:
-    their steps are skipped, and buffers, gradients, random numbers and the scaler's state are put
-    back. Batches are copied to where the graph reads them, from the host, too; if from pinned
-    memory, that must not be written before they have arrived. The scale moves in the graph, which
-    skips steps by itself. Gradients are in `.grad` until the next step. A scaler may have several
-    of these, for several shapes say, and steps of other kinds in between.
+    On a GPU the constructor captures the step, after warm-up steps that change nothing: they are
+    skipped, and buffers, gradients, random number generators and the scaler's state are restored.
+    Each call copies its batch, which may be on the host, to the tensors that the graph reads. Do
+    not write to a batch in pinned memory before that copy has finished. The graph updates the scale
+    and skips steps by itself. Gradients stay in `.grad` until the next step. One scaler may serve
+    several of these steps, for example for several shapes, and other steps in between.
 
-    What else the model and the loss do on the host is done when this is made, and never again:
-    hooks, too. Learning rates become tensors on the device, always the same ones (to keep or to
-    print one as a number, take its `item()`), which schedulers write; a number that is put in the
-    place of one is taken over, and a tensor read anew for each step. All other options of the
-    optimizer and the scaler, which parameters are trained, where they lie, and which modules are in
-    training mode, are for good what they were: a step that finds them changed raises. So OneCycleLR
-    and CyclicLR are told `cycle_momentum=False`, a model is back in training mode after an
-    evaluation, and the last batch of a loader, if it is a smaller one, is left out
-    (`drop_last=True`) or trained on eagerly. Checkpoints are loaded before or later: state goes
-    into the tensors of the graph.
+    All else that the model and the loss do on the host, including hooks, is done in the constructor
+    and never again. Learning rates become tensors on the device, which schedulers write and which
+    stay the same objects (to store or print one as a number, use `item()`). If a program assigns a
+    number to `lr`, it is copied to the tensor; if it assigns a tensor, that is read at each step.
+    Everything else is fixed: the other options of the optimizer and the scaler, which parameters
+    are trained, their addresses, and which modules are in training mode. A step that finds a change
+    raises. So pass `cycle_momentum=False` to OneCycleLR and CyclicLR, set the model back to
+    training mode after an evaluation, and drop a smaller last batch (`drop_last=True`) or train on
+    it eagerly. Checkpoints may be loaded before or later: state is copied to the graph's tensors.
 
-    - `optimizer`: `ampfuse.Adam` or `AdamW`; others decide on the host.
-    - `autocast`: the dtype that forward and loss run in, or None.
-    - `max_grad_norm`: to clip by between unscaling and the step; the optimizer's own costs less.
+    - `optimizer`: `ampfuse.Adam` or `AdamW`; other optimizers decide on the host.
+    - `autocast`: the dtype in which forward and loss run, or None.
+    - `max_grad_norm`: clip gradients to this norm between unscaling and the step. The optimizer's
+      own `max_grad_norm` costs less.
     - `micro_batches`: split each batch into this many equal parts along its first dimension, to
-      take less memory. The loss is the mean of the parts' losses, and so is what is trained on: use
-      a criterion without `scaler=`, which expects losses that are not divided. A model in a graph
-      may recompute activations (`torch.utils.checkpoint`) with `preserve_rng_state=False`.
+      use less memory. The loss, which is also trained on, is the mean of the parts' losses: use a
+      criterion without `scaler=`, since that expects losses that are not divided.
+
+    To recompute activations in a graph (`torch.utils.checkpoint`), which also saves memory, pass
+    `preserve_rng_state=False`.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 3)
@@ -111,7 +113,7 @@ class GraphedStep:
         self._put_learning_rates()
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Train on a batch; the loss, which no later step overwrites."""
+        """Train on a batch and return the loss, which later steps do not overwrite."""
         self._check(batch)
         self._put_learning_rates()
         if self._graph is None:
@@ -150,7 +152,7 @@ class GraphedStep:
             )
 
     def _read_fixed(self) -> dict[str, Any]:
-        """What a graph has for good, by name."""
+        """Return the values that are fixed in a graph, by name."""
         groups = self.optimizer.param_groups
         fixed = {
             "parameters": [
@@ -172,7 +174,7 @@ class GraphedStep:
         return fixed
 
     def _put_learning_rates(self) -> None:
-        """Where there is another one in the place of a graph's. Tensors stay, to be written to."""
+        """Copy other rates to the graph's tensors. Assigned tensors stay in their groups."""
         for group, own in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
             if group["lr"] is not own:
                 own.copy_(torch.as_tensor(group["lr"], dtype=torch.float64), non_blocking=True)
@@ -181,7 +183,7 @@ class GraphedStep:
 
     @contextmanager
     def _with_own_rates(self) -> Iterator[None]:
-        """For the optimizer, while it is captured."""
+        """Set the graph's learning rates in the optimizer's groups while the step is captured."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, own in zip(groups, self._learning_rates, strict=True):
@@ -194,7 +196,7 @@ class GraphedStep:
 
     @contextmanager
     def _forgotten_if_it_fails(self) -> Iterator[None]:
-        """By the scaler: the step, to which no update is going to come."""
+        """Make the scaler forget a step that raises, since no update will follow."""
         try:
             yield
         except BaseException:
@@ -219,7 +221,7 @@ class GraphedStep:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _check_gradients(self) -> None:
-        """An optimizer of a model that was made anew would never learn."""
+        """Raise if no parameter has a gradient: the optimizer may be that of an earlier model."""
         if self._has_learnt or (self.scaler.is_enabled() and self.scaler._allow_no_grads):
             return
         self._has_learnt = any(param.grad is not None for param in self._params())
@@ -262,7 +264,7 @@ class GraphedStep:
         memory = self.scaler._memory if self.scaler.is_enabled() else None
         before = memory and memory.last_step()
         try:
-            # Other threads, which load data say, may do what a capture could not take.
+            # Other threads, for example of data loaders, may do what a global capture forbids.
             with (
                 self._forgotten_if_it_fails(),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -288,7 +290,7 @@ class GraphedStep:
         self._graph = graph
 
     def _masters(self) -> Columns:
-        """The parameters that have masters, which replays step."""
+        """Return the parameters with masters, which replays step."""
         columns = Columns(self._device)
         for param, state in self._states:
             if "master_param" in state:
@@ -297,7 +299,7 @@ class GraphedStep:
         return columns
 
     def _note_replay(self) -> None:
-        """Have what a step leaves be this graph's, also where others were taken in between."""
+        """Restore this graph's gradients and its record of the last step, after a replay."""
         if any(param.grad is not grad for param, grad in (self._grads[0], self._grads[-1])):
             for param, grad in self._grads:
                 param.grad = grad
@@ -306,7 +308,7 @@ class GraphedStep:
             self.scaler._memory.raise_if_collapsed(self.scaler.max_consecutive_skips)
 
     def _take_over_state(self) -> None:
-        """What was loaded, into the tensors that the graph writes."""
+        """Copy loaded state to the tensors that the graph writes."""
         for param, tensors in self._states:
             state = self.optimizer.state[param]
             for name, tensor in tensors.items():
@@ -327,7 +329,7 @@ class GraphedStep:
 
 
 def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors there, one for each group: its own where it has one that is no other group's."""
+    """Return one tensor on the device per group: its own `lr`, unless groups share that tensor."""
     own: list[Tensor] = []
     for lr in rates:
         if isinstance(lr, Tensor) and lr.device == device and lr.is_floating_point():

@@ -2,12 +2,12 @@
 
 All results stay on the tensors' device and nothing waits for it. `tensors` is a list of strided
 tensors of any shapes, on one device, of dtypes float16, bfloat16, float32, float64, complex64 and
-complex128 in any mixture. All work inside `torch.compile(fullgraph=True)`, except the norm of an
-empty list, which names no device. None has a derivative: tensors that require grad belong under
-`torch.no_grad()`.
+complex128 in any mixture. All operators work inside `torch.compile(fullgraph=True)`, except the
+norm of an empty list, which has no device. They have no derivatives: call them under
+`torch.no_grad()` if tensors require grad.
 
-Where it says below that nothing is written, that is decided on the device without the host waiting
-for it; on a GPU strided tensors have then been copied out and are copied back.
+If a function below writes nothing, this is decided on the device and the host does not wait. On a
+GPU, tensors with gaps in memory are copied to dense ones and back in any case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _update_scale = torch.ops.ampfuse.update_scale.default
 
 
 class MultiTensorNorm(NamedTuple):
-    """What one read of a tensor list tells."""
+    """The results of one read of a tensor list."""
 
     total_norm: Tensor
     """0-dim; float32, or float64 if any tensor is float64 or complex128."""
@@ -52,10 +52,10 @@ class UnscaledNorm(NamedTuple):
 def multi_tensor_norm(
     tensors: Sequence[Tensor], ord: float = 2.0, *, dtype: torch.dtype | None = None
 ) -> MultiTensorNorm:
-    """Norm of a list as if it were one vector, of order 1, 2 or inf, from one read.
+    """Compute the norm of a list as one vector, of order 1, 2 or inf, in one read.
 
-    `dtype`: of the norms, float32 or float64. The sums are float64, and as such a norm of float32
-    tensors is infinite only when an element is.
+    `dtype`: the dtype of the norms, float32 or float64. Sums are float64, so a float64 norm of
+    float32 tensors is infinite only if an element is.
 
     >>> import torch, ampfuse
     >>> result = ampfuse.ops.multi_tensor_norm([torch.tensor([3.0]), torch.tensor([4.0])])
@@ -93,9 +93,9 @@ def multi_tensor_unscale_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> UnscaledNorm:
-    """`multi_tensor_unscale`, and the norms of what it wrote from the same pass.
+    """Do `multi_tensor_unscale`, and compute the norms of its results in the same pass.
 
-    `dtype` is that of `multi_tensor_norm`.
+    `ord` and `dtype` are those of `multi_tensor_norm`.
 
     >>> import torch, ampfuse
     >>> grads, found_inf = [torch.tensor([6.0, 8.0])], torch.zeros(())
@@ -113,7 +113,7 @@ def multi_tensor_unscale_norm(
 
 
 def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Multiply in place by `min(1, max_norm / (total_norm + 1e-6))`, decided on the device.
+    """Multiply in place by `min(1, max_norm / (total_norm + 1e-6))`, computed on the device.
 
     At factor 1 the tensors are neither read nor written.
 
@@ -154,23 +154,23 @@ def fused_adam(
     grad_norm: Tensor | None = None,
     adopt_params: bool = False,
 ) -> None:
-    """One step of Adam or AdamW in place, as `torch.optim` has it: what `ampfuse.Adam` calls.
+    """Take one step of Adam or AdamW in place, as `torch.optim` does. `ampfuse.Adam` calls this.
 
-    Lists are as long as `params`, but `max_exp_avg_sqs`, empty without `amsgrad`, and `masters`,
-    which may be empty; entries with the same index have the same shape. Parameters, gradients:
-    float16, bfloat16 or float32 in any mixture. Moments: float32 or bfloat16. Of a float64
-    parameter all are float64. Masters, of 16-bit parameters: float32, or int16 for the bits that a
-    bfloat16 lacks.
-    `state_steps`: float32 scalars, counted up here.
+    All lists are as long as `params`, except `max_exp_avg_sqs`, which is empty without `amsgrad`,
+    and `masters`, which may be empty. Entries with the same index have the same shape. Parameters
+    and gradients are float16, bfloat16 or float32 in any mixture, and moments are float32 or
+    bfloat16. If a parameter is float64, its gradient and moments are, too. Masters of 16-bit
+    parameters are float32, or int16 for the bits that a bfloat16 lacks. `state_steps` are float32
+    scalars, which the step increments.
 
-    Gradients are divided by `grad_scale`, and scaled so that their norm is at most `max_norm`,
-    where `total_norm` is that of the gradients as they come. A `found_inf` other than 0 skips the
+    Gradients are divided by `grad_scale`, and then scaled so that their norm is at most `max_norm`;
+    `total_norm` is the norm of the gradients before both. A `found_inf` other than 0 skips the
     step, counters included, and so does a `grad_scale` whose inverse is not a finite float32.
-    `grad_norm` receives `total_norm / grad_scale`, skipped or not. With
-    `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params` float32
-    masters take over each element of a parameter that is not its master rounded, because something
-    else wrote it; on a GPU one element in 128 is compared, and where it differs its 2048 neighbours
-    are compared too.
+    `grad_norm` receives `total_norm / grad_scale`, even if the step is skipped. With
+    `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params`, an
+    element of a parameter that is not its float32 master rounded was written by other code, and is
+    copied to the master. On a GPU one element in 128 is compared for this, and all others in its
+    chunk of 2048 elements if it differs.
 
     >>> import torch, ampfuse
     >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]
@@ -238,14 +238,15 @@ def update_scale(
     history: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> None:
-    """One update of a loss scale: what `ampfuse.GradScaler` calls, and decides its options mean.
+    """Update a loss scale in place. `ampfuse.GradScaler` calls this, and explains the options.
 
-    Any of `found_infs`, float32 scalars, that is not 0 is an overflow. With the defaults it is
-    torch's `_amp_update_scale_`, bit by bit, but that a growth interval which has been passed
-    already is over. `scale`: float32 scalar. `growth_tracker`: int32 scalar. `counters`: int64, the
-    hysteresis left (start with `hysteresis`), skips in a row, updates. `history`: float32, (n, 3):
-    of the last n updates the scale before it, whether it was skipped, and `norm`, a float32 scalar;
-    update i is in row i mod n.
+    The step has overflowed if any of `found_infs`, float32 scalars, is not 0. With the defaults
+    this is torch's `_amp_update_scale_`, bit by bit, except that the scale also grows if the
+    tracker is past the growth interval already. `scale`: float32 scalar. `growth_tracker`: int32
+    scalar. `counters`: int64 tensor of the hysteresis left (initially `hysteresis`), the skips in a
+    row, and the number of updates. `history`: float32 tensor (n, 3) with a row for each of the last
+    n updates: the scale before it, 1 if it was skipped, and `norm`, a float32 scalar. Update i is
+    in row i mod n.
 
     >>> import torch, ampfuse
     >>> scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
@@ -283,7 +284,7 @@ def _explain(
     lists: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
     **scalars: Tensor,
 ) -> NoReturn:
-    """Name the argument that is not a tensor: torch's schema check prints all there is instead."""
+    """Raise an error that names the argument that is not a tensor; torch's prints all of them."""
     arguments: dict[str, object] = {}
     for name, tensors in (lists if isinstance(lists, Mapping) else {"tensors": lists}).items():
         if isinstance(tensors, Tensor):

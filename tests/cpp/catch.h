@@ -1,5 +1,5 @@
-// Catch2, whichever major version is installed: v3 splits its header, v2 is one file, and some
-// names moved between them.
+// Includes Catch2 of either major version: v3 has several headers, v2 has one, and some names
+// differ between them.
 #pragma once
 
 #if __has_include(<catch2/catch_all.hpp>)

@@ -1,3 +1,3 @@
-// main() for Catch2 v2, which has no library to take it from. v3 links Catch2WithMain instead.
+// Defines main() for Catch2 v2, which has no library for it. With v3, tests link Catch2WithMain.
 #define CATCH_CONFIG_MAIN
 #include "catch.h"

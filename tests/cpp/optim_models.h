@@ -1,4 +1,4 @@
-// Parameters whose gradients are given step by step, for the tests of Adam and AdamW.
+// Parameters, their gradients for each step, and comparisons, for the tests of Adam and AdamW.
 #pragma once
 
 #include <ampfuse/optim.h>
@@ -20,8 +20,8 @@ inline Tensors copies(const Tensors& params) {
   return copies(params, params[0].scalar_type());
 }
 
-/// Bfloat16 numbers in any dtype. One parameter is longer than the CPU's unit of work of 8192
-/// elements, one is 0-dim and one has no element.
+/// Returns parameters whose values are exact in bfloat16. One is longer than the CPU's unit of work
+/// of 8192 elements, one is 0-dim and one has no element.
 inline Tensors parameters(torch::Device device, torch::Dtype dtype = torch::kFloat) {
   torch::manual_seed(7);
   Tensors params;
@@ -31,7 +31,7 @@ inline Tensors parameters(torch::Device device, torch::Dtype dtype = torch::kFlo
   return copies(params, dtype);
 }
 
-/// Sets the gradients of a step: bfloat16 numbers, which every dtype holds.
+/// Sets the gradients of a step. Their values are exact in bfloat16, so in every dtype.
 inline void feed(const Tensors& params, int step, double scale = 1) {
   torch::manual_seed(step);
   for (const auto& param : params) {
@@ -48,7 +48,7 @@ inline void train(torch::optim::Optimizer& optimizer, const Tensors& params, int
   }
 }
 
-/// Torch's own comparison takes 0 for −0, and no NaN for itself.
+/// Compares bits. torch::equal would take 0 and −0 for equal, and a NaN for unequal to itself.
 inline bool same_bits(const torch::Tensor& tensor, const torch::Tensor& other) {
   if (tensor.scalar_type() != other.scalar_type()) return false;
   const auto as_bytes = [](const torch::Tensor& t) {

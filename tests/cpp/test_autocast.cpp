@@ -18,7 +18,7 @@ bool same(const AutocastState& a, const AutocastState& b) {
          a.cache_enabled == b.cache_enabled;
 }
 
-// The dtype that a product of floats has on the CPU.
+// Returns the dtype of a product of two float matrices on the CPU.
 at::ScalarType dtype_of_product() {
   const at::Tensor x = at::ones({2, 2});
   return at::mm(x, x).scalar_type();
@@ -26,7 +26,7 @@ at::ScalarType dtype_of_product() {
 
 }  // namespace
 
-TEST_CASE("products are 16-bit within the scope and float outside") {
+TEST_CASE("products are 16-bit within an autocast scope and float outside") {
   CHECK(dtype_of_product() == at::kFloat);
   {
     const AutocastGuard autocast(at::kCPU);
@@ -42,7 +42,7 @@ TEST_CASE("products are 16-bit within the scope and float outside") {
   CHECK(dtype_of_product() == at::kFloat);
 }
 
-TEST_CASE("everything is restored, also after an exception") {
+TEST_CASE("autocast settings and nesting are restored after an exception") {
   const AutocastState cpu = AutocastState::capture(at::kCPU);
   const AutocastState cuda = AutocastState::capture(at::kCUDA);
   try {
@@ -58,8 +58,8 @@ TEST_CASE("everything is restored, also after an exception") {
   CHECK(at::autocast::decrement_nesting() == 0);
 }
 
-TEST_CASE("weights are cast anew in each scope, where a guard that drops no cache has stale ones") {
-  // What people write by hand: it sets and resets, and trusts that the cache ends with the nesting.
+TEST_CASE("each scope casts weights again, unlike a guard that keeps the cache") {
+  // A guard as people write it by hand: it relies on the end of nesting to clear the cache.
   struct ByHand {
     ByHand() {
       at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -94,7 +94,7 @@ TEST_CASE("weights are cast anew in each scope, where a guard that drops no cach
   CHECK(at::equal(outputs_after_zeroing(std::type_identity<Ours>()), at::zeros({1, 4})));
 }
 
-TEST_CASE("within one scope the cache is dropped when asked") {
+TEST_CASE("clear_cache drops cached casts within a scope") {
   torch::nn::Linear model(4, 4);
   const at::Tensor inputs = at::ones({1, 4});
   const AutocastGuard autocast(at::kCPU);
@@ -108,7 +108,7 @@ TEST_CASE("within one scope the cache is dropped when asked") {
   CHECK(at::equal(model->forward(inputs).to(at::kFloat), at::zeros({1, 4})));
 }
 
-TEST_CASE("a captured state is entered again on another thread, which does not have it") {
+TEST_CASE("a captured autocast state can be entered on another thread") {
   const AutocastGuard autocast(at::kCPU, at::kHalf);
   const AutocastState state = AutocastState::capture(at::kCPU);
   at::ScalarType without = at::kDouble;
@@ -122,8 +122,8 @@ TEST_CASE("a captured state is entered again on another thread, which does not h
   CHECK(with == at::kHalf);
 }
 
-TEST_CASE("several devices may be set at once, and all be excluded") {
-  // The state of a device is there without the device.
+TEST_CASE("two devices may autocast at once, and NoAutocastGuard turns it off") {
+  // torch keeps autocast state for XPU even if the machine has no such device.
   const AutocastState before = AutocastState::capture(at::kXPU);
   {
     const AutocastGuard cpu(at::kCPU);
@@ -139,12 +139,12 @@ TEST_CASE("several devices may be set at once, and all be excluded") {
   CHECK(same(AutocastState::capture(at::kXPU), before));
 }
 
-TEST_CASE("a dtype that is not cast to is warned about, and casts nothing") {
+TEST_CASE("an unsupported dtype leaves autocast off") {
   const AutocastGuard autocast(at::kCPU, at::kDouble);
   CHECK(!at::autocast::is_autocast_enabled(at::kCPU));
   CHECK(dtype_of_product() == at::kFloat);
 }
 
-TEST_CASE("a device without autocast is refused") {
+TEST_CASE("a device type without autocast is refused") {
   CHECK_THROWS_AS(AutocastGuard(at::kMeta), c10::Error);
 }

@@ -15,13 +15,13 @@ std::vector<torch::Tensor> parameters_with_grads(torch::Device device) {
     parameters.push_back(torch::zeros({size}, options.requires_grad(true)));
     parameters.back().mutable_grad() = torch::randn({size}, options);
   }
-  parameters.push_back(torch::zeros({5}, options.requires_grad(true)));  // without a gradient
+  parameters.push_back(torch::zeros({5}, options.requires_grad(true)));  // has no gradient
   return parameters;
 }
 
 }  // namespace
 
-TEST_CASE("clip_grad_norm_ does what torch's does, and returns a tensor") {
+TEST_CASE("clip_grad_norm_ clips as torch's does and returns a tensor") {
   const double norm_type = GENERATE(1.0, 2.0, std::numeric_limits<double>::infinity());
   for (const auto device : devices()) {
     const auto ours = parameters_with_grads(device);
@@ -29,15 +29,14 @@ TEST_CASE("clip_grad_norm_ does what torch's does, and returns a tensor") {
     const auto norm = ampfuse::clip_grad_norm_(ours, 0.5, norm_type);
     const double expected = torch::nn::utils::clip_grad_norm_(theirs, 0.5, norm_type);
 
-    CHECK(norm.item<double>() == Approx(expected).epsilon(1e-5));  // theirs sums in float32
+    CHECK(norm.item<double>() == Approx(expected).epsilon(1e-5));  // torch's sums in float32
     for (size_t i = 0; i < 3; ++i) {
       CHECK(torch::allclose(ours[i].grad(), theirs[i].grad(), 1e-5, 1e-8));
     }
   }
 }
 
-TEST_CASE(
-    "clip_grad_norm_ leaves gradients alone when asked to fail on a norm that is not finite") {
+TEST_CASE("clip_grad_norm_ with error_if_nonfinite throws before it changes gradients") {
   const auto parameters = parameters_with_grads(torch::kCPU);
   parameters[1].grad()[7] = std::nanf("");
   const auto before = parameters[2].grad().clone();
@@ -46,6 +45,6 @@ TEST_CASE(
   CHECK(torch::equal(parameters[2].grad(), before));
 }
 
-TEST_CASE("without gradients the norm is 0") {
+TEST_CASE("clip_grad_norm_ without gradients returns 0") {
   CHECK(ampfuse::clip_grad_norm_({torch::zeros({2})}, 1.0).item<float>() == 0.0f);
 }

@@ -1,5 +1,5 @@
-// ampfuse::cross_entropy as C++ programs call it. Values are compared with float64 in
-// tests/python/losses/test_cross_entropy*.py.
+// ampfuse::cross_entropy as C++ programs call it. tests/python/losses/test_cross_entropy*.py
+// compare values with float64.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 
@@ -11,7 +11,7 @@
 
 using ampfuse::CrossEntropyOptions;
 
-TEST_CASE("the loss is torch's, and so is the gradient") {
+TEST_CASE("cross_entropy has the loss and the gradient of torch's") {
   for (const auto device : devices()) {
     torch::manual_seed(1);
     const auto logits = torch::randn({6, 50}, device).requires_grad_();
@@ -30,7 +30,7 @@ TEST_CASE("the loss is torch's, and so is the gradient") {
   }
 }
 
-TEST_CASE("a scaler's scale is folded into a half gradient") {
+TEST_CASE("the scale of a scaler is folded into an fp16 gradient") {
   for (const auto device : devices()) {
     ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().init_scale(1024).device(device));
     const auto logits = torch::zeros({1, 2}, device).to(torch::kHalf).requires_grad_();
@@ -46,7 +46,7 @@ TEST_CASE("a scaler's scale is folded into a half gradient") {
   }
 }
 
-TEST_CASE("metrics come from the same pass") {
+TEST_CASE("cross_entropy_with_metrics returns lse, argmax and correct") {
   for (const auto device : devices()) {
     torch::manual_seed(2);
     const auto logits = torch::randn({4, 9}, device);
@@ -65,7 +65,7 @@ TEST_CASE("metrics come from the same pass") {
   }
 }
 
-TEST_CASE("logits that nobody needs any more become their gradient") {
+TEST_CASE("cross_entropy_ overwrites logits with their gradient") {
   for (const auto device : devices()) {
     torch::manual_seed(3);
     const auto leaf = torch::randn({4, 9}, device).requires_grad_();
@@ -79,13 +79,13 @@ TEST_CASE("logits that nobody needs any more become their gradient") {
   }
 }
 
-TEST_CASE("what is no reduction is refused") {
+TEST_CASE("cross_entropy refuses an unknown reduction") {
   CHECK_THROWS_WITH(ampfuse::cross_entropy(torch::zeros({1, 2}), torch::zeros({1}, torch::kLong),
                                            CrossEntropyOptions().reduction("all")),
                     ContainsSubstring("expected none, mean or sum, got all"));
 }
 
-TEST_CASE("the module is the function, with the scale of its scaler") {
+TEST_CASE("CrossEntropyLoss equals the function with the scale of the module's scaler") {
   for (const auto device : devices()) {
     torch::manual_seed(4);
     ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().init_scale(1024).device(device));
@@ -102,13 +102,13 @@ TEST_CASE("the module is the function, with the scale of its scaler") {
         CrossEntropyOptions().weight(weight).label_smoothing(0.1).grad_scale(scale));
 
     CHECK(torch::equal(loss, expected));
-    // Of both from forward: each is for a backward with the scale.
+    // Forward forms both gradients, each for a backward pass with the scale.
     CHECK(torch::equal(torch::autograd::grad({scaler.scale(loss)}, {logits})[0],
                        torch::autograd::grad({scaler.scale(expected)}, {logits})[0]));
   }
 }
 
-TEST_CASE("parts of a batch add up to it, given its denominator") {
+TEST_CASE("micro-batches with the denominator of the batch add up to its gradient") {
   for (const auto device : devices()) {
     torch::manual_seed(5);
     const auto logits = torch::randn({6, 9}, device).requires_grad_();
@@ -122,13 +122,13 @@ TEST_CASE("parts of a batch add up to it, given its denominator") {
   }
 }
 
-TEST_CASE("a loss is a module of a sequence of any") {
+TEST_CASE("CrossEntropyLoss works as an AnyModule") {
   torch::nn::AnyModule any{ampfuse::CrossEntropyLoss()};
   const auto loss = any.forward<at::Tensor>(torch::zeros({1, 2}), torch::zeros({1}, torch::kLong));
   CHECK(loss.item<float>() == Approx(std::log(2.0)));
 }
 
-TEST_CASE("a scaler that is off scales nothing, and a module needs none") {
+TEST_CASE("CrossEntropyLoss works with a disabled scaler or with none") {
   ampfuse::GradScaler off(ampfuse::GradScalerOptions().enabled(false));
   const auto logits = torch::zeros({1, 2}).requires_grad_();
   const auto target = torch::zeros({1}, torch::kLong);
@@ -142,7 +142,7 @@ TEST_CASE("a scaler that is off scales nothing, and a module needs none") {
       ContainsSubstring("the scaler has one"));
 }
 
-TEST_CASE("a module's weight is a buffer of its own") {
+TEST_CASE("CrossEntropyLoss has its weight as a buffer, which clone copies") {
   const auto weight = torch::tensor({1.0f, 2.0f});
   const ampfuse::CrossEntropyLoss criterion(CrossEntropyOptions().weight(weight));
   const auto copy = std::dynamic_pointer_cast<ampfuse::CrossEntropyLossImpl>(criterion->clone());
@@ -164,7 +164,7 @@ TEST_CASE("a module's weight is a buffer of its own") {
   CHECK_THAT(text.str(), ContainsSubstring("label_smoothing=0, z_loss=0.5, softcap=30)"));
 }
 
-TEST_CASE("a module is saved with its weight") {
+TEST_CASE("CrossEntropyLoss is saved and loaded with its weight") {
   const auto weight = torch::tensor({1.0f, 2.0f});
   ampfuse::CrossEntropyLoss saved(CrossEntropyOptions().weight(weight));
   ampfuse::CrossEntropyLoss loaded(CrossEntropyOptions().weight(torch::zeros({2})));

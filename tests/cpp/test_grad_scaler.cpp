@@ -1,5 +1,5 @@
-// ampfuse::GradScaler as C++ programs use it. What it computes is compared with Python's scaler in
-// tests/python/amp/test_grad_scaler_*.py, which drive both.
+// ampfuse::GradScaler as C++ programs use it. tests/python/amp/test_grad_scaler_*.py run the
+// scalers of both languages and compare their results.
 #include <ATen/record_function.h>
 #include <ampfuse/ampfuse.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// How often an operator is called meanwhile.
+// Counts the calls of an operator while `body` runs.
 int times_called(const std::string& op, const std::function<void()>& body) {
   static int calls;
   static std::string counted;
@@ -36,7 +36,7 @@ int times_called(const std::string& op, const std::function<void()>& body) {
   return calls;
 }
 
-// A model, and a step of its training.
+// A model and one step of its training.
 struct Training {
   explicit Training(torch::Device device) { model->to(device); }
 
@@ -60,7 +60,7 @@ struct Training {
 
 }  // namespace
 
-TEST_CASE("a training loop steps, skips, backs off, and says what happened") {
+TEST_CASE("a training loop steps, skips, backs off and reports what happened") {
   for (const auto device : devices()) {
     Training training(device);
     ampfuse::AdamW optimizer(training.model->parameters(), ampfuse::AdamWOptions(0.1));
@@ -88,7 +88,7 @@ TEST_CASE("a training loop steps, skips, backs off, and says what happened") {
   }
 }
 
-TEST_CASE("any optimizer of torch's can be stepped, and is unscaled before") {
+TEST_CASE("a scaler unscales gradients before a step of torch's SGD") {
   for (const auto device : devices()) {
     const auto scaled = parameters(device);
     const auto plain = copies(scaled);
@@ -106,7 +106,7 @@ TEST_CASE("any optimizer of torch's can be stepped, and is unscaled before") {
   }
 }
 
-TEST_CASE("a scaler unscales, measures and clips gradients in two passes") {
+TEST_CASE("GradScaler::clip_grad_norm_ computes the norm while it unscales") {
   for (const auto device : devices()) {
     const auto params = parameters(device);
     const auto others = copies(params);
@@ -131,7 +131,7 @@ TEST_CASE("a scaler unscales, measures and clips gradients in two passes") {
   }
 }
 
-TEST_CASE("gradients that are unscaled already are measured as they are") {
+TEST_CASE("the norm is computed anew if gradients changed after unscale_") {
   for (const auto device : devices()) {
     const auto params = parameters(device);
     torch::optim::SGD optimizer(params, torch::optim::SGDOptions(0.5));
@@ -148,7 +148,7 @@ TEST_CASE("gradients that are unscaled already are measured as they are") {
   }
 }
 
-TEST_CASE("a scale without a finite inverse is an overflow for ampfuse's optimizers too") {
+TEST_CASE("a scale without a finite inverse is an overflow for ampfuse's AdamW too") {
   const double scale = GENERATE(0x1p-149, 0x1p-128);
   for (const auto device : devices()) {
     const auto params = parameters(device);
@@ -166,7 +166,7 @@ TEST_CASE("a scale without a finite inverse is an overflow for ampfuse's optimiz
   }
 }
 
-TEST_CASE("several losses are scaled alike, and the scale is made for the first") {
+TEST_CASE("a list of losses is scaled, and the scale is created on their device") {
   GradScaler scaler(GradScalerOptions().init_scale(4));
   const auto scaled = scaler.scale({torch::ones({}), torch::full({2}, 3.0)});
   REQUIRE(scaled.size() == 2);
@@ -175,7 +175,7 @@ TEST_CASE("several losses are scaled alike, and the scale is made for the first"
   CHECK(scaler.scale_tensor().device() == torch::kCPU);
 }
 
-TEST_CASE("the scale can be had before anything was scaled, on the device that was named") {
+TEST_CASE("scale_tensor exists before the first scale, on the device of the options") {
   for (const auto device : devices()) {
     GradScaler scaler(GradScalerOptions().init_scale(4).device(device));
     const auto scale = scaler.scale_tensor();
@@ -183,14 +183,14 @@ TEST_CASE("the scale can be had before anything was scaled, on the device that w
     CHECK(scale.item<float>() == 4);
     scaler.scale(torch::ones({}, device));
     scaler.update(16.0);
-    CHECK(scale.item<float>() == 16);  // the live one
+    CHECK(scale.item<float>() == 16);  // updated in place
     scaler.update(torch::full({1}, 2.0, device));
     CHECK(scale.item<float>() == 2);
     CHECK_THROWS_WITH(scaler.update(torch::ones({2})), ContainsSubstring("1-element"));
   }
 }
 
-TEST_CASE("a scaler moves, with everything it has") {
+TEST_CASE("a moved GradScaler keeps its scale") {
   Training training(torch::kCPU);
   ampfuse::AdamW optimizer(training.model->parameters());
   GradScaler first(GradScalerOptions().init_scale(64));
@@ -216,11 +216,12 @@ TEST_CASE("torch::save and torch::load keep scale, policy and counters") {
   CHECK(loaded.options().hysteresis() == 2);
   CHECK(loaded.options().min_scale() == 1.0);
   CHECK(loaded.get_scale() == 64);
-  training.step(loaded, optimizer, /*overflow=*/true);  // the second in a row costs
+  training.step(loaded, optimizer,
+                /*overflow=*/true);  // hysteresis: the second one lowers the scale
   CHECK(loaded.get_scale() == 32);
 }
 
-TEST_CASE("options may be changed, and are checked when the scale moves") {
+TEST_CASE("changed options take effect and are checked when the scale is updated") {
   Training training(torch::kCPU);
   ampfuse::AdamW optimizer(training.model->parameters());
   GradScaler scaler(GradScalerOptions().init_scale(64));
@@ -233,7 +234,7 @@ TEST_CASE("options may be changed, and are checked when the scale moves") {
   CHECK(scaler.get_scale() == 128);
 }
 
-TEST_CASE("too many skips in a row are an error of their own") {
+TEST_CASE("too many consecutive skips throw ScaleCollapseError") {
   Training training(torch::kCPU);
   ampfuse::AdamW optimizer(training.model->parameters());
   GradScaler scaler(GradScalerOptions().max_consecutive_skips(2));
@@ -241,7 +242,7 @@ TEST_CASE("too many skips in a row are an error of their own") {
   CHECK_THROWS_AS(training.step(scaler, optimizer, /*overflow=*/true), ampfuse::ScaleCollapseError);
 }
 
-TEST_CASE("closures are for disabled scalers") {
+TEST_CASE("a step with a closure is refused unless the scaler is disabled") {
   const auto param = torch::ones({2}).requires_grad_();
   const auto closure = [&] {
     param.mutable_grad() = torch::ones({2});
@@ -259,7 +260,7 @@ TEST_CASE("closures are for disabled scalers") {
   CHECK(param[0].item<float>() < 1);
 }
 
-TEST_CASE("an exception in a step leaves the optimizer without scale, and the step to be taken") {
+TEST_CASE("after a step throws, the optimizer has no scale and can step again") {
   const auto param = torch::ones({2}).requires_grad_();
   ampfuse::AdamW optimizer(Tensors{param});
   GradScaler scaler;

@@ -1,5 +1,5 @@
-// ampfuse::linear_cross_entropy as C++ programs call it. Values are compared with float64 in
-// tests/python/losses/test_linear_cross_entropy*.py.
+// ampfuse::linear_cross_entropy as C++ programs call it.
+// tests/python/losses/test_linear_cross_entropy*.py compare values with float64.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 
@@ -13,7 +13,7 @@ using ampfuse::LinearCrossEntropyOptions;
 
 namespace {
 
-// Hidden states, a weight, a bias, and targets of which every third is ignored.
+// Hidden states, a weight, a bias and targets; every third target is ignored.
 struct Head {
   at::Tensor hidden, weight, bias, target;
 
@@ -34,7 +34,7 @@ struct Head {
 
 }  // namespace
 
-TEST_CASE("the loss is that of the layer's logits, and so are the gradients") {
+TEST_CASE("linear_cross_entropy equals torch's linear followed by cross_entropy") {
   for (const auto device : devices()) {
     const Head head(device);
     const auto class_weight = torch::rand({40}, device);
@@ -53,7 +53,7 @@ TEST_CASE("the loss is that of the layer's logits, and so are the gradients") {
   }
 }
 
-TEST_CASE("a weight's gradient is added to a buffer") {
+TEST_CASE("accumulate_into takes the gradient of the weight in place of its grad") {
   for (const auto device : devices()) {
     const Head head(device, torch::kBFloat16);
     const auto buffer = torch::zeros({40, 6}, device);
@@ -69,7 +69,7 @@ TEST_CASE("a weight's gradient is added to a buffer") {
   }
 }
 
-TEST_CASE("metrics are those of the logits") {
+TEST_CASE("linear_cross_entropy_with_metrics returns the metrics of the logits") {
   for (const auto device : devices()) {
     const Head head(device);
     const auto logits = torch::nn::functional::linear(head.hidden, head.weight, head.bias);
@@ -85,7 +85,7 @@ TEST_CASE("metrics are those of the logits") {
   }
 }
 
-TEST_CASE("what autocast asks for is multiplied, and gradients keep their digits") {
+TEST_CASE("under autocast loss and gradients are float, not rounded to bfloat16") {
   for (const auto device : devices()) {
     const Head head(device);
     at::Tensor loss;
@@ -100,7 +100,7 @@ TEST_CASE("what autocast asks for is multiplied, and gradients keep their digits
   }
 }
 
-TEST_CASE("tensors that do not fit together are refused") {
+TEST_CASE("linear_cross_entropy refuses mixed dtypes and an unknown reduction") {
   const Head head(torch::kCPU);
   CHECK_THROWS_WITH(
       ampfuse::linear_cross_entropy(head.hidden, head.weight.to(torch::kHalf), head.target),
@@ -110,7 +110,7 @@ TEST_CASE("tensors that do not fit together are refused") {
                     ContainsSubstring("expected none, mean or sum, got all"));
 }
 
-TEST_CASE("the module holds the layer, and its copies hold copies") {
+TEST_CASE("LinearCrossEntropyLoss holds the layer, and clone copies it") {
   ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().device(torch::kCPU));
   const auto class_weight = torch::rand({40});
   ampfuse::LinearCrossEntropyLoss criterion(torch::nn::LinearOptions(6, 40),

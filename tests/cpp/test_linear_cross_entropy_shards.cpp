@@ -1,6 +1,6 @@
-// ampfuse::linear_cross_entropy of two threads, each of which has the weight of some classes, as
-// processes would. Values are compared with float64 in
-// tests/python/losses/test_linear_cross_entropy_shards.py.
+// ampfuse::linear_cross_entropy on two threads that act as ranks: each has the weight of a shard of
+// the vocabulary. tests/python/losses/test_linear_cross_entropy_shards.py compares values with
+// float64.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kSize = 2;
 
-// What the members of a group show each other.
+// Memory through which the threads of a group exchange tensors.
 struct Table {
   std::barrier<> barrier{kSize};
   std::array<at::Tensor, kSize> of_rank;
@@ -34,7 +34,7 @@ class Done : public c10d::Work {
   bool wait(std::chrono::milliseconds) override { return true; }
 };
 
-// Of threads.
+// A c10d backend whose ranks are threads.
 class Threads : public c10d::Backend {
  public:
   Threads(Table& table, int rank) : Backend(rank, kSize), table_(table) {}
@@ -58,7 +58,7 @@ class Threads : public c10d::Backend {
   Table& table_;
 };
 
-// Of a group that is known by its name as long as this is there.
+// The process group of one rank, registered under name() for the lifetime of this object.
 class Member {
  public:
   Member(Table& table, int rank)
@@ -79,7 +79,7 @@ class Member {
 
 }  // namespace
 
-TEST_CASE("classes that are shared out give the loss and the gradients of all") {
+TEST_CASE("vocabulary shards give the loss and gradients of the whole vocabulary") {
   torch::manual_seed(2);
   const int64_t middle = 23;
   const int64_t classes = 40;

@@ -7,7 +7,7 @@
 
 namespace {
 
-// One entry per way a tensor can lie in memory; the odd sizes straddle a chunk of 8192.
+// One tensor per memory layout and dtype. The size 8193 is one more than a chunk.
 std::vector<torch::Tensor> mixed_list(torch::Device device) {
   torch::manual_seed(1);
   const auto options = torch::TensorOptions().device(device);
@@ -27,7 +27,7 @@ torch::Tensor as_one_double_vector(const std::vector<torch::Tensor>& tensors) {
 
 }  // namespace
 
-TEST_CASE("multi_tensor_norm is the norm of the list as one vector") {
+TEST_CASE("multi_tensor_norm returns the norm of the list as one vector") {
   const double ord = GENERATE(1.0, 2.0, std::numeric_limits<double>::infinity());
   for (const auto device : devices()) {
     const auto tensors = mixed_list(device);
@@ -37,7 +37,7 @@ TEST_CASE("multi_tensor_norm is the norm of the list as one vector") {
 
     CHECK(result.total_norm.scalar_type() == torch::kFloat);
     CHECK(result.total_norm.device() == tensors[0].device());
-    // One rounding to float32, and sums of at most 2^18 elements in blocks of float32.
+    // The error is one rounding to float32, plus the error of float32 sums within a chunk.
     CHECK(result.total_norm.item<double>() == Approx(expected).epsilon(1e-6));
     REQUIRE(result.norms.numel() == 6);
     CHECK(result.norms[2].item<float>() == 0.0f);
@@ -46,7 +46,7 @@ TEST_CASE("multi_tensor_norm is the norm of the list as one vector") {
   }
 }
 
-TEST_CASE("multi_tensor_norm tells which tensors are not finite") {
+TEST_CASE("multi_tensor_norm reports non-finite tensors") {
   for (const auto device : devices()) {
     auto tensors = mixed_list(device);
     tensors[3].fill_(std::numeric_limits<float>::infinity());
@@ -60,7 +60,7 @@ TEST_CASE("multi_tensor_norm tells which tensors are not finite") {
   }
 }
 
-TEST_CASE("squares that leave float32 are no overflow") {
+TEST_CASE("multi_tensor_norm is right if squares leave the range of float32") {
   for (const auto device : devices()) {
     const auto huge = torch::full({4}, 1e30, torch::TensorOptions().device(device));
     const auto tiny = torch::full({4}, 1e-30, torch::TensorOptions().device(device));
@@ -72,11 +72,11 @@ TEST_CASE("squares that leave float32 are no overflow") {
   }
 }
 
-TEST_CASE("an empty list has norm 0") {
+TEST_CASE("multi_tensor_norm of an empty list is 0") {
   CHECK(ampfuse::multi_tensor_norm({}).total_norm.item<float>() == 0.0f);
 }
 
-TEST_CASE("multi_tensor_norm refuses what it can't read, by name and index") {
+TEST_CASE("multi_tensor_norm refuses unsupported tensors by name and index") {
   const auto good = torch::ones({2});
   CHECK_THROWS_WITH(ampfuse::multi_tensor_norm({good, torch::ones({2}, torch::kLong)}),
                     ContainsSubstring("tensors[1]") && ContainsSubstring("dtype Long"));

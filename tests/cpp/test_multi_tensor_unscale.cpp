@@ -5,7 +5,7 @@
 
 #include "torch_catch.h"
 
-TEST_CASE("multi_tensor_unscale multiplies in place and sets the flag for good") {
+TEST_CASE("multi_tensor_unscale multiplies in place and never resets the flag") {
   for (const auto device : devices()) {
     const auto options = torch::TensorOptions().device(device);
     const auto found_inf = torch::zeros({}, options);
@@ -27,7 +27,7 @@ TEST_CASE("multi_tensor_unscale multiplies in place and sets the flag for good")
   }
 }
 
-TEST_CASE("multi_tensor_unscale_norm gives the norm of what it wrote") {
+TEST_CASE("multi_tensor_unscale_norm returns the norm of the unscaled gradients") {
   for (const auto device : devices()) {
     const auto options = torch::TensorOptions().device(device);
     const auto found_inf = torch::zeros({}, options);
@@ -43,7 +43,7 @@ TEST_CASE("multi_tensor_unscale_norm gives the norm of what it wrote") {
   }
 }
 
-TEST_CASE("multi_tensor_clip scales to the norm asked for, and not at all below it") {
+TEST_CASE("multi_tensor_clip scales gradients down to max_norm but never up") {
   for (const auto device : devices()) {
     const auto options = torch::TensorOptions().device(device);
     std::vector<torch::Tensor> grads = {torch::tensor({3.0f, 4.0f}, options)};
@@ -55,7 +55,7 @@ TEST_CASE("multi_tensor_clip scales to the norm asked for, and not at all below 
   }
 }
 
-TEST_CASE("nothing is written when an argument is refused") {
+TEST_CASE("multi_tensor_unscale writes no gradient if it refuses an argument") {
   const auto grad = torch::full({2}, 4.0);
   const auto found_inf = torch::zeros({});
   CHECK_THROWS_WITH(ampfuse::multi_tensor_unscale({grad}, found_inf, torch::ones({2})),

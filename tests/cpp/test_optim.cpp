@@ -1,4 +1,4 @@
-// ampfuse::Adam and AdamW: steps as torch's, and of 16-bit parameters as if they were float.
+// ampfuse::Adam and AdamW step like torch's, and 16-bit parameters step like float ones.
 
 #include <ampfuse/ampfuse.h>
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// Two runs of 20 steps that round differently. A step rounds a float parameter about twice, each
-// time by 2⁻²⁴ of it, and the distance it goes, at most 10·lr, about ten times; doubles have 29
-// bits more.
+// Compares two runs of 20 steps that round differently. A step rounds a float parameter about
+// twice, each time by 2⁻²⁴ of it. It rounds the update, at most 10·lr, about ten times. Doubles
+// have 29 more bits.
 void check_near(const Tensors& params, const Tensors& expected, double lr) {
   const double unit = 20 * (params[0].scalar_type() == torch::kFloat ? 0x1p-24 : 0x1p-53);
   for (size_t i = 0; i < params.size(); ++i) {
@@ -16,7 +16,8 @@ void check_near(const Tensors& params, const Tensors& expected, double lr) {
   }
 }
 
-// torch's own class, in double, is the reference. A large eps would tell if it sat elsewhere.
+// The reference is torch's own class, in double. The case of a large eps fails if eps enters the
+// formula in another position.
 template <typename Ours, typename Theirs, typename OurOptions, typename TheirOptions>
 void check_follows_torch(torch::Dtype dtype) {
   const auto [lr, eps, weight_decay, amsgrad] =
@@ -39,19 +40,19 @@ void check_follows_torch(torch::Dtype dtype) {
 
 }  // namespace
 
-TEST_CASE("AdamW steps as torch's does") {
+TEST_CASE("AdamW steps like torch's AdamW") {
   const auto dtype = GENERATE(torch::kFloat, torch::kDouble);
   check_follows_torch<ampfuse::AdamW, torch::optim::AdamW, ampfuse::AdamWOptions,
                       torch::optim::AdamWOptions>(dtype);
 }
 
-TEST_CASE("Adam steps as torch's does: weight decay joins the gradient") {
+TEST_CASE("Adam steps like torch's Adam, which adds weight decay to the gradient") {
   const auto dtype = GENERATE(torch::kFloat, torch::kDouble);
   check_follows_torch<ampfuse::Adam, torch::optim::Adam, ampfuse::AdamOptions,
                       torch::optim::AdamOptions>(dtype);
 }
 
-TEST_CASE("maximize goes the other way") {
+TEST_CASE("maximize steps as with the negated gradient") {
   const auto ours = parameters(torch::kCPU);
   const auto mirrored = copies(ours);
   ampfuse::Adam up(ours, ampfuse::AdamOptions().maximize(true));
@@ -64,7 +65,7 @@ TEST_CASE("maximize goes the other way") {
   check_same_bits(ours, mirrored);
 }
 
-TEST_CASE("a tiny model learns") {
+TEST_CASE("AdamW trains a tiny bfloat16 model") {
   for (const auto device : devices()) {
     torch::manual_seed(3);
     torch::nn::Linear model(4, 1);
@@ -89,7 +90,7 @@ TEST_CASE("a tiny model learns") {
   }
 }
 
-TEST_CASE("a 16-bit model with masters is the float model, rounded") {
+TEST_CASE("a 16-bit model with masters equals the float model, rounded") {
   using ampfuse::MasterWeights;
   const auto [dtype, master_weights] =
       GENERATE(std::tuple(torch::kHalf, MasterWeights::kAuto),
@@ -110,7 +111,7 @@ TEST_CASE("a 16-bit model with masters is the float model, rounded") {
   }
 }
 
-TEST_CASE("without masters small updates are lost") {
+TEST_CASE("small updates of bfloat16 parameters are lost without masters") {
   const Tensors params = {torch::ones({8}, torch::dtype(torch::kBFloat16).requires_grad(true))};
   ampfuse::Adam optimizer(params,
                           ampfuse::AdamOptions(1e-4).master_weights(ampfuse::MasterWeights::kOff));
@@ -121,7 +122,7 @@ TEST_CASE("without masters small updates are lost") {
   CHECK(optimizer.master_params()[0].is_same(params[0]));
 }
 
-TEST_CASE("moments may be bfloat16, and those of doubles stay double") {
+TEST_CASE("state_dtype sets the dtype of moments, but moments of doubles stay double") {
   const Tensors params = {torch::ones({8}).requires_grad_(),
                           torch::ones({8}, torch::kDouble).requires_grad_()};
   ampfuse::Adam optimizer(params,
@@ -132,7 +133,7 @@ TEST_CASE("moments may be bfloat16, and those of doubles stay double") {
   CHECK(state_of(optimizer, params[1]).max_exp_avg_sq().scalar_type() == torch::kDouble);
 }
 
-TEST_CASE("complex parameters step as pairs of real ones") {
+TEST_CASE("complex parameters step like pairs of real ones") {
   const auto complex = torch::randn({5}, torch::kComplexFloat).requires_grad_();
   const auto real = torch::view_as_real(complex.detach()).clone().requires_grad_();
   complex.mutable_grad() = torch::randn({5}, torch::kComplexFloat);
@@ -143,7 +144,7 @@ TEST_CASE("complex parameters step as pairs of real ones") {
   CHECK(same_bits(torch::view_as_real(complex.detach()), real));
 }
 
-TEST_CASE("parameters without a gradient are left alone") {
+TEST_CASE("parameters without a gradient are not changed and get no state") {
   const auto params = parameters(torch::kCPU);
   const auto before = copies(params);
   ampfuse::AdamW optimizer(params);
@@ -155,7 +156,7 @@ TEST_CASE("parameters without a gradient are left alone") {
   CHECK(optimizer.state().size() == 1);
 }
 
-TEST_CASE("groups step by their own options, which also say how weights decay") {
+TEST_CASE("each group steps by its own options and its own kind of weight decay") {
   const auto params = parameters(torch::kCPU);
   const auto alone = copies(params);
   std::vector<torch::optim::OptimizerParamGroup> groups;
@@ -179,7 +180,7 @@ TEST_CASE("groups step by their own options, which also say how weights decay") 
   check_same_bits(params, alone);
 }
 
-TEST_CASE("a group that is added keeps its own options") {
+TEST_CASE("an added group keeps its own options") {
   const auto params = parameters(torch::kCPU);
   ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions(1e-3));
   optimizer.add_param_group(
@@ -192,7 +193,7 @@ TEST_CASE("a group that is added keeps its own options") {
   CHECK(options->eps() == 1e-6);
 }
 
-TEST_CASE("learning rates and weight decay may go below nothing, as torch's") {
+TEST_CASE("learning rate and weight decay may become negative, as in torch") {
   const auto params = parameters(torch::kCPU);
   const auto others = copies(params, torch::kDouble);
   ampfuse::AdamW optimizer(params, ampfuse::AdamWOptions(1e-2));
@@ -206,14 +207,14 @@ TEST_CASE("learning rates and weight decay may go below nothing, as torch's") {
   check_near(params, others, 1e-2);
 }
 
-TEST_CASE("torch's schedulers change the learning rate") {
+TEST_CASE("torch's schedulers change the learning rate of a step") {
   const auto scheduled = parameters(torch::kCPU);
   const auto params = copies(scheduled);
   ampfuse::AdamW optimizer(scheduled, ampfuse::AdamWOptions(1e-2));
   ampfuse::AdamW reference(params, ampfuse::AdamWOptions(1e-3));
   torch::optim::StepLR schedule(optimizer, /*step_size=*/1, /*gamma=*/0.1);
   schedule.step();
-  schedule.step();  // torch's first call leaves the rate as it is
+  schedule.step();  // torch's first call does not change the rate
   const double lr = optimizer.param_groups()[0].options().get_lr();
   reference.param_groups()[0].options().set_lr(lr);
   train(optimizer, scheduled, 1, 1);

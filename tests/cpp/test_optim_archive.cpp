@@ -1,4 +1,4 @@
-// ampfuse::AdamW through torch's archives: saved, loaded, and exchanged with torch's own class.
+// ampfuse::AdamW in torch's archives: saved, loaded, and exchanged with torch's own class.
 
 #include <ampfuse/optim.h>
 
@@ -26,7 +26,7 @@ Tensors masters_of(torch::optim::Optimizer& optimizer, const Tensors& params) {
 
 }  // namespace
 
-TEST_CASE("a loaded optimizer goes on to the same bits") {
+TEST_CASE("a loaded optimizer continues with the same bits") {
   const auto [dtype, options] = GENERATE(
       std::tuple(torch::kFloat, AdamWOptions().amsgrad(true)),
       std::tuple(torch::kDouble, AdamWOptions()), std::tuple(torch::kHalf, AdamWOptions()),
@@ -50,7 +50,7 @@ TEST_CASE("a loaded optimizer goes on to the same bits") {
   }
 }
 
-TEST_CASE("options are loaded, but not how state is kept") {
+TEST_CASE("loading restores options except state_dtype and master_weights") {
   const auto params = parameters(torch::kCPU, torch::kBFloat16);
   ampfuse::AdamW optimizer(params, AdamWOptions(0.5)
                                        .betas({0.1, 0.2})
@@ -84,7 +84,7 @@ TEST_CASE("options are loaded, but not how state is kept") {
   CHECK(state.master_param().scalar_type() == torch::kShort);
 }
 
-TEST_CASE("float masters become remainders, and remainders float masters, of the same numbers") {
+TEST_CASE("loading converts exactly between float masters and remainders") {
   const auto [from, to] = GENERATE(std::tuple(MasterWeights::kAuto, MasterWeights::kRemainder),
                                    std::tuple(MasterWeights::kRemainder, MasterWeights::kAuto));
   const auto params = parameters(torch::kCPU, torch::kBFloat16);
@@ -100,7 +100,7 @@ TEST_CASE("float masters become remainders, and remainders float masters, of the
   check_same_bits(converted.master_params(), optimizer.master_params());
 }
 
-TEST_CASE("masters that become remainders set the parameters") {
+TEST_CASE("loading float masters as remainders also sets the parameters") {
   const auto params = parameters(torch::kCPU, torch::kBFloat16);
   ampfuse::AdamW optimizer(params);
   train(optimizer, params, 1, 5);
@@ -113,7 +113,7 @@ TEST_CASE("masters that become remainders set the parameters") {
   check_same_bits(others, params);
 }
 
-TEST_CASE("loading leaves state tensors where they are, and drops what was not saved") {
+TEST_CASE("loading writes state tensors in place and drops state that was not saved") {
   const auto params = parameters(torch::kCPU, torch::kHalf);
   ampfuse::AdamW optimizer(params);
   train(optimizer, params, 1, 1);
@@ -134,7 +134,7 @@ TEST_CASE("loading leaves state tensors where they are, and drops what was not s
   CHECK(loaded.state().count(others[1].unsafeGetTensorImpl()) == 0);
 }
 
-TEST_CASE("the same state gives the same archive") {
+TEST_CASE("equal optimizers give equal archives") {
   const auto params = parameters(torch::kCPU);
   const auto others = copies(params);
   ampfuse::AdamW optimizer(params);
@@ -149,7 +149,7 @@ TEST_CASE("the same state gives the same archive") {
   CHECK((one.str() == other.str()));
 }
 
-TEST_CASE("torch's AdamW reads our archive, and we read torch's") {
+TEST_CASE("torch's AdamW reads our archive, and ours reads torch's") {
   const auto params = parameters(torch::kCPU);
   ampfuse::AdamW ours(params, AdamWOptions(1e-2).amsgrad(true));
   train(ours, params, 1, 5);
@@ -169,7 +169,7 @@ TEST_CASE("torch's AdamW reads our archive, and we read torch's") {
   CHECK(back.param_groups()[0].options().get_lr() == 1e-2);
 }
 
-TEST_CASE("an archive without masters leaves them to be made from the parameters") {
+TEST_CASE("masters that an archive lacks are created from the parameters") {
   const auto params = parameters(torch::kCPU, torch::kBFloat16);
   torch::optim::AdamW theirs(params);
   train(theirs, params, 1, 2);
@@ -182,7 +182,7 @@ TEST_CASE("an archive without masters leaves them to be made from the parameters
   CHECK(same_bits(state.master_param().to(torch::kBFloat16), params[0]));
 }
 
-TEST_CASE("AdamW takes Adam's archive, but Adam no decoupled decay") {
+TEST_CASE("AdamW loads an archive of Adam, but Adam refuses one of AdamW") {
   const auto params = parameters(torch::kCPU);
   ampfuse::Adam adam(params);
   ampfuse::AdamW adamw(copies(params));
@@ -191,7 +191,7 @@ TEST_CASE("AdamW takes Adam's archive, but Adam no decoupled decay") {
                     ContainsSubstring("decoupled_weight_decay: expected an archive of Adam's"));
 }
 
-TEST_CASE("an archive of other groups, sizes or shapes is refused whole") {
+TEST_CASE("an archive of other groups, sizes or shapes is refused as a whole") {
   const Tensors params = {torch::ones({2}).requires_grad_(), torch::ones({3}).requires_grad_()};
   ampfuse::AdamW optimizer(params, AdamWOptions(0.5));
   train(optimizer, params, 1, 1);

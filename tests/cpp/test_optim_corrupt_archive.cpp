@@ -1,4 +1,4 @@
-// Archives that are damaged: loading one takes over all of it or nothing.
+// Damaged archives: loading one applies all of it or nothing.
 
 #include <ampfuse/optim.h>
 
@@ -15,7 +15,7 @@ using ampfuse::MasterWeights;
 using torch::serialize::OutputArchive;
 using Entries = std::map<std::string, torch::IValue>;
 
-// What an archive of one group holds.
+// The contents of an archive with one group.
 struct Content {
   std::vector<Entries> states;
   Entries options;
@@ -105,7 +105,7 @@ Options options_of(ampfuse::AdamW& optimizer) {
           options.write_back_grads()};
 }
 
-// Everything of an optimizer that loading may change.
+// All parameters, state and options that loading may change, as they are at construction.
 struct Picture {
   Picture(ampfuse::AdamW& optimizer, const Tensors& params) : options(options_of(optimizer)) {
     for (const auto& param : params) {
@@ -134,7 +134,7 @@ struct Picture {
 
 }  // namespace
 
-TEST_CASE("randomly damaged archives load whole or not at all") {
+TEST_CASE("a damaged archive that is refused changes nothing in the optimizer") {
   const auto [dtype, options] = GENERATE(
       std::tuple(torch::kFloat, AdamWOptions()), std::tuple(torch::kHalf, AdamWOptions()),
       std::tuple(torch::kFloat, AdamWOptions().amsgrad(true)),

@@ -1,4 +1,4 @@
-// What ampfuse::AdamW refuses, and what it warns about.
+// Errors and warnings of ampfuse::AdamW.
 
 #include <ampfuse/optim.h>
 
@@ -19,7 +19,7 @@ class Warnings : public c10::WarningHandler {
 
 }  // namespace
 
-TEST_CASE("options out of range are refused in torch's words") {
+TEST_CASE("options out of range are refused") {
   const auto refuses = [](const AdamWOptions& options, const std::string& words) {
     const auto params = parameters(torch::kCPU);
     CHECK_THROWS_WITH(ampfuse::AdamW(params, options), ContainsSubstring(words));
@@ -35,7 +35,7 @@ TEST_CASE("options out of range are refused in torch's words") {
           "state_dtype: expected Float or BFloat16, got Half");
 }
 
-TEST_CASE("options that became wrong are refused before anything is written") {
+TEST_CASE("options that became invalid are refused before a step writes anything") {
   const auto params = parameters(torch::kCPU);
   const auto before = copies(params);
   ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{params[2]}});
@@ -56,14 +56,14 @@ TEST_CASE("options of another optimizer are refused") {
       ContainsSubstring("options of group 0: expected ampfuse::AdamOptions or ampfuse::AdamWOpt"));
 }
 
-TEST_CASE("half parameters have no remainder") {
+TEST_CASE("fp16 parameters with remainders are refused") {
   const Tensors params = {torch::ones({1}, torch::kBFloat16), torch::ones({1}, torch::kHalf)};
   CHECK_THROWS_WITH(
       ampfuse::AdamW(params, AdamWOptions().master_weights(ampfuse::MasterWeights::kRemainder)),
       ContainsSubstring("parameter 1 of group 0 is half, and only bfloat16 has a remainder"));
 }
 
-TEST_CASE("gradients that no step can take are refused, and the parameter is named") {
+TEST_CASE("sparse and misshapen gradients are refused, naming the parameter") {
   const auto first = torch::ones({2, 2}).requires_grad_();
   const auto second = torch::ones({2, 2}).requires_grad_();
   first.mutable_grad() = torch::ones({2, 2});
@@ -80,7 +80,7 @@ TEST_CASE("gradients that no step can take are refused, and the parameter is nam
   CHECK(torch::equal(first, torch::ones({2, 2})));
 }
 
-TEST_CASE("what the op refuses of one group leaves the others as they are") {
+TEST_CASE("gradients that the op refuses in one group leave all groups unchanged") {
   const auto params = parameters(torch::kCPU);
   const auto before = copies(params);
   ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{params[2]}});
@@ -92,7 +92,7 @@ TEST_CASE("what the op refuses of one group leaves the others as they are") {
   check_same_bits(params, before);
 }
 
-TEST_CASE("a model loaded without its masters is warned about once, unless they are synced") {
+TEST_CASE("loading a model without syncing masters warns once") {
   Warnings warnings;
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   const auto params = parameters(torch::kCPU, torch::kBFloat16);

@@ -1,4 +1,4 @@
-// What happens inside a step of ampfuse::AdamW before the update: unscaling, clipping, skipping.
+// Unscaling, clipping and skipping inside a step of ampfuse::AdamW.
 
 #include <ampfuse/clip_grad.h>
 
@@ -18,7 +18,7 @@ OptimizerParamGroup group_with_limit(const torch::Tensor& param, double max_grad
 
 }  // namespace
 
-TEST_CASE("max_grad_norm steps as after clip_grad_norm_, and leaves the gradients alone") {
+TEST_CASE("max_grad_norm steps as after clip_grad_norm_ but keeps the gradients") {
   for (const auto device : devices()) {
     const auto inside = parameters(device);
     const auto outside = copies(inside);
@@ -30,7 +30,7 @@ TEST_CASE("max_grad_norm steps as after clip_grad_norm_, and leaves the gradient
     const auto norm = ampfuse::clip_grad_norm_(outside, 0.5);
     plain.step();
 
-    // The clipped gradient is not rounded on the way, which is worth 2⁻²⁴ of an update of 1e-3.
+    // The fused step does not round the clipped gradient: it differs by 2⁻²⁴ of an update of 1e-3.
     for (size_t i = 0; i < inside.size(); ++i) {
       CHECK(torch::allclose(inside[i], outside[i], 1e-6, 1e-9));
     }
@@ -41,8 +41,8 @@ TEST_CASE("max_grad_norm steps as after clip_grad_norm_, and leaves the gradient
   }
 }
 
-TEST_CASE("one limit is over all groups but those that have their own") {
-  // Gradients of ones: norms 2, 4 and 10; the shared one is that of the first and last.
+TEST_CASE("the shared limit covers all groups except groups with their own limit") {
+  // Gradients are ones, with norms 2, 4 and 10. The shared norm is that of the first and the last.
   Tensors params;
   for (const int64_t size : {4, 16, 100}) {
     params.push_back(torch::zeros({size}).requires_grad_());
@@ -75,7 +75,7 @@ TEST_CASE("a group with an infinite limit is not clipped") {
   CHECK(torch::equal(param.grad(), torch::ones({4})));
 }
 
-TEST_CASE("the constructor's limit is the optimizer's, and no group has it") {
+TEST_CASE("max_grad_norm of the constructor is set on the optimizer, not on groups") {
   const auto params = parameters(torch::kCPU);
   ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions().max_grad_norm(0.5));
   optimizer.add_param_group(OptimizerParamGroup(Tensors{params[2]}));
@@ -87,7 +87,7 @@ TEST_CASE("the constructor's limit is the optimizer's, and no group has it") {
   }
 }
 
-TEST_CASE("there is no norm without a limit, nor before the first step") {
+TEST_CASE("grad_norm is undefined without a limit and before the first step") {
   const auto params = parameters(torch::kCPU);
   ampfuse::AdamW clipping(params, ampfuse::AdamWOptions().max_grad_norm(0.5));
   ampfuse::AdamW plain(params);
@@ -96,7 +96,7 @@ TEST_CASE("there is no norm without a limit, nor before the first step") {
   CHECK_FALSE(plain.grad_norm().defined());
 }
 
-TEST_CASE("scaled gradients with their scale step as unscaled ones, clipped or not") {
+TEST_CASE("scaled gradients with grad_scale step like unscaled ones") {
   const auto limit = GENERATE(std::optional<double>(), std::optional<double>(0.5));
   for (const auto device : devices()) {
     const auto scaled = parameters(device, torch::kBFloat16);
@@ -117,7 +117,7 @@ TEST_CASE("scaled gradients with their scale step as unscaled ones, clipped or n
   }
 }
 
-TEST_CASE("any found_inf but 0 skips the step, its counter too") {
+TEST_CASE("any found_inf except 0 skips the step and its counter") {
   const float found_inf = GENERATE(1.0f, 2.0f, 3.0f);
   for (const auto device : devices()) {
     const auto params = parameters(device, torch::kBFloat16);
@@ -140,7 +140,7 @@ TEST_CASE("any found_inf but 0 skips the step, its counter too") {
   }
 }
 
-TEST_CASE("with a scale alone the step finds out itself whether to skip") {
+TEST_CASE("with grad_scale but no found_inf the step checks gradients itself") {
   const auto limit = GENERATE(std::optional<double>(), std::optional<double>(0.5));
   for (const auto device : devices()) {
     const auto params = parameters(device);
@@ -163,7 +163,7 @@ TEST_CASE("with a scale alone the step finds out itself whether to skip") {
   }
 }
 
-TEST_CASE("a step without gradients leaves a norm of 0") {
+TEST_CASE("grad_norm is 0 after a step without gradients") {
   const auto params = parameters(torch::kCPU);
   ampfuse::AdamW optimizer(params, ampfuse::AdamWOptions().max_grad_norm(1.0));
   train(optimizer, params, 1, 1);
@@ -173,7 +173,7 @@ TEST_CASE("a step without gradients leaves a norm of 0") {
   CHECK(optimizer.grad_norm().item<float>() == 0);
 }
 
-TEST_CASE("write_back_grads leaves the unscaled gradients") {
+TEST_CASE("write_back_grads stores the unscaled gradients") {
   const auto params = parameters(torch::kCPU);
   ampfuse::Adam optimizer(params, ampfuse::AdamOptions().write_back_grads(true));
   optimizer.grad_scale = torch::full({}, 4.0f);

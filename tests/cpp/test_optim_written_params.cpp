@@ -1,4 +1,4 @@
-// Parameters that something else than ampfuse::AdamW writes: their masters take over what is there.
+// Parameters that other code than ampfuse::AdamW writes: their masters take over the new values.
 
 #include <ampfuse/optim.h>
 
@@ -9,7 +9,7 @@ namespace {
 using ampfuse::AdamWOptions;
 using ampfuse::MasterWeights;
 
-// Takes steps that leave the parameters where they are, after one that does not.
+// Returns an optimizer that has taken one step and has learning rate 0 from then on.
 ampfuse::AdamW still(const Tensors& params) {
   ampfuse::AdamW optimizer(params, AdamWOptions(0.01).weight_decay(0));
   train(optimizer, params, 1, 1);
@@ -24,7 +24,7 @@ torch::Tensor half_param(torch::Device device, torch::Dtype dtype) {
 
 }  // namespace
 
-TEST_CASE("what is written into a parameter stays there, whoever sees the write") {
+TEST_CASE("values written into a parameter survive a step and reach its master") {
   const auto dtype = GENERATE(torch::kHalf, torch::kBFloat16);
   const int write = GENERATE(0, 1, 2);
   for (const auto device : devices()) {
@@ -64,7 +64,7 @@ TEST_CASE("elements that were not written keep the bits of their masters") {
   }
 }
 
-TEST_CASE("a parameter with a remainder may be set to zero or infinity") {
+TEST_CASE("setting a parameter with a remainder to 0 or infinity gives no NaN") {
   const double number = GENERATE(0.0, -0.0, INFINITY, -INFINITY);
   for (const auto device : devices()) {
     const auto param = half_param(device, torch::kBFloat16);

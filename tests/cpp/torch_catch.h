@@ -1,4 +1,4 @@
-// torch and Catch2 together, and the devices tests run on.
+// Includes torch and Catch2 together, and lists the devices that tests run on.
 #pragma once
 
 #include <ampfuse/build_info.h>
@@ -8,13 +8,13 @@
 #include <stdexcept>
 #include <vector>
 
-// torch's logging has a CHECK that ends the process; the tests mean Catch2's.
+// torch's logging defines a CHECK that ends the process; tests use Catch2's CHECK.
 #undef CHECK
 #include "catch.h"
 
-/// The CPU, and CUDA where the library and the machine have it.
-/// With FAIL_WITHOUT_CUDA set a missing GPU is a failure, so that a GPU job can't pass by testing
-/// the CPU alone.
+/// Returns the CPU, and CUDA if both the library and the machine support it.
+/// With FAIL_WITHOUT_CUDA set, a missing GPU throws, so that a GPU job cannot pass by testing the
+/// CPU alone.
 inline std::vector<torch::Device> devices() {
   std::vector<torch::Device> found = {torch::kCPU};
   if (ampfuse::has_cuda() && torch::cuda::is_available()) {

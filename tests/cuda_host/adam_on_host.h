@@ -10,10 +10,10 @@
 #include "cuda/fused_adam.cuh"
 #include "tensor_lists.h"
 
-// How far each column starts behind a 16-byte boundary, in elements.
+// The distance from a 16-byte boundary to the start of each column, in elements.
 using AdamOffsets = std::array<int64_t, ampfuse::math::kAdamColumns>;
 
-// A parameter with its gradient and state. Columns that its types do without are empty.
+// A parameter with its gradient and state. Columns that its types do not need are empty.
 template <typename Types>
 struct FakeAdamTensor {
   int64_t size;
@@ -37,7 +37,7 @@ struct FakeAdamTensor {
         max_exp_avg_sq(Types::kAmsgrad ? size : 0, offsets[ampfuse::math::kMaxExpAvgSq]),
         master(kHasMaster ? size : 0, offsets[ampfuse::math::kMaster]) {}
 
-  // The number that is stepped, of which the parameter may be a mere copy.
+  // Returns the number that is stepped; the parameter may be only a rounded copy of it.
   typename Types::acc_t number(int64_t i) const {
     if constexpr (Types::kMaster == ampfuse::Master::kRemainder) {
       return ampfuse::math::join_float({param.data()[i], master.data()[i]});
@@ -59,7 +59,7 @@ struct FakeAdamTensor {
     }
   }
 
-  // Everything a launch might write.
+  // Returns the bytes of everything that a launch may write.
   std::string bits() const {
     std::string bits;
     const auto append = [&bits](const auto* data, int64_t count) {
@@ -94,8 +94,8 @@ void fill_gradients(FakeAdamTensor<Types>& tensor, uint32_t seed) {
   }
 }
 
-// In the midst of training. Tensors with the same seed hold the same numbers, as far as their types
-// go.
+// Returns a tensor as in the middle of training. Tensors with the same seed hold the same numbers,
+// rounded to their types.
 template <typename Types>
 FakeAdamTensor<Types> random_adam_tensor(int64_t size, float steps_taken,
                                          const AdamOffsets& offsets, uint32_t seed) {
@@ -108,14 +108,16 @@ FakeAdamTensor<Types> random_adam_tensor(int64_t size, float steps_taken,
     tensor.set_number(i, static_cast<typename Types::acc_t>(normal(generator)));
     tensor.exp_avg.data()[i] = as_element<state_t>(normal(generator));
     tensor.exp_avg_sq.data()[i] = as_element<state_t>(std::fabs(normal(generator)));
-    const double largest = std::fabs(normal(generator));  // of v so far, or less than the next
+    const double largest =
+        std::fabs(normal(generator));  // maximum of v so far; the next v may exceed it
     if constexpr (Types::kAmsgrad) tensor.max_exp_avg_sq.data()[i] = as_element<state_t>(largest);
   }
   return tensor;
 }
 
-// Sizes on both sides of everything the kernel counts by: a lot (1, 2 or 4 elements), a lot per
-// lane (32, 64 or 128), a chunk (2048), several of them. Counts of steps differ between tensors.
+// Returns tensors with sizes on both sides of each unit of the kernel: a pack (1, 2 or 4 elements),
+// a pack per lane (32, 64 or 128), a chunk (2048) and several chunks. Step counts differ between
+// tensors.
 template <typename Types>
 FakeAdamTensors<Types> adam_boundary_tensors(const AdamOffsets& offsets = {}) {
   const int64_t sizes[] = {0,  1,  2,   3,   4,   5,    31,   32,   33,   63,
@@ -130,7 +132,7 @@ FakeAdamTensors<Types> adam_boundary_tensors(const AdamOffsets& offsets = {}) {
   return tensors;
 }
 
-// torch.optim.AdamW's defaults but for the decay.
+// The defaults of torch.optim.AdamW, except for weight_decay.
 inline ampfuse::math::AdamOptions adamw_options() {
   return {.beta1 = 0.9,
           .beta2 = 0.999,
@@ -143,7 +145,7 @@ inline ampfuse::math::AdamOptions adamw_options() {
           .adopt_params = false};
 }
 
-// A step that nothing but the learning rate has a say in.
+// Signals of a step with a learning rate, but without skipping, unscaling or clipping.
 inline ampfuse::AdamSignals signals_with(ampfuse::AdamScalar lr) {
   ampfuse::AdamSignals signals = {};
   signals.lr = lr;
@@ -153,7 +155,7 @@ inline ampfuse::AdamSignals signals_with_lr(double lr) {
   return signals_with({nullptr, true, lr});
 }
 
-// A plan whose parts are each in an allocation of their own, and hold NaN until they are made.
+// A plan whose fields are separate allocations; its numbers are NaN until a kernel writes them.
 template <typename acc_t>
 struct HostPlan {
   std::vector<ampfuse::math::AdamStep<acc_t>> steps;
@@ -166,12 +168,12 @@ struct HostPlan {
   static acc_t nan() { return std::numeric_limits<acc_t>::quiet_NaN(); }
 };
 
-// As on a device, but at most two blocks, so that warps take more than one chunk.
+// Returns the grid of a device, limited to two blocks so that warps take more than one chunk.
 inline int adam_grid(int64_t warps) {
   return std::min(2, ampfuse::grid_size(warps, 1));
 }
 
-// Each of these returns how many launches it took.
+// prepare_on_host, update_on_host and step_on_host return their number of launches.
 
 template <typename acc_t>
 int prepare_on_host(const std::vector<float*>& counters, const ampfuse::math::AdamOptions& options,

@@ -1,5 +1,5 @@
-// A step of Adam or AdamW for one element, in long double and by torch's formulae, with a bound on
-// how far from it the same operations may end up in acc_t.
+// A step of Adam or AdamW for one element in long double, by torch's formulae, with a bound on the
+// error of the same operations in acc_t.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 
 #include "adam_on_host.h"
 
-// The exact result of a computation, and how far off a computation in T may be: every operation
-// passes on the errors of its operands and adds its own rounding, half an ulp of the result
-// (running error analysis). So tolerances follow from the formulae, also where terms cancel.
+// The exact result of a computation and a bound on the error of the same computation in T. Every
+// operation propagates the errors of its operands and adds its own rounding, half an ulp of the
+// result (running error analysis). So tolerances follow from the formulae, even if terms cancel.
 template <typename T>
 struct Bounded {
   long double value;
   long double error = 0;
 
-  // Of the nearest T to a number that is off by `error` already.
+  // Adds the rounding to the nearest T to `error`, the bound on the error before rounding.
   static Bounded rounded(long double value, long double error) {
     using Limits = std::numeric_limits<T>;
     const long double unit = std::ldexp(1.0L, -Limits::digits);
@@ -59,12 +59,12 @@ struct Bounded {
 template <typename acc_t>
 using BoundedElement = ampfuse::math::AdamElement<Bounded<acc_t>>;
 
-// What depends on the step alone is computed in double before it is rounded to acc_t, as torch
-// computes it on the host.
+// Values that depend only on the step are computed in double and then rounded to acc_t, as torch
+// computes them on the host.
 template <typename acc_t>
 class AdamReference {
  public:
-  // `step` counts this one; `grad_factor` is what gradients are multiplied by.
+  // `step` includes this step. Gradients are multiplied by `grad_factor`.
   AdamReference(const ampfuse::math::AdamOptions& options, double lr, double step,
                 double grad_factor)
       : options_(options),
@@ -95,7 +95,8 @@ class AdamReference {
  private:
   static Bounded<acc_t> constant(double x) { return Bounded<acc_t>::rounded(x, 0); }
 
-  // 1 − βᵗ. pow is off by less than an ulp, which weighs the more the nearer βᵗ is to 1.
+  // Returns 1 − βᵗ. pow is off by less than an ulp. The closer βᵗ is to 1, the larger that error is
+  // relative to the result.
   static Bounded<double> correction(double beta, double step) {
     const long double power = std::pow(static_cast<long double>(beta), step);
     return Bounded<double>{1} - Bounded<double>::rounded(power, power * 0x1p-53L);
@@ -108,7 +109,8 @@ class AdamReference {
   Bounded<acc_t> grad_factor_;
 };
 
-// How many elements of each column are not what the reference admits, rounded to the column's type.
+// The number of elements of each column outside the reference's bounds, which include the rounding
+// to the column's type.
 using Misses = std::array<int, ampfuse::math::kAdamColumns>;
 
 template <typename Types>

@@ -1,5 +1,5 @@
-# Each mistaken kernel must be caught by the sanitizers named, in these words; its twin must pass
-# under both.
+# Each kernel with a mistake must be caught by the named sanitizers, with the given words; its
+# correct twin must pass under both sanitizers.
 
 ampfuse_add_cuda_host_executable(bad_kernels SOURCES bad_kernels.cpp)
 
@@ -21,7 +21,7 @@ caught(out_of_bounds_read asan
        "heap-buffer-overflow.*READ of size 4.*in [^\n]*out_of_bounds_read<false>")
 caught(out_of_bounds_write asan
        "heap-buffer-overflow.*WRITE of size 4.*in [^\n]*out_of_bounds_write<false>")
-# The second stack is the declaration's.
+# The second stack trace is that of the declaration.
 caught(shared_overrun asan
        "heap-buffer-overflow.*in [^\n]*store.*allocated by.*in [^\n]*shared_overrun<false>")
 caught(shared_index asan "index 64 out of bounds for type 'float \\[64\\]'")

@@ -1,9 +1,11 @@
 // Kernels with one known mistake each: the sanitizers or the runtime must catch them.
 //
-//   bad_kernels NAME        runs the mistaken kernel; CMakeLists.txt says which words must appear
+//   bad_kernels NAME        runs the kernel with the mistake; bad_kernels.cmake has the words that
+//                           must appear
 //   bad_kernels NAME good   runs its twin without the mistake, under every schedule
 //
-// All fill `out`, one element per thread of the grid, with ones; `x` is as long and holds ones.
+// All kernels fill `out`, which has one element per thread of the grid, with ones. `x` has the same
+// length and holds ones.
 
 #include <cstdint>
 #include <cstdio>
@@ -34,7 +36,7 @@ __global__ void out_of_bounds_write(const float* x, float* out) {
   if (!good) out[i + 1] = x[i];
 }
 
-// The write is somewhere else than the declaration; the report names both.
+// The write is in another function than the declaration; the report names both.
 __device__ void store(float* buffer, unsigned i, float value) {
   buffer[i] = value;
 }
@@ -100,8 +102,8 @@ __global__ void missing_barrier(const float* x, float* out) {
   out[global_index()] = buffer[threadIdx.x ^ 1];
 }
 
-// The second round may overwrite what a slower thread still has to read in the first. The result
-// is right all the same: every round writes the same values.
+// The second round may overwrite values that a slower thread has yet to read in the first. The
+// result is still right, because every round writes the same values.
 template <bool good>
 __global__ void missing_trailing_barrier(const float* x, float* out) {
   AMPFUSE_SHARED(float, buffer, kThreads);
@@ -113,7 +115,7 @@ __global__ void missing_trailing_barrier(const float* x, float* out) {
   }
 }
 
-// Thread i of one block against thread i of another.
+// Thread i of one block races with thread i of another.
 template <bool good>
 __global__ void inter_block_race(const float* x, float* out) {
   out[global_index()] = x[global_index()];
@@ -122,7 +124,7 @@ __global__ void inter_block_race(const float* x, float* out) {
 
 __device__ unsigned tickets = 0;
 
-// The last block to take a ticket reads what the others wrote.
+// The last block to take a ticket reads what the other blocks wrote.
 template <bool good>
 __global__ void missing_fence(const float* x, float* out) {
   AMPFUSE_SHARED(bool, is_last, 1);

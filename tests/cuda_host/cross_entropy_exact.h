@@ -1,11 +1,11 @@
-// What a cross-entropy should give, in long double.
+// A reference for cross-entropy in long double, and checks of batches against it.
 #pragma once
 
 #include "cross_entropy_on_host.h"
 
 #include "catch.h"
 
-// A row in long double, by the formulae of torch.nn.functional.cross_entropy.
+// The results of a row in long double, by the formulae of torch.nn.functional.cross_entropy.
 template <typename scalar_t>
 struct Exact {
   long double loss = 0;
@@ -73,14 +73,14 @@ template <typename scalar_t, typename grad_t>
 void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) {
   using acc_t = ampfuse::RowAcc<scalar_t>;
   const long double unit = std::is_same_v<acc_t, double> ? 1e-14L : 1e-6L;
-  constexpr long double kReference = 1e-17L;  // by how much long double itself is off
+  constexpr long double kReference = 1e-17L;  // error of long double itself
   long double total = 0;
   int misses = 0;
   for (int64_t row = 0; row < batch.rows; ++row) {
     const Exact<scalar_t> exact(batch, logits, row);
     total += exact.loss;
     const auto miss = [](long double got, long double expected, long double allowed) {
-      return !(std::fabs(got - expected) <= allowed);  // what was never written is no number
+      return !(std::fabs(got - expected) <= allowed);  // values that were never written are NaN
     };
     misses += miss(batch.losses[row], exact.loss, unit * (std::fabs(exact.loss) + 1));
     if (batch.options.metrics) {
@@ -91,7 +91,7 @@ void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) 
     for (int c = 0; c < batch.classes; ++c) {
       const auto got = static_cast<double>(batch.gradient_of(row, c));
       const long double allowed =
-          // Doubles are computed with doubles alone, where z − m is rounded.
+          // Double logits are computed in double, with no wider type, so z − m is rounded.
           last_place<grad_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
           (batch.options.is_plain() ? kReference : unit * 2) * exact.largest_term[c];
       misses += !(std::fabs(got - exact.gradient[c]) <= allowed);

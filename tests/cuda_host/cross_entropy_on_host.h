@@ -1,4 +1,4 @@
-// Batches of logits in host memory, and the kernels run over them.
+// Batches of logits in host memory, and functions that run the kernels on them.
 #pragma once
 
 #include "simt/simt.h"
@@ -22,14 +22,14 @@
 inline constexpr int64_t kIgnored = -100;
 inline constexpr int kGrid = 2;  // blocks
 
-// Who takes a row.
+// The teams that process a row.
 using ampfuse::WarpTeam;
 using FewLanes = ampfuse::LaneTeam<8>;
 using BlockTeam = ampfuse::BlockTeam<256>;
 using WideTeam = ampfuse::BlockTeam<512>;
 using WidestTeam = ampfuse::BlockTeam<1024>;
 
-// What a test asks for beside logits and indices.
+// Options of a test, in addition to logits and indices.
 struct Options {
   double label_smoothing = 0;
   double z_loss = 0;
@@ -39,11 +39,12 @@ struct Options {
   bool metrics = false;
   bool in_place = false;
   float scale = 64;
-  float limit = INFINITY;  // of scale over the divisor
-  int kept_pieces = 1;     // packs of a row per thread for which there is shared memory
+  float limit = INFINITY;  // upper bound of |scale / divisor|
+  int kept_pieces = 1;     // packs of a row per thread that fit in shared memory
   int64_t padding = 0;     // elements between rows of logits
-  int64_t places = 0;      // of a batch's entry; 0 where rows are in one piece
-  std::optional<int64_t> grad_offset = {};  // where that is not the logits'
+  int64_t places =
+      0;  // spatial positions per batch entry; 0 if the classes of a row are contiguous
+  std::optional<int64_t> grad_offset = {};  // if it differs from the offset of logits
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
 
   int64_t ignore_index() const { return index_type == ampfuse::IndexType::kByte ? 255 : kIgnored; }
@@ -53,7 +54,7 @@ struct Options {
   }
 };
 
-// Everything that a loss may be made of, each by itself, beside what is given.
+// Returns copies of `given`, each with one or two more features of a loss.
 inline std::vector<Options> each_by_itself(const Options& given) {
   std::vector<Options> all(5, given);
   all[0].weighted = true;
@@ -66,8 +67,8 @@ inline std::vector<Options> each_by_itself(const Options& given) {
   return all;
 }
 
-// Rows of logits in memory that ends where they do and starts `offset` elements behind a boundary.
-// With places, their number is a multiple of these.
+// Rows of logits. Their allocation ends with the last row, and they start `offset` elements after a
+// 16-byte boundary. If options.places is set, `rows` must be a multiple of it.
 template <typename scalar_t, typename grad_t = scalar_t>
 struct Batch {
   int64_t rows;
@@ -79,7 +80,7 @@ struct Batch {
   std::vector<ampfuse::RowAcc<scalar_t>> weight;
   std::vector<ampfuse::RowAcc<scalar_t>> probabilities;
 
-  // What a launch leaves.
+  // Results of a launch.
   FakeTensor<grad_t> grad;
   std::vector<ampfuse::RowAcc<scalar_t>> losses;
   std::vector<double> block_losses;
@@ -130,7 +131,8 @@ struct Batch {
 
   scalar_t* row_of(int64_t row) const { return logits.data() + row * stride; }
 
-  // Of rows that are so far from each other, or of places.
+  // Returns the index of a class of a row in memory: `row_stride` is the distance between rows, if
+  // options.places is not set.
   int64_t index(int64_t row, int c, int64_t row_stride) const {
     const int64_t places = options.places;
     if (places == 0) return row * row_stride + c;
@@ -149,7 +151,7 @@ struct Batch {
     return {row_stride, 1, 1};
   }
 
-  // All rows like the first.
+  // Copies the first row to all rows.
   void repeat_first_row() {
     for (int64_t row = 1; row < rows; ++row) {
       std::copy_n(logits.data(), classes, row_of(row));
@@ -160,7 +162,7 @@ struct Batch {
     }
   }
 
-  // Without what lies between rows.
+  // Returns the logits without padding between rows.
   std::vector<scalar_t> dense_logits() const {
     std::vector<scalar_t> dense;
     for (int64_t row = 0; row < rows; ++row) {
@@ -169,7 +171,7 @@ struct Batch {
     return dense;
   }
 
-  // Targets as they are stored.
+  // Returns the targets in the type that options.index_type names.
   const void* indices() {
     const auto converted = [&]<typename T>(std::vector<T>& into) {
       into.assign(targets.begin(), targets.end());

@@ -1,5 +1,5 @@
-// Runs the two kernels of multi_tensor_norm on fake tensors, as cuda/norm_launch.h does on real
-// ones.
+// Runs the two kernels of multi_tensor_norm on fake tensors, as cuda/multi_tensor_norm_launch.h
+// does on real ones.
 #pragma once
 
 #include "cuda/multi_tensor_norm.cuh"
@@ -22,7 +22,7 @@ HostNorm run_norm_kernels(const std::vector<FakeTensor<T>>& tensors, int finish_
   std::vector<ampfuse::math::NormPartial> partials(slots);
   std::vector<ampfuse::math::NormPartial> norms(tensors.size());
   std::vector<ampfuse::NormRange> ranges(tensors.size());
-  unsigned finished = 12345;  // the first kernel is to clear it
+  unsigned finished = 12345;  // the first kernel must clear it
 
   int64_t slots_before = 0;
   auto builder = ampfuse::build_tables<ampfuse::NormTable>([&](const ampfuse::NormTable& table) {
@@ -57,7 +57,7 @@ HostNorm norm_on_host(const std::vector<FakeTensor<T>>& tensors, int grid, int f
                                  });
 }
 
-// The same norm in long double, element after element.
+// Returns the norm in long double, accumulated element by element.
 template <ampfuse::math::NormType kNorm, typename T>
 double reference_norm(const std::vector<FakeTensor<T>>& tensors) {
   long double sum = 0;

@@ -1,6 +1,6 @@
-// Lists of fake tensors for multi-tensor kernels: buffers that end exactly where their allocation
-// does, so that ASan sees one element too many, and start `offset` elements behind a 16-byte
-// boundary.
+// Lists of fake tensors for multi-tensor kernels. A fake tensor ends exactly where its allocation
+// ends, so that ASan detects an access to one element too many. It starts `offset` elements after a
+// 16-byte boundary.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -23,7 +23,7 @@ struct FakeTensor {
   T* data() const { return buffer.get() + offset; }
 };
 
-// A number as a kernel's element type.
+// Converts a number to the element type of a kernel.
 template <typename T>
 T as_element(double x) {
   return static_cast<T>(static_cast<float>(x));
@@ -33,7 +33,7 @@ inline double as_element<double>(double x) {
   return x;
 }
 
-// Normally distributed with a heavy tail: one element in 64 is a thousand times as large.
+// Returns normally distributed numbers with a heavy tail: one element in 64 is multiplied by 1000.
 template <typename T>
 FakeTensor<T> random_tensor(int64_t size, int64_t offset, uint32_t seed) {
   FakeTensor<T> tensor(size, offset);
@@ -45,9 +45,10 @@ FakeTensor<T> random_tensor(int64_t size, int64_t offset, uint32_t seed) {
   return tensor;
 }
 
-// Sizes on both sides of everything a kernel counts by: nothing, single elements before the first
-// 16-byte boundary (at most 7), a pack per lane, four packs per lane (256 to 1024 elements, by
-// dtype), a chunk, several chunks. Offsets walk through the misalignments.
+// Returns tensors with sizes on both sides of each unit of a kernel: no element, the single
+// elements before the first 16-byte boundary (at most 7), a pack per lane, four packs per lane (256
+// to 1024 elements, depending on dtype), a chunk, several chunks. Offsets cycle through all
+// misalignments.
 template <typename T>
 std::vector<FakeTensor<T>> boundary_tensors() {
   const int64_t sizes[] = {0,   1,   7,    8,    31,   32,   33,   127,  128,

@@ -1,4 +1,5 @@
-// The kernels of cross_entropy: values against long double, memory and races under sanitizers.
+// The kernels of cross_entropy: values compared with long double, memory and races under
+// sanitizers.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -22,8 +23,8 @@ void check_team(int64_t rows, const int (&sizes)[kSizes]) {
   });
 }
 
-// On both sides of all that a team counts by: single classes, a pack per lane, four of them, what
-// is kept.
+// Class counts on both sides of each unit of a team: single classes, a pack per lane, four packs
+// per lane, the part of a row that is kept.
 const int kFewClasses[] = {1, 2, 7, 10, 65, 128};
 const int kWarpClasses[] = {1, 2, 7, 31, 257, 520, 1027};
 const int kBlockClasses[] = {5, 2049, 8200, 9001};
@@ -31,32 +32,33 @@ const int kWideClasses[] = {4095, 9001};
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("a few lanes' rows have the exact loss and gradient, rounded", "", c10::Half,
+TEMPLATE_TEST_CASE("rows of a few lanes have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float) {
   check_team<TestType, FewLanes>(70, kFewClasses);
 }
 
-TEMPLATE_TEST_CASE("a warp's rows have the exact loss and gradient, rounded", "", c10::Half,
+TEMPLATE_TEST_CASE("rows of a warp have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float, double) {
   check_team<TestType, WarpTeam>(9, kWarpClasses);
 }
 
-TEMPLATE_TEST_CASE("a block's rows have the exact loss and gradient, rounded", "", c10::Half,
+TEMPLATE_TEST_CASE("rows of a block have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float, double) {
   check_team<TestType, BlockTeam>(3, kBlockClasses);
 }
 
-TEMPLATE_TEST_CASE("a wide block's rows have the exact loss and gradient, rounded", "", c10::Half,
+TEMPLATE_TEST_CASE("rows of a wide block have the exact loss and gradient, rounded", "", c10::Half,
                    c10::BFloat16, float) {
   check_team<TestType, WideTeam>(3, kWideClasses);
 }
 
-TEMPLATE_TEST_CASE("the widest block's rows have the exact loss and gradient, rounded", "",
+TEMPLATE_TEST_CASE("rows of the widest block have the exact loss and gradient, rounded", "",
                    c10::Half, c10::BFloat16, float) {
   run_and_check<TestType, WidestTeam>(3, 8191, 3, {});
 }
 
-TEMPLATE_TEST_CASE("it does not matter how much of a row is kept", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("loss and gradient are right however many packs of a row are kept", "",
+                   c10::BFloat16, float) {
   for (const int pieces : {0, 1, 2, 9}) {
     CAPTURE(pieces);
     Options options;
@@ -72,8 +74,8 @@ TEMPLATE_TEST_CASE("it does not matter how much of a row is kept", "", c10::BFlo
   }
 }
 
-TEMPLATE_TEST_CASE("losses of rows that are sure of their target keep their digits", "", c10::Half,
-                   c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("losses near 0 of confident rows have a relative error below 1e-6", "",
+                   c10::Half, c10::BFloat16, float) {
   // All other logits are equal, so that the errors of their exponentials do not average out.
   const auto lead = [](int64_t row) { return 0.375 * static_cast<double>(16 + row); };
   Batch<TestType> batch(64, 41, 1, {});
@@ -90,7 +92,7 @@ TEMPLATE_TEST_CASE("losses of rows that are sure of their target keep their digi
   }
 }
 
-TEMPLATE_TEST_CASE("gradients far below the largest keep the digits that a scale brings back", "",
+TEMPLATE_TEST_CASE("tiny gradients keep digits that only a large scale makes visible", "",
                    c10::Half, c10::BFloat16, float) {
   Options options;
   options.scale = 0x1p127f;
@@ -107,7 +109,7 @@ TEMPLATE_TEST_CASE("gradients far below the largest keep the digits that a scale
   }
 }
 
-TEMPLATE_TEST_CASE("the first of equal logits is the largest", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("argmax is the first of equal largest logits", "", c10::BFloat16, float) {
   const auto argmax = [](int first, int second, double value) {
     Options options;
     options.metrics = true;
@@ -118,7 +120,7 @@ TEMPLATE_TEST_CASE("the first of equal logits is the largest", "", c10::BFloat16
     forward_on_host<TestType, WarpTeam, RowWork::kAny>(batch);
     return batch.argmax[0];
   };
-  // Packs and single classes are looked at in another order than that of classes.
+  // Packs and single classes are not read in the order of classes.
   for (const double value : {0.0, 7.0, double(NAN)}) {
     CAPTURE(value);
     CHECK(argmax(0, 300, value) == 0);
@@ -127,7 +129,7 @@ TEMPLATE_TEST_CASE("the first of equal logits is the largest", "", c10::BFloat16
   }
 }
 
-TEST_CASE("what targets weigh does not depend on who looks at them") {
+TEST_CASE("the divisor is the total weight of all targets") {
   Options options;
   options.weighted = true;
   Batch<float> batch(1500, 3, 0, options);
@@ -139,7 +141,8 @@ TEST_CASE("what targets weigh does not depend on who looks at them") {
   CHECK(std::fabs(batch.divisor - weight) <= 1e-12 * weight);
 }
 
-TEMPLATE_TEST_CASE("logits may be overwritten with their gradient", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("logits may be overwritten with their gradient in every schedule", "",
+                   c10::BFloat16, float) {
   simt::for_each_schedule([] {
     INFO(simt::schedule().name());
     Options options;
@@ -149,7 +152,8 @@ TEMPLATE_TEST_CASE("logits may be overwritten with their gradient", "", c10::BFl
   });
 }
 
-TEMPLATE_TEST_CASE("everything else that a loss may be made of", "", c10::BFloat16, float, double) {
+TEMPLATE_TEST_CASE("losses with every option match the reference", "", c10::BFloat16, float,
+                   double) {
   std::vector<Options> all = each_by_itself({});
   all.push_back({0.2, 1e-2, 10, true, true, true, true, 3});
   for (const Options& options : all) {

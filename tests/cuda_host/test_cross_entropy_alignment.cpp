@@ -1,5 +1,5 @@
-// Rows of logits wherever they lie: at other distances from a 16-byte boundary than other rows and
-// than their gradients.
+// Rows of logits at every distance from a 16-byte boundary, which may differ from that of other
+// rows and of their gradients.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -12,7 +12,7 @@ using ampfuse::RowWork;
 
 namespace {
 
-// Rows of one content, each at its own distance from a boundary.
+// Checks that equal rows give equal bits, each at its own distance from a boundary.
 template <typename scalar_t, typename Team, RowWork kWork>
 void check_rows_alike(int64_t rows, int classes, const Options& options) {
   CAPTURE(rows, classes, sizeof(scalar_t), Team::kSize, options.kept_pieces, options.in_place);
@@ -35,7 +35,7 @@ void check_rows_alike(int64_t rows, int classes, const Options& options) {
   CHECK(misses == 0);
 }
 
-// With nothing kept of a row, a part of it, and all; this also over the logits.
+// Checks rows that are kept not at all, partly and completely, the last also in place.
 template <typename scalar_t, typename Team, RowWork kWork>
 void check_all_kept(int64_t rows, int classes, Options options) {
   for (const int kept_pieces : {0, 1, 9}) {
@@ -46,13 +46,13 @@ void check_all_kept(int64_t rows, int classes, Options options) {
   check_rows_alike<scalar_t, Team, kWork>(rows, classes, options);
 }
 
-// All that a team has on its way at once, some more, and single ones.
+// All classes that a team has in flight at once, some more, and single ones.
 template <typename scalar_t, typename Team>
 constexpr int kManyClasses = 4 * Team::kSize * 16 / sizeof(scalar_t) + 307;
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("equal rows have equal bits wherever they lie", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("equal rows give equal bits at every alignment", "", c10::BFloat16, float) {
   constexpr RowWork kPlain = RowWork::kPlain;
   check_all_kept<TestType, FewLanes, kPlain>(70, 127, {});
   check_all_kept<TestType, WarpTeam, kPlain>(19, kManyClasses<TestType, WarpTeam>, {});
@@ -61,7 +61,8 @@ TEMPLATE_TEST_CASE("equal rows have equal bits wherever they lie", "", c10::BFlo
   check_rows_alike<TestType, WidestTeam, kPlain>(3, kManyClasses<TestType, WidestTeam>, {});
 }
 
-TEMPLATE_TEST_CASE("so they have whatever a loss is made of", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("equal rows give equal bits at every alignment with all options", "",
+                   c10::BFloat16, float) {
   constexpr RowWork kAny = RowWork::kAny;
   Options options;
   options.weighted = true;
@@ -75,19 +76,19 @@ TEMPLATE_TEST_CASE("so they have whatever a loss is made of", "", c10::BFloat16,
   check_rows_alike<TestType, WideTeam, kAny>(4, kManyClasses<TestType, WideTeam>, options);
 }
 
-TEST_CASE("so have doubles") {
+TEST_CASE("equal rows of doubles give equal bits at every alignment") {
   check_all_kept<double, WarpTeam, RowWork::kPlain>(9, 513, {});
   check_all_kept<double, BlockTeam, RowWork::kPlain>(5, 2051, {});
 }
 
-TEMPLATE_TEST_CASE("logits and gradients may lie apart in every way", "", c10::BFloat16, float,
+TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "", c10::BFloat16, float,
                    double) {
   constexpr int kPerBlock = 16 / sizeof(TestType);
   for (int apart = 0; apart < kPerBlock; ++apart) {
     CAPTURE(apart);
     Options options;
     options.grad_offset = apart;
-    // Rows that all begin on a boundary, as of a padded vocabulary.
+    // All rows begin on a boundary, as with a padded vocabulary.
     options.padding = kPerBlock + kPerBlock - 1027 % kPerBlock;
     for (const int kept_pieces : {0, 1, 9}) {
       options.kept_pieces = kept_pieces;
@@ -102,9 +103,9 @@ TEMPLATE_TEST_CASE("logits and gradients may lie apart in every way", "", c10::B
   }
 }
 
-TEMPLATE_TEST_CASE("few classes may lie apart from their gradients in every way", "", c10::BFloat16,
-                   float) {
-  // The last row ends with its memory at every distance from a boundary.
+TEMPLATE_TEST_CASE("logits and gradients of few classes may have any two alignments", "",
+                   c10::BFloat16, float) {
+  // The last row ends where its allocation ends, at every distance from a boundary.
   for (size_t offset = 0; offset < 16 / sizeof(TestType); ++offset) {
     Options options;
     options.grad_offset = 3;
@@ -114,7 +115,7 @@ TEMPLATE_TEST_CASE("few classes may lie apart from their gradients in every way"
   }
 }
 
-TEMPLATE_TEST_CASE("rows are read and overwritten in any order", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("rows may be read and overwritten in every schedule", "", c10::BFloat16, float) {
   simt::for_each_schedule([] {
     INFO(simt::schedule().name());
     for (const bool in_place : {false, true}) {

@@ -1,4 +1,4 @@
-// Gradients of 16 bits for float logits, as linear_cross_entropy multiplies them.
+// 16-bit gradients of float logits, which linear_cross_entropy uses as factors of its products.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -11,7 +11,7 @@ using ampfuse::RowWork;
 
 namespace {
 
-// Rows like those of a chunk: each begins on a boundary, whatever the number of classes.
+// Returns options for rows as in a chunk: each begins on a boundary for any number of classes.
 Options in_chunks(int classes) {
   Options options;
   options.padding = 64 - classes % 64;
@@ -36,7 +36,7 @@ TEMPLATE_TEST_CASE("16-bit gradients of float logits are the exact ones, rounded
   run_and_check<float, WidestTeam, TestType>(2, 8191, 0, in_chunks(8191));
 }
 
-TEST_CASE("it does not matter where float logits and their 16-bit gradients lie") {
+TEST_CASE("float logits and their 16-bit gradients may have any two alignments") {
   using grad_t = c10::BFloat16;
   for (int offset = 0; offset < 4; ++offset) {
     for (int grad_offset = 0; grad_offset < 8; ++grad_offset) {
@@ -51,14 +51,14 @@ TEST_CASE("it does not matter where float logits and their 16-bit gradients lie"
   }
 }
 
-TEST_CASE("16-bit gradients of whatever a loss of float logits is made of") {
+TEST_CASE("16-bit gradients of float logits are exact, rounded, with every option") {
   for (const Options& options : each_by_itself(in_chunks(301))) {
     run_and_check<float, WarpTeam, c10::BFloat16>(6, 301, 0, options);
     run_and_check<float, BlockTeam, c10::Half>(3, 301, 0, options);
   }
 }
 
-TEST_CASE("backward has the same 16-bit gradients") {
+TEST_CASE("backward gives the 16-bit gradients of forward") {
   Options options = in_chunks(1027);
   Batch<float, c10::BFloat16> batch(9, 1027, 0, options);
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
@@ -71,7 +71,7 @@ TEST_CASE("backward has the same 16-bit gradients") {
   CHECK(std::memcmp(grad.data(), batch.grad.data(), grad.size * sizeof(c10::BFloat16)) == 0);
 }
 
-TEST_CASE("all rows' targets weigh together what their blocks do") {
+TEST_CASE("the total kernel adds up target weights and reports a bad target") {
   Options options;
   options.weighted = true;
   Batch<float> batch(1500, 3, 0, options);

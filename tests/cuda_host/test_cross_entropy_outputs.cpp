@@ -1,5 +1,5 @@
-// What the kernels of cross_entropy are told and what they leave: kinds of indices, results that
-// are not asked for, bad targets, and backward from what forward left.
+// Inputs and outputs of the cross_entropy kernels: index types, optional results, bad targets,
+// scales, and backward from the statistics of forward.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -25,7 +25,7 @@ bool same_bits(const FakeTensor<T>& a, const FakeTensor<T>& b) {
   return a.size == b.size && std::memcmp(a.data(), b.data(), a.size * sizeof(T)) == 0;
 }
 
-// Of rows whose logits and gradients lie apart.
+// Checks that backward gives the gradient of forward; logits and gradients differ in row stride.
 template <typename scalar_t, typename Team, RowWork kWork>
 void check_backward(int64_t rows, int classes, Options options) {
   CAPTURE(rows, classes, sizeof(scalar_t));
@@ -42,8 +42,8 @@ void check_backward(int64_t rows, int classes, Options options) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("backward from what forward knows of rows is forward's gradient", "",
-                   c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("backward from the statistics of forward gives its gradient", "", c10::BFloat16,
+                   float) {
   Options smoothed;
   smoothed.label_smoothing = 0.1;
   Options in_places;
@@ -57,7 +57,7 @@ TEMPLATE_TEST_CASE("backward from what forward knows of rows is forward's gradie
   });
 }
 
-TEMPLATE_TEST_CASE("indices of all kinds", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("targets may have every index type", "", c10::BFloat16, float) {
   for (const IndexType index_type : {IndexType::kLong, IndexType::kInt, IndexType::kByte}) {
     CAPTURE(static_cast<int>(index_type));
     Options options;
@@ -67,7 +67,7 @@ TEMPLATE_TEST_CASE("indices of all kinds", "", c10::BFloat16, float) {
   }
 }
 
-TEST_CASE("results that are not asked for change no others") {
+TEST_CASE("omitting a result does not change the other results") {
   using scalar_t = c10::BFloat16;
   using Results = ampfuse::CrossEntropyResults<scalar_t>;
   const auto run = [](auto without) {
@@ -105,7 +105,7 @@ TEST_CASE("results that are not asked for change no others") {
   }
 }
 
-TEST_CASE("a target that is no class makes its row no number, and is told") {
+TEST_CASE("a target out of range makes its row NaN and is reported") {
   Batch<float> batch(5, 40, 0, {});
   batch.targets = {3, 40, kIgnored, -1, 7};
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
@@ -119,8 +119,8 @@ TEST_CASE("a target that is no class makes its row no number, and is told") {
   CHECK(std::isnan(batch.loss));
 }
 
-TEST_CASE("a gradient is rescaled for another upstream one, and else left alone") {
-  // In rows, and in parts of which the last one is shorter.
+TEST_CASE("a gradient is rescaled only if the upstream gradient is not baked_scale") {
+  // Parts of 261 elements divide the gradient equally; of parts of 100, the last one is shorter.
   for (const int count : {261, 100}) {
     simt::for_each_schedule([&] {
       auto grad = random_tensor<c10::BFloat16>(7 * 261, 3, 5);
@@ -139,7 +139,7 @@ TEST_CASE("a gradient is rescaled for another upstream one, and else left alone"
   }
 }
 
-TEST_CASE("what a scale has to be to be multiplied by") {
+TEST_CASE("a scale that is 0, infinite or NaN is replaced by 1") {
   for (const float scale : {0.0f, INFINITY, NAN}) {
     Options options;
     options.scale = scale;
@@ -149,7 +149,7 @@ TEST_CASE("what a scale has to be to be multiplied by") {
   }
 }
 
-TEST_CASE("a scale is lowered by powers of two where gradients would leave their range") {
+TEST_CASE("a scale is lowered by powers of two if gradients would overflow") {
   Options options;
   options.limit = 65504;
   for (const auto& [scale, baked] : {std::pair{65504.0f * 4, 65504.0f * 4},

@@ -1,4 +1,5 @@
-// Rows whose classes are far apart in memory, a thread for each.
+// Rows at spatial positions: their classes are far apart in memory, and a thread processes each
+// row.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -17,18 +18,19 @@ Options of_places(int64_t places) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("places have the exact loss and gradient, rounded", "", c10::Half, c10::BFloat16,
-                   float, double) {
+TEMPLATE_TEST_CASE("rows at positions have the exact loss and gradient, rounded", "", c10::Half,
+                   c10::BFloat16, float, double) {
   simt::for_each_schedule([] {
     INFO(simt::schedule().name());
-    // On both sides of a pack, and more than are kept.
+    // Class counts on both sides of a pack, and more than are kept.
     for (const int classes : {1, 2, 7, 8, 9, 21, 70}) {
       run_and_check<TestType, PlaceTeam>(3 * 37, classes, classes % 4, of_places(37));
     }
   });
 }
 
-TEMPLATE_TEST_CASE("it does not matter how much of places is kept", "", c10::BFloat16, float) {
+TEMPLATE_TEST_CASE("rows at positions are right however many of their packs are kept", "",
+                   c10::BFloat16, float) {
   Options options = of_places(300);
   for (const int pieces : {0, 1, 2, 9}) {
     CAPTURE(pieces);
@@ -37,8 +39,8 @@ TEMPLATE_TEST_CASE("it does not matter how much of places is kept", "", c10::BFl
   }
 }
 
-TEMPLATE_TEST_CASE("everything that the loss of places may be made of", "", c10::BFloat16, float,
-                   double) {
+TEMPLATE_TEST_CASE("losses of rows at positions match the reference with every option", "",
+                   c10::BFloat16, float, double) {
   std::vector<Options> all = each_by_itself(of_places(20));
   all.push_back(of_places(20));
   all.back().in_place = true;

@@ -1,4 +1,5 @@
-// Rows whose classes are shared out: what the kernels make of each share, and of all together.
+// Rows whose classes are divided into vocabulary shards: the kernels for one shard, and for joining
+// the results of all shards.
 #include "simt/simt.h"
 
 #include "cross_entropy_exact.h"
@@ -10,7 +11,7 @@ using ampfuse::RowWork;
 
 namespace {
 
-// From one class to another, of all rows of a batch.
+// The classes from `first` to `last`, excluding `last`, of all rows of a batch.
 template <typename scalar_t>
 struct Shard {
   int first;
@@ -38,7 +39,7 @@ struct Shard {
   }
 };
 
-// Replaces what forward has left by what two shards leave together.
+// Replaces the results of forward with the joined results of two shards.
 template <typename scalar_t, typename Team, RowWork kWork>
 void by_shards(Batch<scalar_t>& batch, int middle, int64_t all_classes) {
   const std::vector<Shard<scalar_t>> shards = {{batch, 0, middle}, {batch, middle, batch.classes}};
@@ -93,7 +94,8 @@ void check_shards(int64_t rows, int classes, int middle, const Options& options)
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("two shards of the classes give what all of them do", "", float, double) {
+TEMPLATE_TEST_CASE("two vocabulary shards give the results of the whole vocabulary", "", float,
+                   double) {
   simt::for_each_schedule([] {
     INFO(simt::schedule().name());
     check_shards<TestType, WarpTeam>(9, 301, 128, {});
@@ -105,7 +107,7 @@ TEMPLATE_TEST_CASE("two shards of the classes give what all of them do", "", flo
   }
 }
 
-TEST_CASE("a shard of one class, or of almost none of the exponentials") {
+TEST_CASE("a shard may hold one class, or almost none of the exponentials") {
   check_shards<float, WarpTeam>(9, 30, 1, {});
   check_shards<float, WarpTeam>(9, 30, 29, {});
   Batch<float> batch(8, 64, 0, {});
@@ -123,7 +125,7 @@ TEST_CASE("a shard of one class, or of almost none of the exponentials") {
   }
 }
 
-TEST_CASE("a target that no shard has, or both, makes its row no number") {
+TEST_CASE("a target that no shard holds makes its row NaN") {
   Batch<float> batch(2, 40, 0, {});
   batch.targets = {5, 30};
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
@@ -133,7 +135,7 @@ TEST_CASE("a target that no shard has, or both, makes its row no number") {
   CHECK(std::isnan(batch.losses[1]));
 }
 
-TEST_CASE("classes that are not all there are make no number") {
+TEST_CASE("rows are NaN if the shards do not cover all classes") {
   Batch<float> batch(8, 40, 0, {});
   forward_on_host<float, WarpTeam, RowWork::kPlain>(batch);
   by_shards<float, WarpTeam, RowWork::kPlain>(batch, 20, 41);

@@ -1,4 +1,5 @@
-// Which teams take rows on which device, and what they keep: arithmetic that launches nothing.
+// The choice of teams for rows on each device, and how much of a row they keep. No kernel is
+// launched.
 #include "simt/simt.h"
 
 #include "cuda/cross_entropy_teams.cuh"
@@ -18,7 +19,7 @@ const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB};
 const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB};
 const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB};
 
-// The size of the team that takes rows.
+// Returns the size of the team that processes rows.
 template <typename scalar_t>
 int team_size(const DeviceRoom& room, int64_t classes, bool plain) {
   int size = 0;
@@ -39,17 +40,18 @@ TEST_CASE("longer rows have larger teams") {
     CHECK(team_size<BFloat16>(kH200, 4097, plain) == 256);
     CHECK(team_size<BFloat16>(kH200, 50257, plain) == 512);
   }
-  // 64 KB: a third of shared memory keeps them, a fourth does not.
+  // A row of 64 KB fits in a third of shared memory, but not in a fourth.
   CHECK(team_size<BFloat16>(kH200, 32000, false) == 256);
   CHECK(team_size<BFloat16>(kH200, 32000, true) == 512);
-  // 264 blocks with 85 KB that they do not keep are 22 MB of the L2 cache, with 144 KB too many.
+  // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
   CHECK(team_size<BFloat16>(kH200, 100000, true) == 512);
   CHECK(team_size<BFloat16>(kH200, 128256, true) == 1024);
   CHECK(team_size<BFloat16>(kH200, 256000, false) == 512);
   CHECK(team_size<double>(kH200, 256000, true) == 256);
 }
 
-TEMPLATE_TEST_CASE("teams keep what their blocks have room for", "", c10::BFloat16, float, double) {
+TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10::BFloat16, float,
+                   double) {
   for (const DeviceRoom& room : {kA100, kH200, kL4}) {
     for (const int64_t classes : {1, 8, 100, 129, 1000, 2049, 10000, 32000, 50257, 300001}) {
       for (const bool plain : {false, true}) {
@@ -61,11 +63,11 @@ TEMPLATE_TEST_CASE("teams keep what their blocks have room for", "", c10::BFloat
           CHECK(launch.kept % Team::kSize == 0);
           CHECK(launch.shared == launch.kept * Team::kTeams * 16);
           CHECK(launch.shared + kOwnShared <= room.shared_per_block);
-          // To which every kernel's limit is set, whatever this launch needs.
+          // The limit of every kernel is set to most_shared, for any need of this launch.
           CHECK(launch.shared <= ampfuse::most_shared(room.shared_per_block));
           CHECK(kBlocks * (launch.shared + kOwnShared + kKiB) <= room.shared);
           CHECK(launch.blocks <= room.multiprocessors * kBlocks);
-          // No more than all of a row.
+          // At most a whole row is kept.
           CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) < classes);
         };
         ampfuse::for_forward_rows<TestType>(room, classes, plain, check);
@@ -74,7 +76,7 @@ TEMPLATE_TEST_CASE("teams keep what their blocks have room for", "", c10::BFloat
   }
 }
 
-TEST_CASE("only the largest teams leave more of their rows than the L2 cache holds") {
+TEST_CASE("only the largest teams exceed the L2 cache with unkept parts of rows") {
   for (const DeviceRoom& room : {kA100, kH200, kL4}) {
     for (int64_t classes = 1; classes < 1000000; classes += classes / 7 + 1) {
       for (const bool plain : {false, true}) {
@@ -89,8 +91,8 @@ TEST_CASE("only the largest teams leave more of their rows than the L2 cache hol
   }
 }
 
-TEST_CASE("what kernels declare is of the 48 KiB that blocks have without asking") {
-  // Rows of eight warps, twelve packs for each thread.
+TEST_CASE("static shared memory counts towards the 48 KiB that blocks always have") {
+  // Eight warps have a row each and keep twelve packs per thread.
   const auto launch =
       ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 9, 1536, true);
   CHECK(launch.shared == 48 * kKiB);
@@ -99,7 +101,7 @@ TEST_CASE("what kernels declare is of the 48 KiB that blocks have without asking
   CHECK_FALSE(ampfuse::must_ask_for_shared(48 * kKiB - kOwnShared));
 }
 
-TEST_CASE("nothing is kept where there is no second pass") {
+TEST_CASE("no pack of a row is kept without a second pass") {
   const auto launch =
       ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 0, 9, false);
   CHECK(launch.kept == 0);

@@ -1,5 +1,5 @@
-// What fused_adam's kernels compute, and how they walk over a tensor; test_fused_adam_signals.cpp,
-// _masters.cpp and _tables.cpp have the rest.
+// Values that the fused_adam kernels compute, and the packs that they use. The rest is tested in
+// test_fused_adam_signals.cpp, _masters.cpp and _tables.cpp.
 #include "simt/simt.h"
 
 #include <tuple>
@@ -33,7 +33,7 @@ void check_against_reference(AdamOptions options) {
   CHECK(counted);
 }
 
-// Every type in every column at least once, with and without the largest v.
+// Every type in every column at least once, with and without amsgrad.
 using AllTypes = std::tuple<AdamTypes<float, float, float, Master::kNone, false>,
                             AdamTypes<float, Half, BFloat16, Master::kNone, true>,
                             AdamTypes<Half, Half, float, Master::kNone, false>,
@@ -47,22 +47,22 @@ using AllTypes = std::tuple<AdamTypes<float, float, float, Master::kNone, false>
 
 }  // namespace
 
-TEMPLATE_LIST_TEST_CASE("AdamW's step is the reference's but for roundings", "", AllTypes) {
+TEMPLATE_LIST_TEST_CASE("a step of AdamW matches the reference within roundings", "", AllTypes) {
   simt::for_each_schedule([] { check_against_reference<TestType>(adamw_options()); });
 }
 
-TEMPLATE_LIST_TEST_CASE("Adam's step, uphill and with short memories, is the reference's too", "",
+TEMPLATE_LIST_TEST_CASE("a maximising step of Adam with small betas matches the reference", "",
                         AllTypes) {
   AdamOptions options = adamw_options();
   options.decoupled = false;
   options.maximize = true;
-  options.beta1 = 0.1;  // the mean is then computed from the gradient's side
+  options.beta1 = 0.1;  // exp_avg is then interpolated starting from the gradient
   options.beta2 = 0.25;
-  options.eps = 0.1;  // and no longer lost beside √v
+  options.eps = 0.1;  // no longer negligible beside √v
   simt::for_each_schedule([&options] { check_against_reference<TestType>(options); });
 }
 
-TEMPLATE_TEST_CASE("lots and single elements leave the same bits", "",
+TEMPLATE_TEST_CASE("packs and single elements give the same bits", "",
                    (AdamTypes<float, float, float, Master::kNone, false>),
                    (AdamTypes<float, Half, float, Master::kNone, true>),
                    (AdamTypes<BFloat16, Half, float, Master::kFloat, true>),
@@ -81,7 +81,7 @@ TEMPLATE_TEST_CASE("lots and single elements leave the same bits", "",
   }
 }
 
-TEST_CASE("a chunk goes in lots where all its columns allow it") {
+TEST_CASE("a chunk is processed in packs only if all its columns are aligned") {
   using Types = AdamTypes<BFloat16, Half, float, Master::kFloat, false>;
   const auto lots_from = [](const AdamOffsets& offsets) {
     const auto tensor = random_adam_tensor<Types>(100, 0, offsets, 1);
@@ -90,7 +90,7 @@ TEST_CASE("a chunk goes in lots where all its columns allow it") {
                                                   nullptr, tensor.master.data()});
   };
   CHECK(lots_from({0, 0, 0, 0, 0, 0}));
-  CHECK(lots_from({4, 8, 4, 8, 0, 4}));  // of four elements
+  CHECK(lots_from({4, 8, 4, 8, 0, 4}));  // packs have four elements
   CHECK_FALSE(lots_from({1, 0, 0, 0, 0, 0}));
   CHECK_FALSE(lots_from({0, 2, 0, 0, 0, 0}));
   CHECK_FALSE(lots_from({0, 0, 3, 0, 0, 0}));

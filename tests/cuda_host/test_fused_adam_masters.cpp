@@ -1,4 +1,4 @@
-// Numbers that are stepped in more bits than the model has: fp32 masters, and remainders.
+// Parameters that are stepped with more bits than the model has: fp32 masters and remainders.
 #include "simt/simt.h"
 
 #include <algorithm>
@@ -27,8 +27,9 @@ float as_bfloat16(uint16_t upper) {
   return from_bits(uint32_t{upper} << 16);
 }
 
-// Five steps with gradients in bfloat16, that begin where an update is not small: lr 1, betas
-// (0.1, 0.25), or else with AdamW's defaults. Some parameters are extreme.
+// Returns tensors after five steps with bfloat16 gradients. If `aggressive`, updates are large: lr
+// is 1 and betas are (0.1, 0.25). Otherwise lr and betas are AdamW's defaults. Some parameters are
+// extreme.
 template <typename Types>
 FakeAdamTensors<Types> trained(bool aggressive) {
   AdamOptions options = adamw_options();
@@ -76,13 +77,14 @@ void check_same_numbers(const FakeAdamTensors<Types>& with_masters,
   }
 }
 
-// The upper halves of zero, the least and the largest subnormal, the least normal number, 1 and
-// both its neighbours, the two largest bfloat16, infinity (with lower bits, signalling NaNs),
-// signalling NaNs, and quiet ones.
+// The upper 16 bits of zero, the least and the largest subnormal, the least normal number, 1 and
+// both its neighbours, the two largest bfloat16, infinity (signalling NaNs if lower bits are set),
+// signalling NaNs, and quiet NaNs.
 constexpr uint16_t kEdges[] = {0x0000, 0x0001, 0x007f, 0x0080, 0x3f7f, 0x3f80, 0x3f81, 0x7f7e,
                                0x7f7f, 0x7f80, 0x7f81, 0x7fbf, 0x7fc0, 0x7fc1, 0x7fff};
 
-// How many of the floats with this upper half, of either sign, fail `holds(x, their split)`.
+// Counts the floats with these upper bits, of either sign, for which `holds(x, its split)` is
+// false.
 template <typename Predicate>
 int failures(uint16_t edge, Predicate holds) {
   int failures = 0;
@@ -108,7 +110,7 @@ TEMPLATE_TEST_CASE("masters and remainders step to the bits of fp32 parameters",
   simt::for_each_schedule([&] { check_same_numbers(trained<TestType>(aggressive), plain); });
 }
 
-TEMPLATE_TEST_CASE("the model is the master, cast", "", Half, BFloat16) {
+TEMPLATE_TEST_CASE("parameters are their masters, cast to 16 bits", "", Half, BFloat16) {
   using Types = AdamTypes<TestType, BFloat16, float, Master::kFloat, false>;
   for (const auto& tensor : trained<Types>(/*aggressive=*/true)) {
     for (int64_t i = 0; i < tensor.size; ++i) {
@@ -118,7 +120,7 @@ TEMPLATE_TEST_CASE("the model is the master, cast", "", Half, BFloat16) {
   }
 }
 
-TEST_CASE("what the model held before the step is not looked at beside a master") {
+TEST_CASE("a step with masters does not depend on the old parameters") {
   using Types = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
   FakeAdamTensors<Types> tensors;
   FakeAdamTensors<Types> stale;
@@ -130,8 +132,8 @@ TEST_CASE("what the model held before the step is not looked at beside a master"
   CHECK((bits_of(stale) == bits_of(tensors)));
 }
 
-TEMPLATE_TEST_CASE("masters adopt what was written into their parameters, and only that", "", Half,
-                   BFloat16) {
+TEMPLATE_TEST_CASE("masters adopt written parameters and keep elements that were not written", "",
+                   Half, BFloat16) {
   using Types = AdamTypes<TestType, BFloat16, float, Master::kFloat, false>;
   AdamOptions options = adamw_options();
   options.weight_decay = 0;
@@ -144,7 +146,7 @@ TEMPLATE_TEST_CASE("masters adopt what was written into their parameters, and on
     std::vector<std::vector<float>> expected;
     for (auto& tensor : tensors) {
       expected.emplace_back(tensor.master.data(), tensor.master.data() + tensor.size);
-      // The start of a chunk, all of the second one, and the end of the third.
+      // All of the second chunk is written, the end of the third, and the start of other chunks.
       for (int64_t i = 0; i < tensor.size; ++i) {
         const int64_t chunk = i / 2048;
         const bool is_written = chunk == 1 || (chunk == 2 ? i % 2048 >= 1930 : i % 2048 < 200);
@@ -163,20 +165,20 @@ TEMPLATE_TEST_CASE("masters adopt what was written into their parameters, and on
   });
 }
 
-TEST_CASE("masters whose parameters nobody wrote step to the same bits whether they adopt or not") {
+TEST_CASE("adopt_params does not change the step of parameters that were not written") {
   using Types = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
   AdamOptions options = adamw_options();
   std::vector<std::string> results;
   for (const bool adopt : {false, true}) {
     options.adopt_params = adopt;
-    auto tensors = trained<Types>(/*aggressive=*/true);  // with NaN and infinities among them
+    auto tensors = trained<Types>(/*aggressive=*/true);  // includes NaN and infinities
     step_on_host(tensors, options, signals_with_lr(0.01));
     results.push_back(bits_of(tensors));
   }
   CHECK((results[0] == results[1]));
 }
 
-TEST_CASE("a skipped step adopts nothing") {
+TEST_CASE("a skipped step does not adopt written parameters") {
   using Types = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
   AdamOptions options = adamw_options();
   options.adopt_params = true;
@@ -191,7 +193,7 @@ TEST_CASE("a skipped step adopts nothing") {
   CHECK((bits_of(tensors) == before));
 }
 
-TEST_CASE("no remainder makes a NaN of a zero, an infinity or another number") {
+TEST_CASE("joining any remainder to a bfloat16 that is not NaN gives no NaN") {
   for (const uint16_t upper : {0x0000, 0x0001, 0x3f80, 0x7f7f, 0x7f80}) {
     INFO("upper half " << upper);
     int made = 0;
@@ -205,7 +207,7 @@ TEST_CASE("no remainder makes a NaN of a zero, an infinity or another number") {
   }
 }
 
-TEST_CASE("updates below a bfloat16's ulp add up in masters, and are lost without") {
+TEST_CASE("updates below an ulp of bfloat16 add up in masters and are lost without") {
   const auto moved = []<typename Types>() {
     FakeAdamTensors<Types> tensors;
     tensors.push_back(random_adam_tensor<Types>(1, 0, {}, 1));
@@ -218,7 +220,7 @@ TEST_CASE("updates below a bfloat16's ulp add up in masters, and are lost withou
     for (int step = 0; step < 8; ++step) step_on_host(tensors, options, signals_with_lr(1e-3));
     return 1 - tensors[0].number(0);
   };
-  // Steps of 1e-3 each, where bfloat16 has ulps of 4e-3.
+  // Each step is 1e-3, and an ulp of bfloat16 is 4e-3 here.
   using Alone = AdamTypes<BFloat16, BFloat16, float, Master::kNone, false>;
   using Masters = AdamTypes<BFloat16, BFloat16, float, Master::kFloat, false>;
   using Remainders = AdamTypes<uint16_t, BFloat16, float, Master::kRemainder, false>;
@@ -227,7 +229,7 @@ TEST_CASE("updates below a bfloat16's ulp add up in masters, and are lost withou
   CHECK(moved.operator()<Remainders>() == Approx(0.008).epsilon(1e-3));
 }
 
-TEST_CASE("every float is joined from its halves again, and a NaN only made quiet") {
+TEST_CASE("joining a split float restores it, except that NaNs become quiet") {
   for (const uint16_t edge : kEdges) {
     INFO("upper half " << edge);
     CHECK(failures(edge, [](float x, SplitFloat split) {
@@ -237,7 +239,7 @@ TEST_CASE("every float is joined from its halves again, and a NaN only made quie
   }
 }
 
-TEST_CASE("joining and splitting again changes nothing") {
+TEST_CASE("splitting a joined float gives the same bfloat16 and remainder") {
   for (const uint16_t edge : kEdges) {
     INFO("upper half " << edge);
     CHECK(failures(edge, [](float, SplitFloat split) {
@@ -247,7 +249,7 @@ TEST_CASE("joining and splitting again changes nothing") {
   }
 }
 
-TEST_CASE("the model's half of a float is the nearest bfloat16, of two the larger in magnitude") {
+TEST_CASE("the split bfloat16 is the nearest, and the larger in magnitude of a tie") {
   for (const uint16_t edge : kEdges) {
     INFO("upper half " << edge);
     CHECK(failures(edge, [](float x, SplitFloat split) {
@@ -255,7 +257,7 @@ TEST_CASE("the model's half of a float is the nearest bfloat16, of two the large
             const float nearest = static_cast<float>(static_cast<BFloat16>(x));  // ties to even
             if (std::isnan(x)) return std::isnan(half);
             if (bits(half) == bits(nearest)) {
-              // Of the two that a tie lies between, the other one is not larger.
+              // If x is a tie, the other neighbour must not be larger in magnitude.
               return (bits(x) & 0xffff) != 0x8000 || std::fabs(half) > std::fabs(x);
             }
             return std::fabs(double{half} - x) == std::fabs(double{nearest} - x) &&
@@ -264,8 +266,7 @@ TEST_CASE("the model's half of a float is the nearest bfloat16, of two the large
   }
 }
 
-TEST_CASE(
-    "the largest float is infinity in the model, as its cast is, and itself with a remainder") {
+TEST_CASE("the largest float splits into infinity and a remainder that restores it") {
   const float largest = std::numeric_limits<float>::max();
   const SplitFloat split = ampfuse::math::split_float(largest);
   CHECK(as_bfloat16(split.bfloat16) == std::numeric_limits<float>::infinity());
@@ -273,7 +274,7 @@ TEST_CASE(
   CHECK(ampfuse::math::join_float(split) == largest);
 }
 
-TEST_CASE("a NaN whose payload is all in the lower half is a NaN in the model") {
+TEST_CASE("a NaN with all its payload in the lower bits splits into a NaN") {
   const SplitFloat split = ampfuse::math::split_float(from_bits(0xff800001));
   CHECK(std::isnan(as_bfloat16(split.bfloat16)));
   CHECK(bits(ampfuse::math::join_float(split)) == 0xffc00001);

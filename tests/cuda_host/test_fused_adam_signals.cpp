@@ -1,4 +1,4 @@
-// What the device alone knows when a step begins, and the options' limits.
+// Signals that only the device knows when a step begins, and extreme values of options.
 #include "simt/simt.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using Tensors = FakeAdamTensors<Types>;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// Few elements, but more than a lot per lane and a tail.
+// Returns tensors with few elements, but with more than a pack per lane and a tail.
 template <typename T = Types>
 FakeAdamTensors<T> small_tensors(float steps_taken = 3) {
   FakeAdamTensors<T> tensors;
@@ -31,7 +31,7 @@ FakeAdamTensors<T> small_tensors(float steps_taken = 3) {
   return tensors;
 }
 
-// One tensor with moments of zero, before its first step.
+// Returns a tensor before its first step, with zero moments.
 FakeAdamTensor<Types> fresh_tensor(std::initializer_list<float> params,
                                    std::initializer_list<float> grads) {
   FakeAdamTensor<Types> tensor(static_cast<int64_t>(params.size()), 0, {});
@@ -55,7 +55,7 @@ std::string bits_after_step(const AdamOptions& options, const AdamSignals& signa
   return bits_of(tensors);
 }
 
-// Clips to 2 a norm of 8 that was taken of gradients 16 times as large.
+// Signals that clip an unscaled norm of 8 to 2; total_norm is the norm of gradients scaled by 16.
 struct Clipping {
   float grad_scale = 16;
   float total_norm = 8 * 16;
@@ -74,7 +74,7 @@ struct Clipping {
 
 }  // namespace
 
-TEST_CASE("a step is skipped whatever the flag's value, and the norm is told nonetheless") {
+TEST_CASE("any found_inf except 0 skips the step but grad_norm is still reported") {
   const float found_inf = GENERATE(1.0f, 2.0f, 3.0f, -1.0f, kNan);
   AdamOptions options = adamw_options();
   options.amsgrad = true;
@@ -101,7 +101,7 @@ TEST_CASE("a step is skipped when the inverse of the loss scale is not a finite 
   });
 }
 
-TEST_CASE("the least loss scale whose inverse is finite does not skip the step") {
+TEST_CASE("the smallest loss scale with a finite inverse does not skip the step") {
   const float scale = std::nextafter(0x1p-128f, 1.0f);
   auto tensors = small_tensors();
   AdamSignals signals = signals_with_lr(0.01);
@@ -111,7 +111,7 @@ TEST_CASE("the least loss scale whose inverse is finite does not skip the step")
   CHECK(std::isfinite(tensors[2].param.data()[0]));
 }
 
-TEST_CASE("the step after a skipped first one is the first") {
+TEST_CASE("the step after a skipped first step counts as the first") {
   simt::for_each_schedule([] {
     auto tensors = small_tensors(/*steps_taken=*/0);
     auto never_skipped = small_tensors(/*steps_taken=*/0);
@@ -122,7 +122,7 @@ TEST_CASE("the step after a skipped first one is the first") {
     CHECK(tensors[0].steps_taken == 0);
     found_inf = 0;
     step_on_host(tensors, adamw_options(), signals);
-    CHECK(tensors[0].steps_taken == 1);  // of a tensor without elements
+    CHECK(tensors[0].steps_taken == 1);  // this tensor has no elements
     CHECK(tensors[2].steps_taken == 1);
     step_on_host(never_skipped, adamw_options(), signals_with_lr(0.01));
     CHECK((bits_of(tensors) == bits_of(never_skipped)));
@@ -138,12 +138,12 @@ TEST_CASE("gradients scaled by a power of two give the bits of unscaled ones") {
   AdamSignals signals = signals_with_lr(0.01);
   signals.grad_scale = &grad_scale;
   AdamOptions options = adamw_options();
-  options.write_back_grads = true;  // so that the gradients are alike again
+  options.write_back_grads = true;  // so that the gradients have the same bits again
   step_on_host(tensors, options, signals);
   CHECK((bits_of(tensors) == bits_after_step(options, signals_with_lr(0.01))));
 }
 
-TEST_CASE("gradients are unscaled and clipped in one multiplication, and written back if asked") {
+TEST_CASE("gradients are unscaled and clipped by one factor and written back") {
   auto tensors = small_tensors<MixedTypes>();
   const auto before = small_tensors<MixedTypes>();
   AdamOptions options = adamw_options();
@@ -161,7 +161,7 @@ TEST_CASE("gradients are unscaled and clipped in one multiplication, and written
   }
 }
 
-TEST_CASE("a clipped step is the step of gradients that were clipped before") {
+TEST_CASE("a clipping step equals a step with clipped gradients") {
   auto tensors = small_tensors();
   auto clipped_before = small_tensors();
   const auto factor = static_cast<float>(2.0 / (8.0 + 1e-6) / 16);
@@ -176,7 +176,7 @@ TEST_CASE("a clipped step is the step of gradients that were clipped before") {
   CHECK((bits_of(tensors) == bits_of(clipped_before)));
 }
 
-TEST_CASE("gradients keep their bits unless they are asked for, NaN payloads too") {
+TEST_CASE("gradients keep their bits without write_back_grads, even NaN payloads") {
   simt::for_each_schedule([] {
     auto tensors = small_tensors();
     const uint32_t signalling = 0x7fa12345;
@@ -192,7 +192,7 @@ TEST_CASE("gradients keep their bits unless they are asked for, NaN payloads too
   });
 }
 
-TEST_CASE("a norm within the limit clips nothing") {
+TEST_CASE("gradients are not clipped if their norm is within the limit") {
   Clipping clipping;
   AdamSignals limited = clipping.signals();
   limited.max_norm = 9;
@@ -201,7 +201,7 @@ TEST_CASE("a norm within the limit clips nothing") {
   CHECK((bits_after_step(adamw_options(), limited) == bits_after_step(adamw_options(), unlimited)));
 }
 
-TEST_CASE("a norm that is NaN makes every parameter NaN, as in torch") {
+TEST_CASE("a NaN norm makes parameters NaN, as in torch") {
   auto tensors = small_tensors();
   Clipping clipping;
   clipping.total_norm = kNan;
@@ -211,8 +211,8 @@ TEST_CASE("a norm that is NaN makes every parameter NaN, as in torch") {
   CHECK(std::isnan(tensors[2].param.data()[130]));
 }
 
-TEST_CASE("scalars are read in either type, and from the host") {
-  const double lr = 0.01;  // no float
+TEST_CASE("scalars may be floats or doubles on the device, or host values") {
+  const double lr = 0.01;  // not exact in float
   const float float_lr = 0.01f;
   const auto bits = [](ampfuse::AdamScalar scalar) {
     return bits_after_step(adamw_options(), signals_with(scalar));
@@ -227,7 +227,7 @@ TEST_CASE("scalars are read in either type, and from the host") {
          bits_after_step(adamw_options(), clipping.signals())));
 }
 
-TEST_CASE("a double learning rate is not rounded on its way to double parameters") {
+TEST_CASE("a double learning rate is not rounded to float for double parameters") {
   using Doubles = AdamTypes<double, double, double, Master::kNone, false>;
   FakeAdamTensors<Doubles> tensors;
   tensors.push_back(random_adam_tensor<Doubles>(1, 0, {}, 1));
@@ -238,11 +238,11 @@ TEST_CASE("a double learning rate is not rounded on its way to double parameters
   options.eps = 0;
   const double lr = 0.1;
   step_on_host(tensors, options, signals_with({&lr, true, 0}));
-  // The first step is lr whatever the gradient, up to ten roundings; 0.1f is off by 1e-8 of it.
+  // The first step is lr for any gradient, up to ten roundings. 0.1f has a relative error of 1e-8.
   CHECK(std::fabs(tensors[0].number(0)) == Approx(0.1).epsilon(10 * 0x1p-53));
 }
 
-TEST_CASE("to maximise is to minimise with the opposite gradient") {
+TEST_CASE("maximising equals minimising with the negated gradient") {
   auto tensors = small_tensors();
   auto negated = small_tensors();
   for (auto& tensor : negated) {
@@ -260,7 +260,7 @@ TEST_CASE("to maximise is to minimise with the opposite gradient") {
   }
 }
 
-TEST_CASE("AdamW's decay leaves the moments alone, Adam's goes through them") {
+TEST_CASE("weight decay of AdamW does not change the moments, but Adam's does") {
   AdamOptions options = adamw_options();
   auto decoupled = list_of(fresh_tensor({2}, {0}));
   step_on_host(decoupled, options, signals_with_lr(0.5));
@@ -273,7 +273,7 @@ TEST_CASE("AdamW's decay leaves the moments alone, Adam's goes through them") {
   CHECK(l2[0].param.data()[0] == Approx(2 - 0.5).epsilon(1e-6));  // a first step is of size lr
 }
 
-TEST_CASE("with a learning rate of 0 only the state moves") {
+TEST_CASE("a learning rate of 0 changes the state but not the parameters") {
   auto tensors = small_tensors();
   const auto before = small_tensors();
   step_on_host(tensors, adamw_options(), signals_with_lr(0));
@@ -285,7 +285,7 @@ TEST_CASE("with a learning rate of 0 only the state moves") {
   }
 }
 
-TEST_CASE("without memory the moments are exactly the gradient and its square") {
+TEST_CASE("with betas of 0 the moments are exactly the gradient and its square") {
   AdamOptions options = adamw_options();
   options.beta1 = 0;
   options.beta2 = 0;
@@ -298,7 +298,7 @@ TEST_CASE("without memory the moments are exactly the gradient and its square") 
     const float grad = before[2].grad.data()[i];
     REQUIRE(tensors[2].exp_avg.data()[i] == grad);
     REQUIRE(tensors[2].exp_avg_sq.data()[i] == grad * grad);
-    // lr·g/√g², three roundings of lr and one of the result.
+    // The update is lr·g/√g²: three roundings of lr and one of the result.
     const double step = grad < 0 ? -0.25 : 0.25;
     const double expected = before[2].param.data()[i] - step;
     REQUIRE(std::fabs(tensors[2].param.data()[i] - expected) <=
@@ -306,14 +306,14 @@ TEST_CASE("without memory the moments are exactly the gradient and its square") 
   }
 }
 
-TEST_CASE("eps of 0 makes 0/0 where there never was a gradient, as in torch, and only there") {
+TEST_CASE("eps of 0 makes only parameters with zero gradients NaN, as in torch") {
   AdamOptions options = adamw_options();
   options.eps = 0;
   auto tensors = list_of(fresh_tensor({1, 1, 1, 1, 1}, {1, 0, -1, 1, 0}));
   step_on_host(tensors, options, signals_with_lr(0.5));
   const float* params = tensors[0].param.data();
   const float decayed = 1 - 0.5f * 0.1f;
-  // Roundings of a dozen operations on numbers up to 1.
+  // The margin allows for a dozen roundings of numbers up to 1.
   CHECK(params[0] == Approx(decayed - 0.5).margin(12 * 0x1p-24));
   CHECK(std::isnan(params[1]));
   CHECK(params[2] == Approx(decayed + 0.5).margin(12 * 0x1p-24));

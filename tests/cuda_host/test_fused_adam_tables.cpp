@@ -1,4 +1,4 @@
-// Lists that take several launches, and tensors that no memory here would hold.
+// Lists that take several launches, and tensors that are too large to allocate here.
 #include "simt/simt.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 using Plain = AdamTypes<float, float, float, Master::kNone, false>;
 using Mixed = AdamTypes<c10::BFloat16, c10::BFloat16, float, Master::kFloat, false>;
 
-// Of one to three elements, each with a number of steps of its own, `first_count` and up.
+// Returns tensors of one to three elements with step counts `first_count`, `first_count` + 1, ….
 template <typename Types>
 FakeAdamTensors<Types> many_tensors(int count, int first_count) {
   FakeAdamTensors<Types> tensors;
@@ -29,7 +29,7 @@ FakeAdamTensors<Types> many_tensors(int count, int first_count) {
   return tensors;
 }
 
-// Whether each tensor took the step that its own count asks for.
+// Returns true if each tensor took the step of its own step count.
 template <typename Types>
 bool all_stepped(const FakeAdamTensors<Types>& before, const FakeAdamTensors<Types>& after) {
   return misses(before, after, adamw_options(), 0.01, 1) == Misses{};
@@ -42,7 +42,7 @@ void append_counters(FakeAdamTensors<Types>& tensors, std::vector<float*>& count
 
 }  // namespace
 
-TEST_CASE("the tables of both kernels fit a launch, for 600 tensors and for 2300 counters") {
+TEST_CASE("tables of 600 tensors and of 2300 counters fit in kernel arguments") {
   STATIC_REQUIRE(AdamTable::kCapacity >= 600);
   STATIC_REQUIRE(StepTable::kCapacity >= 2300);
   STATIC_REQUIRE(sizeof(AdamTable) + ampfuse::kOtherArgumentBytes <= ampfuse::kMaxArgumentBytes);
@@ -52,24 +52,24 @@ TEST_CASE("the tables of both kernels fit a launch, for 600 tensors and for 2300
                  ampfuse::kOtherArgumentBytes);
 }
 
-TEST_CASE("a list that one table carries takes two launches, whatever its sizes") {
+TEST_CASE("a list that fits in one table takes two launches") {
   auto tensors = adam_boundary_tensors<Plain>();
   CHECK(step_on_host(tensors, adamw_options(), signals_with_lr(0.01)) == 2);
 }
 
-TEST_CASE("a list without tensors launches nothing") {
+TEST_CASE("a list without tensors takes no launch") {
   FakeAdamTensors<Plain> tensors;
   CHECK(step_on_host(tensors, adamw_options(), signals_with_lr(0.01)) == 0);
 }
 
-TEST_CASE("a list longer than a table is stepped to its end, each tensor by its own count") {
+TEST_CASE("all tensors of a list longer than a table step by their own counts") {
   const int count = AdamTable::kCapacity + 5;
   auto tensors = many_tensors<Plain>(count, 0);
   CHECK(step_on_host(tensors, adamw_options(), signals_with_lr(0.01)) == 3);
   CHECK(all_stepped(many_tensors<Plain>(count, 0), tensors));
 }
 
-TEST_CASE("more counters than a table carries are all counted, once") {
+TEST_CASE("all counters of a list longer than a table are incremented once") {
   simt::for_each_schedule([] {
     std::vector<float> counts(StepTable::kCapacity + 5);
     for (size_t t = 0; t < counts.size(); ++t) counts[t] = static_cast<float>(t % 100);
@@ -80,7 +80,7 @@ TEST_CASE("more counters than a table carries are all counted, once") {
     for (size_t t = 0; t < counts.size(); ++t) {
       const auto step = static_cast<double>(t % 100 + 1);
       REQUIRE(counts[t] == step);
-      // 0.01·√(1−0.999ᵗ)/(1−0.9ᵗ), rounded to fp32 from double.
+      // The step size is 0.01·√(1−0.999ᵗ)/(1−0.9ᵗ), rounded from double to fp32.
       const double size = 0.01 * std::sqrt(1 - std::pow(0.999, step)) / (1 - std::pow(0.9, step));
       REQUIRE(plan.steps[t].size == Approx(size).epsilon(0x1p-23));
       REQUIRE(plan.steps[t].decay == 0.001f);
@@ -88,7 +88,7 @@ TEST_CASE("more counters than a table carries are all counted, once") {
   });
 }
 
-TEST_CASE("updates of several types share one preparation") {
+TEST_CASE("updates of two types share one launch of the prepare kernel") {
   simt::for_each_schedule([] {
     auto plain = many_tensors<Plain>(7, 0);
     auto mixed = many_tensors<Mixed>(5, 20);
@@ -104,7 +104,7 @@ TEST_CASE("updates of several types share one preparation") {
   });
 }
 
-TEST_CASE("a second type's tensors are stepped by their own counts beyond a full table too") {
+TEST_CASE("tensors of a second type beyond a table step by their own counts") {
   const int count = AdamTable::kCapacity + 5;
   auto plain = many_tensors<Plain>(3, 0);
   auto mixed = many_tensors<Mixed>(count, 20);
@@ -121,7 +121,7 @@ TEST_CASE("a second type's tensors are stepped by their own counts beyond a full
 TEST_CASE("elements beyond 2^31 are found in every column") {
   using Types = AdamTypes<c10::BFloat16, c10::Half, float, Master::kFloat, true>;
   const int64_t size = (int64_t{1} << 33) + 5;
-  // Where columns begin: never read, only counted from.
+  // Columns begin at these addresses, which are never read.
   const uintptr_t base = uintptr_t{1} << 44;
   const auto column = [base](int number) {
     return reinterpret_cast<void*>(base + (uintptr_t{1} << 36) * number);

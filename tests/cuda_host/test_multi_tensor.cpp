@@ -11,13 +11,13 @@ namespace {
 using ampfuse::Access;
 using ampfuse::TableChunk;
 
-// Six columns and small chunks, as an optimizer will have.
+// Six columns, as fused_adam has, and small chunks.
 using Table = ampfuse::TensorTable<6, 16>;
 
-// All chunks of a list, through tables: how many elements each tensor had.
+// Finds all chunks of a list through tables and returns the number of elements of each tensor.
 std::vector<int64_t> elements_found(const std::vector<int64_t>& sizes, int& tables) {
   std::vector<int64_t> found(sizes.size(), 0);
-  std::vector<int64_t> next(sizes.size(), 0);  // the offset expected of a tensor's next chunk
+  std::vector<int64_t> next(sizes.size(), 0);  // expected offset of a tensor's next chunk
   tables = 0;
   auto builder = ampfuse::build_tables<Table>([&](const Table& table) {
     ++tables;
@@ -57,7 +57,7 @@ TEST_CASE("every element of a list is in exactly one chunk") {
   CHECK(tables == 1);
 }
 
-TEST_CASE("a table with six columns holds 600 tensors and fits a launch") {
+TEST_CASE("a table with six columns holds 600 tensors and fits in kernel arguments") {
   STATIC_REQUIRE(Table::kCapacity >= 600);
   STATIC_REQUIRE(sizeof(Table) + ampfuse::kOtherArgumentBytes <= ampfuse::kMaxArgumentBytes);
   int tables = 0;
@@ -66,14 +66,14 @@ TEST_CASE("a table with six columns holds 600 tensors and fits a launch") {
   CHECK(tables == 1);
 }
 
-TEST_CASE("a longer list takes further tables") {
+TEST_CASE("a list longer than a table takes several tables") {
   const std::vector<int64_t> sizes(2 * Table::kCapacity + 1, 3);
   int tables = 0;
   CHECK(elements_found(sizes, tables) == sizes);
   CHECK(tables == 3);
 }
 
-TEST_CASE("a list without tensors launches nothing") {
+TEST_CASE("a list without tensors builds no table") {
   int tables = 0;
   CHECK(elements_found({}, tables).empty());
   CHECK(tables == 0);
@@ -91,7 +91,7 @@ TEST_CASE("offsets of tensors beyond 2^31 elements do not wrap") {
   builder.flush();
 }
 
-TEST_CASE("chunks beyond what a table counts in 32 bits go to another table") {
+TEST_CASE("chunks beyond the 32-bit count of a table go to another table") {
   using Wide = ampfuse::TensorTable<1, 8192>;
   const int64_t half = (int64_t{1} << 31) * 8192;
   std::vector<uint32_t> chunks;
@@ -103,8 +103,8 @@ TEST_CASE("chunks beyond what a table counts in 32 bits go to another table") {
   CHECK(chunks == std::vector<uint32_t>{1u << 31, 1u << 31});
 }
 
-TEST_CASE("each chunk is visited once, whatever the grid") {
-  const int grid = GENERATE(1, 2, 3);  // fewer warps than the 25 chunks, as many, more
+TEST_CASE("each chunk is visited once for every grid size") {
+  const int grid = GENERATE(1, 2, 3);  // 8, 16 or 24 warps for 25 chunks
   simt::for_each_schedule([grid] {
     std::vector<int> visits(25, 0);
     auto builder = ampfuse::build_tables<Table>([&](const Table& table) {
@@ -118,7 +118,7 @@ TEST_CASE("each chunk is visited once, whatever the grid") {
   });
 }
 
-TEST_CASE("visit_elements sees each element once, for every alignment and size") {
+TEST_CASE("visit_elements visits each element once for every alignment and size") {
   const int offset = GENERATE(range(0, 8));
   for (int size = 0; size < 1200; size = size < 40 ? size + 1 : size + 97) {
     const FakeTensor<uint16_t> tensor(size, offset);
@@ -128,7 +128,7 @@ TEST_CASE("visit_elements sees each element once, for every alignment and size")
   }
 }
 
-TEST_CASE("a grid is never empty and never more than is resident") {
+TEST_CASE("a grid has at least one block and no more blocks than are resident") {
   CHECK(ampfuse::grid_size(0, 132) == 1);
   CHECK(ampfuse::grid_size(1, 132) == 1);
   CHECK(ampfuse::grid_size(9, 132) == 2);

@@ -36,8 +36,8 @@ bool all_equal(const std::vector<FakeTensor<T>>& a, const std::vector<FakeTensor
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("gradients above the norm are scaled down to it", "", c10::Half, c10::BFloat16,
-                   float) {
+TEMPLATE_TEST_CASE("gradients with a norm above max_norm are scaled down to max_norm", "",
+                   c10::Half, c10::BFloat16, float) {
   simt::for_each_schedule([] {
     const auto tensors = boundary_tensors<TestType>();
     clip_on_host(tensors, 8.0, 2.0);
@@ -46,7 +46,7 @@ TEMPLATE_TEST_CASE("gradients above the norm are scaled down to it", "", c10::Ha
   });
 }
 
-TEST_CASE("gradients below the norm are not touched") {
+TEST_CASE("gradients with a norm below max_norm are not changed") {
   const auto tensors = boundary_tensors<float>();
   tensors[4].data()[3] = std::nanf("");
   clip_on_host(tensors, 1.0f, 2.0);
@@ -55,7 +55,7 @@ TEST_CASE("gradients below the norm are not touched") {
   CHECK(all_equal(tensors, boundary_tensors<float>(), 1.0f));
 }
 
-TEST_CASE("lists longer than a launch carries are scaled to their end") {
+TEST_CASE("all tensors of a list longer than a table are scaled") {
   std::vector<FakeTensor<float>> tensors;
   for (int t = 0; t < UnscaleTable::kCapacity + 5; ++t) {
     tensors.push_back(random_tensor<float>(1 + t % 3, 0, t));
@@ -81,7 +81,7 @@ TEST_CASE("lists longer than a launch carries are scaled to their end") {
   CHECK(equal);
 }
 
-TEST_CASE("a norm that is NaN makes every element NaN") {
+TEST_CASE("a NaN norm makes gradients NaN") {
   const auto tensors = boundary_tensors<float>();
   clip_on_host(tensors, std::nanf(""), 2.0);
   CHECK(std::isnan(tensors[17].data()[0]));

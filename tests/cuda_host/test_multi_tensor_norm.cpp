@@ -26,8 +26,8 @@ template <NormType kNorm, typename T>
 void check_against_reference() {
   const auto tensors = boundary_tensors<T>();
   const HostNorm result = norm_on_host<kNorm>(tensors, /*grid=*/2, /*finish_grid=*/3);
-  // Sums of 256 squares in fp32 per lane: 2⁻²⁴ each, much of it averaging out; one rounding at the
-  // end.
+  // Each lane adds 256 squares in fp32, with errors of 2⁻²⁴ that mostly average out. The result is
+  // rounded once more.
   CHECK(result.total_norm == Approx(reference_norm<kNorm>(tensors)).epsilon(1e-6));
   CHECK(result.norms[0] == 0.0f);
   CHECK(result.found_inf == 0.0f);
@@ -37,8 +37,8 @@ void check_against_reference() {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("norms match the reference on every boundary", "", c10::Half, c10::BFloat16,
-                   float, double) {
+TEMPLATE_TEST_CASE("norms match the reference for tensor sizes around every boundary", "",
+                   c10::Half, c10::BFloat16, float, double) {
   simt::for_each_schedule([] {
     check_against_reference<NormType::kL1, TestType>();
     check_against_reference<NormType::kL2, TestType>();
@@ -46,7 +46,7 @@ TEMPLATE_TEST_CASE("norms match the reference on every boundary", "", c10::Half,
   });
 }
 
-TEST_CASE("the bits do not depend on the grid, the schedule or the rest of the list") {
+TEST_CASE("the bits of a norm do not depend on grid, schedule or rest of the list") {
   auto tensors = boundary_tensors<float>();
   const HostNorm all = norm_on_host<NormType::kL2>(tensors, 1, 1);
   simt::for_each_schedule([&] {
@@ -60,7 +60,7 @@ TEST_CASE("the bits do not depend on the grid, the schedule or the rest of the l
   CHECK(norm_on_host<NormType::kL2>(last, 1, 1).norms[0] == all.norms.back());
 }
 
-TEST_CASE("tensors that are not finite are counted and the first is named") {
+TEST_CASE("non-finite tensors are counted and the first index is reported") {
   auto tensors = boundary_tensors<float>();
   tensors[3].data()[7] = kInfinity;          // in the tail of a warp
   tensors[15].data()[8000] = std::nanf("");  // in the last chunk
@@ -76,12 +76,12 @@ TEST_CASE("tensors that are not finite are counted and the first is named") {
   });
 }
 
-TEST_CASE("a maximum keeps a NaN, whichever lane it is in") {
+TEST_CASE("the maximum norm of a tensor with a NaN is NaN") {
   auto tensors = one_tensor<float>({1, 2, std::nan(""), 3});
   CHECK(std::isnan(norm_on_host<NormType::kInf>(tensors, 1, 1).total_norm));
 }
 
-TEST_CASE("squares beyond the range of fp32 are taken again in double") {
+TEST_CASE("squares outside the range of fp32 are computed again in double") {
   CHECK(norm_on_host<NormType::kL2>(one_tensor<float>({3e30, 4e30}), 1, 1).total_norm ==
         Approx(5e30f));
   CHECK(norm_on_host<NormType::kL2>(one_tensor<float>({3e-30, 4e-30}), 1, 1).total_norm ==
@@ -105,7 +105,7 @@ TEST_CASE("complex magnitudes neither overflow nor hide an imaginary NaN") {
   CHECK(norm_on_host<NormType::kL1>(tensors, 1, 1).first_nonfinite == 0);
 }
 
-TEST_CASE("a list longer than a table takes two launches and one result") {
+TEST_CASE("a list longer than a table gives one norm over all its tensors") {
   std::vector<FakeTensor<float>> tensors;
   for (int t = 0; t < ampfuse::NormTable::kCapacity + 10; ++t) {
     tensors.push_back(random_tensor<float>(3, t % 4, t));

@@ -57,11 +57,11 @@ TEMPLATE_TEST_CASE("every element is multiplied once and rounded once", "", c10:
   });
 }
 
-TEST_CASE("the flag is set by any element that is not finite afterwards, and never cleared") {
+TEST_CASE("an element that becomes non-finite sets the flag, which is never cleared") {
   simt::for_each_schedule([] {
     auto tensors = boundary_tensors<c10::Half>();
     float found_inf = 0;
-    tensors[17].data()[19999] = 60000.0f;  // finite, but not twice it
+    tensors[17].data()[19999] = 60000.0f;  // finite, but twice it overflows
     unscale_on_host(tensors, 2.0f, &found_inf);
     CHECK(found_inf == 1.0f);
     unscale_on_host(boundary_tensors<c10::Half>(), 0.5f, &found_inf);
@@ -69,7 +69,7 @@ TEST_CASE("the flag is set by any element that is not finite afterwards, and nev
   });
 }
 
-TEST_CASE("a factor of 1 leaves every bit, NaN payloads too, and still looks") {
+TEST_CASE("a factor of 1 keeps every bit, even NaN payloads, and sets the flag") {
   auto tensors = boundary_tensors<float>();
   const uint32_t signalling = 0x7fa12345;
   std::memcpy(tensors[5].data() + 3, &signalling, sizeof signalling);
@@ -83,7 +83,7 @@ TEST_CASE("a factor of 1 leaves every bit, NaN payloads too, and still looks") {
   CHECK(found_inf == 1.0f);
 }
 
-TEMPLATE_TEST_CASE("the norm from the same pass has the bits of a norm taken afterwards", "",
+TEMPLATE_TEST_CASE("the norm of the unscaling pass has the bits of a norm computed later", "",
                    c10::BFloat16, float) {
   const float inv_scale = GENERATE(1.0f, 0.3f);
   simt::for_each_schedule([inv_scale] {
@@ -95,11 +95,11 @@ TEMPLATE_TEST_CASE("the norm from the same pass has the bits of a norm taken aft
   });
 }
 
-TEST_CASE("a chunk that is read again is read as the whole warp wrote it") {
+TEST_CASE("a chunk that is read again has the values that the whole warp wrote") {
   simt::for_each_schedule([] {
     std::vector<FakeTensor<float>> tensors;
     tensors.emplace_back(100, 1);
-    for (int i = 0; i < 100; ++i) tensors[0].data()[i] = 2e20f;  // squares leave fp32
+    for (int i = 0; i < 100; ++i) tensors[0].data()[i] = 2e20f;  // squares overflow fp32
     CHECK(unscale_norm_on_host(tensors, 0.5f).total_norm == Approx(1e21f));
   });
 }

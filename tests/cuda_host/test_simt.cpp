@@ -1,5 +1,5 @@
-// The runtime on kernels that are right: launches, blocks, memory and atomics.
-// test_warp.cpp has the warp operations, bad_kernels.cpp what must be caught.
+// The runtime with correct kernels: launches, blocks, memory and atomics. test_warp.cpp tests warp
+// operations; bad_kernels.cpp has the mistakes that must be caught.
 
 #include <array>
 #include <cmath>
@@ -43,7 +43,7 @@ __global__ void count_visits(int* visits) {
   ++visits[block * blockDim.x * blockDim.y * blockDim.z + thread];
 }
 
-// Threads without work leave before the first barrier.
+// Threads without work return before the first barrier.
 __global__ void sum_after_early_return(const int* x, int* sum, unsigned n) {
   AMPFUSE_SHARED(int, partial, 256);
   if (threadIdx.x >= n) return;
@@ -139,7 +139,7 @@ __global__ void record_order(unsigned* order, unsigned* count) {
 
 }  // namespace
 
-TEST_CASE("a grid-stride loop covers every element once") {
+TEST_CASE("a grid-stride loop covers every element") {
   simt::for_each_schedule([] {
     std::vector<float> x(1000), y(1000);
     std::iota(x.begin(), x.end(), 0.0f);
@@ -173,7 +173,7 @@ TEST_CASE("dynamic shared memory has the size of the launch") {
   });
 }
 
-TEST_CASE("a shared array is one per block, declaration and instantiation") {
+TEST_CASE("each declaration and instantiation has one shared array for all threads") {
   std::array<std::array<float*, 3>, 2> arrays;
   simt::launch(collect_arrays, 1, 2, 0, arrays.data());
   CHECK(arrays[0] == arrays[1]);
@@ -186,7 +186,7 @@ TEST_CASE("shared memory starts as NaN in every block") {
   for (float value : seen) CHECK(std::isnan(value));
 }
 
-TEST_CASE("barriers vote") {
+TEST_CASE("barriers return votes of all threads") {
   simt::for_each_schedule([] {
     std::vector<int> results(5);
     simt::launch(vote_at_barrier, 1, 70, 0, results.data());
@@ -219,7 +219,7 @@ TEST_CASE("arguments are copied by value, up to CUDA's 32,764 bytes") {
   CHECK(out == std::vector<int>(256, 7));
 }
 
-TEST_CASE("schedules order the threads") {
+TEST_CASE("a schedule determines the order of threads") {
   using Order = simt::Schedule::Order;
   const auto order_under = [](const simt::Schedule& schedule) {
     const simt::ScopedSchedule scope(schedule);
@@ -248,7 +248,7 @@ TEST_CASE("launches that CUDA refuses are refused") {
   CHECK(contains(error(1, 1, 300000), "300000 bytes"));
 }
 
-TEST_CASE("what a kernel throws comes out of the launch, and the next launch works") {
+TEST_CASE("launch throws the exception of a kernel, and the next launch works") {
   simt::for_each_schedule([] {
     CHECK_THROWS_AS(simt::launch(throw_from, 2, 64, 0, 40), std::runtime_error);
     simt::launch(throw_from, 2, 64, 0, 64);

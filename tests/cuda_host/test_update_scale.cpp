@@ -12,7 +12,7 @@ namespace math = ampfuse::math;
 
 namespace {
 
-// A loss scale in memory that ends where its numbers do.
+// A loss scale with its counters and history, in allocations without spare room.
 struct FakeScale {
   std::vector<float> scale;
   std::vector<int32_t> growth_tracker = {0};
@@ -48,7 +48,7 @@ struct FakeScale {
 
 }  // namespace
 
-TEST_CASE("one thread updates the scale, however many are launched") {
+TEST_CASE("the scale is updated once per launch, however many threads it has") {
   simt::for_each_schedule([] {
     FakeScale scale(1024);
     CHECK(scale.update({0}) == 1024);
@@ -59,7 +59,7 @@ TEST_CASE("one thread updates the scale, however many are launched") {
   });
 }
 
-TEST_CASE("any flag but 0 is an overflow, wherever it stands") {
+TEST_CASE("any flag except 0 is an overflow, whether first or last in the list") {
   std::vector<float> flags(ampfuse::kScaleFlags, 0.0f);
   for (const float flag : {1.0f, 3.0f, -1.0f, std::nanf(""), INFINITY, 1e-44f}) {
     for (const size_t place : {size_t{0}, flags.size() - 1}) {
@@ -73,7 +73,7 @@ TEST_CASE("any flag but 0 is an overflow, wherever it stands") {
   CHECK(scale.update(flags) == 8);
 }
 
-TEST_CASE("hysteresis forgives the first overflows of a row") {
+TEST_CASE("hysteresis tolerates the first overflows in a row") {
   FakeScale scale(64, 3);
   CHECK(scale.update({1}) == 64);
   CHECK(scale.update({1}) == 64);
@@ -85,7 +85,7 @@ TEST_CASE("hysteresis forgives the first overflows of a row") {
   CHECK(scale.update({1}) == 16);
 }
 
-TEST_CASE("the history is a ring of records") {
+TEST_CASE("the history is a ring buffer of records") {
   FakeScale scale(8);
   scale.history.assign(2 * math::kScaleRecord, -1);
   const float norm = 2.5f;
@@ -100,7 +100,7 @@ TEST_CASE("the history is a ring of records") {
   CHECK(scale.history[4] == 1);
 }
 
-TEST_CASE("a scale stays finite, within its limits, and where it is if it is fixed") {
+TEST_CASE("a scale stays finite and within limits, and constant if not dynamic") {
   FakeScale large(3e38f);
   large.policy.growth_interval = 1;
   CHECK(large.update({0}) == 3e38f);
@@ -115,7 +115,7 @@ TEST_CASE("a scale stays finite, within its limits, and where it is if it is fix
   CHECK(limited.counters[math::kConsecutiveSkips] == 1);
 }
 
-TEST_CASE("a growth tracker ends at the largest number it can hold") {
+TEST_CASE("the growth tracker does not exceed the largest int32") {
   FakeScale scale(8);
   scale.policy.growth_interval = int64_t{1} << 40;
   scale.growth_tracker[0] = std::numeric_limits<int32_t>::max();

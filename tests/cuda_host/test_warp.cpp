@@ -1,4 +1,4 @@
-// Warp operations on lanes that all take part, against values worked out per lane.
+// Warp operations in which all lanes take part, compared with values computed for each lane.
 
 #include <cstdint>
 #include <vector>
@@ -21,7 +21,7 @@ __global__ void shuffle(Shuffle kind, T* values, int operand, int width) {
   if (kind == Shuffle::exclusive_or) value = __shfl_xor_sync(kFullMask, value, operand, width);
 }
 
-// Which lane's value lane `lane` gets, after the tables of the CUDA programming guide.
+// Returns the lane whose value `lane` receives, by the tables of the CUDA programming guide.
 int expected_source(Shuffle kind, int lane, int operand, int width) {
   const int start = lane / width * width, end = start + width;
   switch (kind) {
@@ -63,7 +63,7 @@ __global__ void votes(unsigned* out) {
   out[threadIdx.x] = ballot + (any == 1) + (none == 0) + (all == 1) + (not_all == 0);
 }
 
-// Halves of a warp run different code, each with its own mask.
+// The two halves of a warp run different code, each with its own mask.
 __global__ void sum_halves(int* values) {
   const bool upper = threadIdx.x >= 16;
   const unsigned mask = upper ? 0xffff0000 : 0x0000ffff;
@@ -74,7 +74,7 @@ __global__ void sum_halves(int* values) {
   values[threadIdx.x] = value;
 }
 
-// Shared memory handed from lane to lane, with nothing but __syncwarp in between.
+// Lanes exchange values through shared memory, ordered only by __syncwarp.
 __global__ void rotate(int* values) {
   AMPFUSE_SHARED(int, buffer, 32);
   for (int round = 0; round < 3; ++round) {
@@ -120,7 +120,7 @@ TEST_CASE("shuffles of every kind and width move 4 and 8 bytes") {
   });
 }
 
-TEST_CASE("votes count the lanes") {
+TEST_CASE("votes cover all lanes") {
   simt::for_each_schedule([] {
     std::vector<unsigned> out(32);
     simt::launch(votes, 1, 32, 0, out.data());
@@ -160,14 +160,14 @@ TEST_CASE("a block reduction sums each row") {
   });
 }
 
-TEST_CASE("__activemask promises no more than the caller") {
+TEST_CASE("__activemask contains only the calling lane") {
   std::vector<unsigned> out(33);
   simt::launch(active, 1, 33, 0, out.data());
   CHECK(out[5] == 1u << 5);
   CHECK(out[32] == 1u);
 }
 
-TEST_CASE("a mask must not name lanes beyond the block, nor a shuffle have an odd width") {
+TEST_CASE("masks beyond the block and a shuffle width of 12 are refused") {
   std::vector<unsigned> out(48);
   CHECK_THROWS_AS(simt::launch(full_mask, 1, 48, 0, out.data()), simt::Error);
   CHECK_THROWS_AS(simt::launch(bad_width, 1, 32, 0, reinterpret_cast<int*>(out.data())),

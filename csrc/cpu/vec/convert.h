@@ -1,4 +1,4 @@
-// Arrays of 16-bit numbers from and to fp32.
+// Conversions of arrays of 16-bit numbers to fp32 and back.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -7,7 +7,7 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
-/// 16-bit numbers as fp32.
+/// Converts 16-bit numbers to fp32.
 template <typename scalar_t>
 void widen(const scalar_t* from, float* to, int64_t count) {
   using Vec = at::vec::Vectorized<scalar_t>;
@@ -20,7 +20,7 @@ void widen(const scalar_t* from, float* to, int64_t count) {
   }
 }
 
-/// And back, rounded.
+/// Rounds fp32 numbers to 16 bits.
 template <typename scalar_t>
 void narrow(const float* from, scalar_t* to, int64_t count) {
   using Vec = at::vec::Vectorized<scalar_t>;

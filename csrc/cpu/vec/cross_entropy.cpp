@@ -1,6 +1,6 @@
-// Blocks of a row of logits: read once from memory, then from the first cache. Of each logit one
-// exponential is computed. Sums are double; two exponentials of 16-bit logits are added in fp32
-// before.
+// Partial results of a block of a row. Its logits are read once from memory, then from the L1
+// cache. One exponential is computed per logit. Sums are double; exponentials of 16-bit logits are
+// first added in pairs in fp32.
 #include "cross_entropy.h"
 
 #include "../../math/cross_entropy_exponential.h"
@@ -16,13 +16,13 @@ namespace {
 using at::vec::Vectorized;
 using RowPart = math::RowPart<double>;
 
-// Adds up pairs of vectors.
+// A sum over pairs of vectors.
 template <typename scalar_t>
 class Sum {
  public:
   using Vec = AccVec<scalar_t>;
 
-  // The chains take turns.
+  // Call it with chain 0, then with chain 1: for 16-bit logits, the two are first added in fp32.
   void add(int chain, const Vec& x) {
     if constexpr (std::is_same_v<scalar_t, double>) {
       sums_[chain][0] = sums_[chain][0] + x;
@@ -35,7 +35,7 @@ class Sum {
     }
   }
 
-  // What is so much smaller than what is added beside it that fp32 will do.
+  // Adds low parts of exponentials, which are so small that an fp32 sum is accurate enough.
   void add_low(int chain, const Vec& x) {
     if constexpr (std::is_same_v<scalar_t, float>) lows_[chain] = lows_[chain] + x;
   }
@@ -73,7 +73,7 @@ class Sum {
   Vec first_ = {};
 };
 
-// What exponentials are relative to.
+// Returns the reference that exponentials are relative to.
 template <typename scalar_t>
 auto reference_of(acc_t<scalar_t> largest) {
   if constexpr (std::is_same_v<scalar_t, double>) {
@@ -87,19 +87,20 @@ auto reference_of(acc_t<scalar_t> largest) {
   }
 }
 
-// And what they are to be multiplied by.
+// The factor that removes the bias of exponentials (math/cross_entropy_exponential.h).
 template <typename scalar_t>
 constexpr double kUnbias = std::is_same_v<scalar_t, double> ? 1 : math::kUnbias;
 
-// z of logits. Known when compiled, or a call of tanh in a loop would cost it its registers.
+// Returns z of logits. kCapped is a template parameter, because a loop that contains a call of tanh
+// cannot keep its values in registers.
 template <typename scalar_t, bool kCapped>
 AccVec<scalar_t> softcapped(const AccVec<scalar_t>& x, double softcap) {
   if constexpr (!kCapped) return x;
   return math::softcapped(x, static_cast<acc_t<scalar_t>>(softcap));
 }
 
-// Leaves exponentials of the others than the target; visit(chain, z, exponential, what that lacks)
-// sees them all.
+// Writes the exponentials of all classes, with 0 for the target. Calls visit(chain, z, exponential,
+// low part of the exponential) for each vector.
 template <typename scalar_t, bool kCapped, typename Reference, typename Visit>
 void write_exponentials_of(const Logits& logits, const Reference& reference, acc_t<scalar_t>* out,
                            const Visit& visit) {
@@ -108,7 +109,7 @@ void write_exponentials_of(const Logits& logits, const Reference& reference, acc
 #pragma GCC unroll 2
     for (int k = 0; k < kPair; ++k) {
       Vec z = softcapped<scalar_t, kCapped>(x[k], logits.softcap);
-      // -softcap by now, which is a number like others.
+      // Lanes without a class, and the target's, were -infinity before the softcap: restore this.
       if constexpr (kCapped) z = without_others(logits, i + k * Vec::size(), z);
       acc_t<scalar_t>* const to = out + i + k * Vec::size();
       if constexpr (std::is_same_v<scalar_t, double>) {
@@ -136,7 +137,7 @@ void write_exponentials(const Logits& logits, const Reference& reference, acc_t<
                       : write_exponentials_of<scalar_t, true>(logits, reference, out, visit);
 }
 
-// Shares and spread of a block, but for its target's.
+// Computes `shares` and `spread` of a block, without its target.
 template <typename scalar_t>
 void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) {
   using Vec = AccVec<scalar_t>;
@@ -152,7 +153,7 @@ void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) 
       const Vec share = with_lane(classes.at(i, rest), logits.target - i, 0);
       const Vec z = logits.softcap == 0 ? x[k] : softcapped<scalar_t, true>(x[k], logits.softcap);
       Vec below = largest - z;
-      // 0 where there is no share: nothing times infinity would be no number.
+      // 0 in lanes without a class and for the target, because 0 · infinity would be NaN.
       if (rest < Vec::size()) below = Vec::set(Vec(0), below, rest);
       below = with_lane(below, logits.target - i, 0);
       sum.add(k, share);
@@ -173,7 +174,7 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
   RowPart part;
   part.largest = largest;
   if (!math::is_finite(largest)) {
-    // Nothing but -infinity, or a row that has no distribution.
+    // All logits are -infinity, or the row has no distribution.
     if (shares.any()) add_shares<scalar_t>(logits, shares, part);
     std::fill_n(exponentials, kExponentials, A(0));
     return part;
@@ -185,7 +186,7 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
   if (with_entropy) {
     Sum<scalar_t> entropy;
     const Vec top(largest);
-    const Vec furthest(A(1000));  // where exponentials are 0, and 0 times infinity no number
+    const Vec furthest(A(1000));  // exponentials are 0 there, and 0 · infinity would be NaN
     write_exponentials<scalar_t>(logits, reference, exponentials,
                                  [&](int chain, const Vec& z, const Vec& e, const Vec& low) {
                                    sum.add(chain, e);

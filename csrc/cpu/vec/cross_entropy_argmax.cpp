@@ -1,4 +1,4 @@
-// Where the largest of a row's logits is.
+// Index of the largest logit of a row.
 #include <bit>
 
 #include "cross_entropy.h"
@@ -9,7 +9,7 @@ namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
 
-// Where the first logit is of which is(x) is true, or -1.
+// Returns the index of the first logit for which is(x) is true, or -1.
 template <typename scalar_t, typename Is>
 int64_t first_that(const Logits& logits, const Is& is) {
   using Vec = AccVec<scalar_t>;
@@ -17,7 +17,7 @@ int64_t first_that(const Logits& logits, const Is& is) {
   constexpr auto kAll = static_cast<uint32_t>((uint64_t{1} << Vec::size()) - 1);
   for (int64_t i = 0; i < logits.count; i += Vec::size()) {
     const int64_t rest = std::min<int64_t>(Vec::size(), logits.count - i);
-    // A vector of what is true is no number there, and 0 elsewhere.
+    // The mask is(x) is NaN in lanes where it is true, and 0 elsewhere.
     const auto elsewhere = static_cast<uint32_t>(is(load_one(x + i, rest)).zero_mask());
     const int64_t lane = std::countr_one(elsewhere & kAll);
     if (lane < rest) return i + lane;

@@ -1,4 +1,4 @@
-// From exponentials to the gradient, which is rounded once.
+// Computes the gradient of a row from its exponentials. The gradient is rounded once.
 #include "../../math/cross_entropy_exponential.h"
 #include "cross_entropy.h"
 #include "cross_entropy_logits.h"
@@ -9,7 +9,7 @@ namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
 
-// Writes value(i), of which the lanes behind the end are not looked at, for [0, count).
+// Writes the vectors value(i) to out[0, count). Lanes after the end are not used.
 template <typename out_t, typename Value>
 void write_each(out_t* out, int64_t count, const Value& value) {
   using Vec = AccVec<out_t>;
@@ -28,7 +28,7 @@ void write_each(out_t* out, int64_t count, const Value& value) {
   if (i < count) write(count - i);
 }
 
-// How z moves with the logits from i on.
+// Returns dz/dx of the logits from i on.
 template <typename scalar_t>
 AccVec<scalar_t> slope(const Logits& logits, int64_t i) {
   const auto* const x = static_cast<const scalar_t*>(logits.data) + i;
@@ -36,7 +36,7 @@ AccVec<scalar_t> slope(const Logits& logits, int64_t i) {
   return math::softcap_slope(load_one(x, rest), logits.softcap);
 }
 
-// The exponentials' part.
+// The term of the exponentials in the gradient.
 template <typename scalar_t>
 class OfExponentials {
  public:

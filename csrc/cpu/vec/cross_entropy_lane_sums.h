@@ -1,4 +1,4 @@
-// Numbers of a tile's rows, in lanes and in arrays.
+// Moves numbers of a tile's rows between vector lanes and arrays of doubles.
 #pragma once
 
 #include "cross_entropy_logits.h"
@@ -10,7 +10,7 @@ namespace ampfuse::CPU_CAPABILITY {
 template <typename A>
 using VecOf = at::vec::Vectorized<A>;
 
-/// A vector's numbers to or from those of as many rows.
+/// Stores a vector as doubles, one per row; load_as() loads it again.
 template <typename A>
 void put_each(const VecOf<A>& x, double* to) {
   if constexpr (std::is_same_v<A, double>) {
@@ -31,7 +31,7 @@ VecOf<A> load_as(const double* from) {
   }
 }
 
-/// A sum in each lane, in double.
+/// One sum per lane, in double.
 template <typename A>
 class LaneSums {
  public:

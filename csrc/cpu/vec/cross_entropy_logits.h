@@ -1,4 +1,4 @@
-// Logits as vectors of what they are computed with.
+// Logits as vectors of the arithmetic's type.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -12,7 +12,7 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
-/// What logits are computed with.
+/// The type of arithmetic for logits of type scalar_t.
 template <typename scalar_t>
 using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
 
@@ -25,28 +25,29 @@ constexpr bool kIsNarrow = at::vec::is_reduced_floating_point_v<scalar_t>;
 template <typename scalar_t>
 constexpr acc_t<scalar_t> kInfinity = std::numeric_limits<acc_t<scalar_t>>::infinity();
 
-/// Vectors that are taken at a time: as many as 16-bit logits become, and two chains of sums, so
-/// that none waits for the last addition.
+/// The number of vectors that are processed at a time. A vector of 16-bit logits becomes two in
+/// fp32, and with two chains of sums, no addition waits for the previous one.
 inline constexpr int kPair = 2;
 template <typename scalar_t>
 inline constexpr int64_t kStep = kPair * AccVec<scalar_t>::size();
 static_assert(kClassBlock % kStep<float> == 0);
 
-/// `x` with -infinity in its lanes from `end` on; and in `lane`, if it is one of them.
+/// Returns `x` with -infinity in the lanes from `end` on.
 template <typename Vec>
 Vec without_lanes_from(const Vec& x, int64_t end) {
   using A = typename Vec::value_type;
   const Vec nothing(-std::numeric_limits<A>::infinity());
   return Vec::blendv(x, nothing, Vec::arange(A(0), A(1)) >= Vec(static_cast<A>(end)));
 }
+/// Returns `x` with `value` in `lane`, if `x` has that lane.
 template <typename Vec>
 Vec with_lane(const Vec& x, int64_t lane, typename Vec::value_type value) {
   using A = typename Vec::value_type;
   return Vec::blendv(x, Vec(value), Vec::arange(A(0), A(1)) == Vec(static_cast<A>(lane)));
 }
 
-/// A vector of what belongs to the logits from i on, with -infinity for those that are none, and
-/// for the target.
+/// Returns `x`, a vector of numbers for the logits from i on, with -infinity in lanes without a
+/// logit and in the target's lane.
 template <typename Vec>
 Vec without_others(const Logits& logits, int64_t i, const Vec& x) {
   using A = typename Vec::value_type;
@@ -55,7 +56,7 @@ Vec without_others(const Logits& logits, int64_t i, const Vec& x) {
                    -std::numeric_limits<A>::infinity());
 }
 
-/// The next kStep logits, of which there are `rest`, widened.
+/// Loads and widens the next kStep logits, or only `rest` if these are fewer.
 template <typename scalar_t>
 std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, int64_t rest) {
   using Vec = AccVec<scalar_t>;
@@ -71,7 +72,7 @@ std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, i
   }
 }
 
-/// As many as a vector holds, of which there are `rest`.
+/// Loads and widens one vector of logits, or only `rest` if these are fewer.
 template <typename scalar_t>
 AccVec<scalar_t> load_one(const scalar_t* from, int64_t rest) {
   if constexpr (kIsNarrow<scalar_t>) {
@@ -82,8 +83,8 @@ AccVec<scalar_t> load_one(const scalar_t* from, int64_t rest) {
   }
 }
 
-/// Calls visit(i, pair of vectors) for the logits from i on, with -infinity behind the end; and,
-/// when `without_target`, for the target.
+/// Calls visit(i, pair of vectors) for all logits; the pair has those from i on. Lanes after the
+/// end are -infinity, and if `without_target` so is the target.
 template <typename scalar_t, typename Visit>
 void each_pair(const Logits& logits, bool without_target, const Visit& visit) {
   using Vec = AccVec<scalar_t>;
@@ -101,13 +102,14 @@ void each_pair(const Logits& logits, bool without_target, const Visit& visit) {
       low = with_lane(low, logits.target - i, -kInfinity<scalar_t>);
       high = with_lane(high, logits.target - i - Vec::size(), -kInfinity<scalar_t>);
     }
-    // In one place, or what visit() adds up would not stay in registers.
+    // There must be only one call of visit(): with two, its sums would not stay in registers.
     const Vec pair[kPair] = {low, high};
     visit(i, pair);
   }
 }
 
-/// The largest of all logits, the target too. A NaN may hide; it shows in their sum.
+/// Returns the largest of all logits, including the target. It may miss a NaN, which then shows in
+/// the sum of exponentials.
 template <typename scalar_t>
 acc_t<scalar_t> largest_logit(const Logits& logits) {
   using Vec = AccVec<scalar_t>;
@@ -137,7 +139,8 @@ auto with_logit_type(c10::ScalarType dtype, const Call& call) {
   }
 }
 
-/// Calls call.operator()<out_t>() with the type of the gradient: the logits', or 16 bits for float.
+/// Calls call.operator()<out_t>() with the type of the gradient: the logits' type, or for float
+/// logits also a 16-bit type.
 template <typename scalar_t, typename Call>
 auto with_gradient_type(c10::ScalarType dtype, const Call& call) {
   if constexpr (std::is_same_v<scalar_t, float>) {

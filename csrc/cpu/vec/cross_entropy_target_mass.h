@@ -1,4 +1,4 @@
-// What classes weigh in a loss, a vector at a time.
+// B of the classes of a row (math/cross_entropy.h), one vector at a time.
 #pragma once
 
 #include "cross_entropy_logits.h"
@@ -16,7 +16,7 @@ class ShareVectors {
         of_probability_(static_cast<A>(shares.of_probability)),
         uniform_(static_cast<A>(shares.uniform)) {}
 
-  /// Of the classes from i on, and 0 behind the first `rest` of them.
+  /// Returns B of the `rest` classes from i on, and 0 in the lanes after them.
   Vec at(int64_t i, int64_t rest) const {
     Vec share = uniform_;
     if (shares_.probabilities != nullptr) {

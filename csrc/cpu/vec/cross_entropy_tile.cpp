@@ -1,6 +1,6 @@
-// Tiles of rows: what their logits tell. All loops go over classes, for one vector of rows at a
-// time, so that sums stay in registers; lanes know nothing of each other, so that no row's result
-// depends on those beside it.
+// Partial results and losses of a tile of rows. All loops go over classes, for one vector of rows
+// at a time, so that sums stay in registers. Lanes are independent, so that no row's result depends
+// on the rows beside it.
 #include "cross_entropy_tile.h"
 
 #include "cross_entropy_lane_sums.h"
@@ -13,7 +13,8 @@ namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
 
-// The classes of the first largest logits; a NaN is larger than all numbers, as in torch.
+// Finds the class of each row's largest logit, the first one if several are equal. A NaN is larger
+// than all numbers, as in torch.
 template <typename A>
 void find_first_largest(const Tile& tile, const A* x, int64_t* argmax) {
   using Vec = VecOf<A>;
@@ -32,8 +33,8 @@ void find_first_largest(const Tile& tile, const A* x, int64_t* argmax) {
   }
 }
 
-// The largest logit of each row and its target's. A NaN may hide in the former; it shows in the
-// sums.
+// Finds the target's logit and the largest z of each row. The latter may miss a NaN, which then
+// shows in the sums.
 template <typename A>
 void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumbers& largest) {
   using Vec = VecOf<A>;
@@ -51,7 +52,7 @@ void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumber
   }
 }
 
-// z in place of logits, and how it moves with them, where these are not the same.
+// Replaces the logits by z and computes the slopes dz/dx, if there is a softcap.
 template <typename A>
 void apply_softcap(const Tile& tile, const TileMemory<A>& memory) {
   using Vec = VecOf<A>;
@@ -70,7 +71,7 @@ void load_probabilities(const Tile& tile, const TileMemory<A>& memory) {
     load_tile<From>(tile.shares.probabilities, tile.probabilities, tile.rows, tile.classes,
                     memory.moving, memory.probabilities);
   };
-  // Doubles' are doubles.
+  // Probabilities of double logits are double.
   if constexpr (!std::is_same_v<A, double>) {
     if (tile.shares.dtype == c10::ScalarType::Half) return load.template operator()<c10::Half>();
     if (tile.shares.dtype == c10::ScalarType::BFloat16) {
@@ -80,7 +81,7 @@ void load_probabilities(const Tile& tile, const TileMemory<A>& memory) {
   load.template operator()<A>();
 }
 
-// Shares and spread, but for the targets'.
+// Computes `shares` and `spread`, without the targets.
 template <typename A>
 void add_shares(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
                 TilePart& part) {
@@ -96,7 +97,7 @@ void add_shares(const Tile& tile, const TileMemory<A>& memory, const TileTargets
       const Vec below = largest - Vec::loadu(memory.exponentials + c * kTileRows + row);
       const Vec share = Vec::blendv(shares.at(c, row), Vec(0), is_target);
       sum.add(share);
-      // Nothing times infinity would be no number.
+      // 0 for the target, because 0 · infinity would be NaN.
       spread.add(share * Vec::blendv(below, Vec(0), is_target));
     }
     sum.put(part.shares + row, 1);
@@ -124,7 +125,7 @@ void read_indices(const void* from, int64_t ignore_index, int64_t rows, TileNumb
   }
 }
 
-// All but their logits.
+// Reads the class and share of each target; find_largest() finds its logit.
 template <typename A>
 void read_targets(const Tile& tile, TileTargets& targets) {
   const auto read = [&]<typename Index>() {
@@ -132,7 +133,7 @@ void read_targets(const Tile& tile, TileTargets& targets) {
   };
   if (tile.rows < kTileRows) std::fill_n(targets.index, kTileRows, kIgnored);
   if (!tile.has_targets()) {
-    // A distribution over no classes at all loses nothing.
+    // The loss of a distribution over 0 classes is 0.
     std::fill_n(targets.index, tile.rows, tile.classes > 0 ? kNoClass : kIgnored);
   } else if (tile.target_dtype == c10::ScalarType::Long) {
     read.template operator()<int64_t>();
@@ -176,7 +177,7 @@ void tile_part_of(const Tile& tile, void* bytes, TilePart& part, TileTargets& ta
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const auto& reference = references[row / Vec::size()];
     LaneSums<A> sum;
-    Vec lows = 0;  // so much smaller than what is added beside them that they need no double
+    Vec lows = 0;  // low parts of exponentials, so small that an fp32 sum is accurate enough
     const auto add = [&](const Vec& e, const Vec& low) {
       sum.add(e);
       if constexpr (std::is_same_v<scalar_t, float>) lows = lows + low;
@@ -186,7 +187,7 @@ void tile_part_of(const Tile& tile, void* bytes, TilePart& part, TileTargets& ta
                                    [&](const Vec&, const Vec& e, const Vec& low) { add(e, low); });
     } else {
       LaneSums<A> entropy;
-      const Vec furthest(A(1000));  // where exponentials are 0, and 0 times infinity no number
+      const Vec furthest(A(1000));  // exponentials are 0 there, and 0 · infinity would be NaN
       const Vec top = load_as<A>(part.largest + row);
       write_exponentials<scalar_t>(memory, tile.classes, reference, targets, row,
                                    [&](const Vec& z, const Vec& e, const Vec& low) {
@@ -204,7 +205,8 @@ void tile_part_of(const Tile& tile, void* bytes, TilePart& part, TileTargets& ta
   }
 }
 
-// Added up as the rows lie in vectors of 8, whatever vectors there are.
+// Adds the numbers as vectors of 8 would, for any vector width, so that the order is always the
+// same.
 double sum_of(const TileNumbers& numbers) {
   constexpr int64_t kSums = 8;
   double sums[kSums] = {};
@@ -233,7 +235,7 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
     const TileMemory<A> memory(tile, bytes);
     load<scalar_t>(tile, memory);
     read_targets<A>(tile, targets);
-    TileNumbers found;  // what is known
+    TileNumbers found;  // not used: the largest z are known
     find_largest(tile, memory.exponentials, targets, found);
     apply_softcap(tile, memory);
     for (int64_t row = 0; row < tile.lanes(); row += VecOf<A>::size()) {

@@ -4,12 +4,12 @@
 
 namespace ampfuse {
 
-/// So many rows at a time, a row in each lane of a few vector registers: where rows have few
-/// classes, or classes that are far apart in memory.
+/// The number of rows in a tile. A few vector registers hold one row in each lane. Tiles are for
+/// rows with few classes, or with classes that are far apart in memory.
 inline constexpr int64_t kTileRows = 32;
 
-/// Where numbers of rows are: row by row or class by class, so many elements from one to the next,
-/// each in one piece.
+/// Memory layout of a tile: row by row, or class by class. Each row (or class) is contiguous, and
+/// starts `stride` elements after the previous one.
 struct TileLayout {
   bool by_row;
   int64_t stride;
@@ -22,33 +22,33 @@ struct Tile {
   int64_t rows;  // at most kTileRows
   int64_t classes;
   math::LossTerms<double> terms;
-  ClassShares shares;  // probabilities are the first row's
+  ClassShares shares;  // points to the first row's probabilities
   TileLayout probabilities;
-  const void* targets;  // the first row's; null where there are probabilities
+  const void* targets;  // from the first row on; null if targets are probabilities
   c10::ScalarType target_dtype;
   int64_t ignore_index;
 
   AMPFUSE_HOST_DEVICE bool has_targets() const { return targets != nullptr; }
-  // How many rows are computed: those there are, in vectors of as many floats as any has.
+  // Number of rows that are computed: `rows` rounded up to 16, the floats in the widest vector.
   AMPFUSE_HOST_DEVICE int64_t lanes() const { return (rows + 15) / 16 * 16; }
 };
 
-/// A number for each row, up to lanes().
+/// One number per row, for rows below lanes().
 using TileNumbers = double[kTileRows];
 
-/// Rows' own targets: classes, their logits, and what they weigh (B). Vectors of floats hold
-/// classes exactly up to 2²⁴; images of more, which have at least a sixteenth as many places, fit
-/// no memory.
+/// The target of each row: its class, its logit, and its share B (math/cross_entropy.h). Vectors of
+/// floats hold classes exactly up to 2²⁴. Images with more classes do not fit in memory, because
+/// they have at least a sixteenth as many positions.
 struct TileTargets {
   TileNumbers index, logit, share;
 };
 
-/// In place of a class: of rows that are ignored or not there, and of rows whose target is a
-/// distribution, or elsewhere.
+/// Values of `index` without a class. kIgnored: the row is ignored or does not exist. kNoClass: the
+/// target is a distribution, or is on another shard (math::kElsewhere).
 inline constexpr double kIgnored = -1;
 inline constexpr double kNoClass = -2;
 
-/// math::RowPart of each row.
+/// The math::RowPart of each row.
 struct TilePart {
   TileNumbers largest, reference, sum, shares, spread, entropy;
 };
@@ -59,11 +59,11 @@ struct TileStatistics {
 
 struct TileLoss {
   TileNumbers loss, lse, entropy;
-  double total;  // of the losses
+  double total;  // sum of the losses
   TileStatistics statistics;
 };
 
-/// Of memory for a tile, which calls for it share: arrays [classes][kTileRows].
+/// Returns the size of the memory that all calls for a tile share: arrays [classes][kTileRows].
 inline int64_t tile_bytes(const Tile& tile) {
   const bool is_fp32 = tile.dtype == c10::ScalarType::Float;
   const int64_t arrays =
@@ -72,24 +72,25 @@ inline int64_t tile_bytes(const Tile& tile) {
   return arrays * tile.classes * kTileRows * number;
 }
 
-/// Reads logits and targets, tells what they are, and leaves exponentials as row_part does.
-/// Entropies and the classes of the first largest logits only where `argmax` is not null.
+/// Computes the partial results and targets of the rows, and leaves exponentials in `memory` as
+/// row_part does. Entropies and argmax are computed only if `argmax` is not null.
 AMPFUSE_PER_CAPABILITY(void tile_part(const Tile& tile, void* memory, TilePart& part,
                                       TileTargets& targets, int64_t* argmax))
 
-/// The same exponentials for rows whose largest z are known.
+/// Computes exponentials as tile_part does for rows whose largest z are known. Also sets
+/// `reference` and `targets`.
 AMPFUSE_PER_CAPABILITY(void tile_exponentials(const Tile& tile, void* memory,
                                               const TileNumbers& largest, TileNumbers& reference,
                                               TileTargets& targets))
 
-/// math::row_loss of each row, zeros for rows that are ignored; lse and entropy, which these have
-/// too, only with_metrics.
+/// Computes math::row_loss of each row. Loss and statistics of ignored rows are zeros. lse and
+/// entropy are computed only if `with_metrics`, for ignored rows, too.
 AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePart& part,
                                       const TileTargets& targets, bool with_metrics,
                                       TileLoss& loss))
 
-/// Writes the gradient, of row_gradient's dtypes, which may be where the logits are, times `scale`;
-/// zeros for rows that are ignored.
+/// Writes the gradient times `scale`, in a dtype that row_gradient supports, and zeros for ignored
+/// rows. It may overwrite the logits.
 AMPFUSE_PER_CAPABILITY(void tile_gradient(const Tile& tile, void* memory,
                                           const TileStatistics& statistics,
                                           const TileNumbers& reference, const TileTargets& targets,

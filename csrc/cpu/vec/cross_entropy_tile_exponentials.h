@@ -8,8 +8,8 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
-/// What exponentials of the rows from `row` on are relative to, where they have a largest z; its
-/// value, too.
+/// Returns the references of the exponentials of a vector of rows from `row` on, and stores their
+/// values in `value`. The reference is 0 for rows whose largest z is not finite.
 template <typename A>
 math::ExpReferenceOf<VecOf<A>> reference_of_rows(const TileNumbers& largest, int64_t row,
                                                  TileNumbers& value) {
@@ -30,8 +30,8 @@ math::ExpReferenceOf<VecOf<A>> reference_of_rows(const TileNumbers& largest, int
   }
 }
 
-/// Exponentials of a vector of rows in place of their z, 0 in place of their targets'; visit(z,
-/// exponential, what that lacks) sees them.
+/// Replaces z by exponentials for a vector of rows, with 0 for their targets. Calls visit(z,
+/// exponential, low part of the exponential) for each class.
 template <typename scalar_t, typename Visit>
 void write_exponentials(const TileMemory<acc_t<scalar_t>>& memory, int64_t classes,
                         const math::ExpReferenceOf<AccVec<scalar_t>>& reference,

@@ -1,4 +1,4 @@
-// From a tile's exponentials to its gradient.
+// Computes the gradient of a tile from its exponentials.
 #include "../../math/cross_entropy_exponential.h"
 #include "cross_entropy_lane_sums.h"
 #include "cross_entropy_tile.h"
@@ -10,7 +10,7 @@ namespace ampfuse::CPU_CAPABILITY {
 
 namespace {
 
-// math::RowGradient of each row.
+// The math::RowGradient of each row.
 struct TileGradient {
   TileNumbers of_exponential, scale, of_target;
 
@@ -34,7 +34,7 @@ struct TileGradient {
   }
 };
 
-// math::biased_factor of a vector of rows.
+// Returns math::biased_factor of a vector of rows.
 template <typename A>
 math::BiasedFactorOf<VecOf<A>> factor_of_rows(const double* factors) {
   using Vec = VecOf<A>;
@@ -59,7 +59,7 @@ math::BiasedFactorOf<VecOf<A>> factor_of_rows(const double* factors) {
   }
 }
 
-// Gradients of a vector of rows.
+// The gradients of a vector of rows.
 template <typename scalar_t>
 class RowGradients {
  public:
@@ -106,7 +106,7 @@ class RowGradients {
   Vec of_target_;
 };
 
-// Writes vectors of rows to to[c * stride + row], which may be where exponentials are.
+// Writes vectors of rows to to[c * stride + row]. They may overwrite the exponentials.
 template <typename scalar_t, typename To>
 void write_gradient(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
                     const TileTargets& targets, const TileGradient& gradient, To* to,
@@ -115,7 +115,7 @@ void write_gradient(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
   for (int64_t row = 0; row < tile.lanes(); row += Out::size()) {
     const auto put = [&](const Out& some, int64_t c) {
       To* const here = to + c * stride + row;
-      __builtin_prefetch(here + kTileRows, /*rw=*/1);  // as expect_next(), to be written
+      __builtin_prefetch(here + kTileRows, /*rw=*/1);  // like expect_next(), for writing
       some.store(here);
     };
     const RowGradients<scalar_t> low(tile, memory, targets, gradient, row);

@@ -1,4 +1,4 @@
-// Tiles between where they come from and [classes][kTileRows] of what is computed with.
+// Moves tiles between tensors and arrays [classes][kTileRows] of the arithmetic's type.
 #pragma once
 
 #include <cstring>
@@ -9,14 +9,14 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
-/// The arrays that tile_bytes() counts, of those that are needed.
+/// The arrays that tile_bytes() counts. Only those that the tile needs have memory of their own.
 template <typename A>
 struct TileMemory {
   A* exponentials;
-  A* lows;    // what these lack in fp32
-  A* slopes;  // of z
+  A* lows;    // low parts of the exponentials of fp32 logits
+  A* slopes;  // dz/dx
   A* probabilities;
-  A* moving;  // on the way from or to rows
+  A* moving;  // buffer for rows that are transposed
 
   TileMemory(const Tile& tile, void* memory) {
     auto* next = static_cast<A*>(memory);
@@ -33,10 +33,10 @@ struct TileMemory {
   }
 };
 
-// A count that is known when compiled, so that its loops are.
+// kTileRows as a compile-time constant, so that the compiler knows the length of loops.
 inline constexpr std::integral_constant<int64_t, kTileRows> kWholeTile;
 
-// Numbers to or from what is computed with, as they are where that is the same.
+// Converts numbers to or from the arithmetic's type, or copies them if the types are equal.
 template <typename From, typename To>
 void convert(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
@@ -48,12 +48,12 @@ void convert(const From* from, To* to, int64_t count) {
   }
 }
 
-// to[column][row] = from[row][column]. Flattened, so that blocks of known size are known as such:
-// they would go through memory else.
+// Computes to[column][row] = from[row][column]. gnu::flatten inlines all calls, so that the
+// compiler knows the size of the blocks; otherwise they would go through memory.
 template <typename A>
 [[gnu::flatten]] void transpose(const A* from, int64_t from_stride, int64_t rows, int64_t columns,
                                 A* to, int64_t to_stride) {
-  constexpr int64_t kBlock = 16;  // what at::vec has instructions for
+  constexpr int64_t kBlock = 16;  // at::vec has instructions for blocks of this size
   const int64_t block_rows = rows / kBlock * kBlock;
   const int64_t block_columns = columns / kBlock * kBlock;
   for (int64_t row = 0; row < block_rows; row += kBlock) {
@@ -73,7 +73,7 @@ template <typename A>
   rest(0, block_columns, columns);
 }
 
-// As convert() for rows of so many classes.
+// Like convert(), for rows of `classes` numbers.
 template <typename From, typename To>
 void convert_rows(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t rows,
                   int64_t classes) {
@@ -83,14 +83,14 @@ void convert_rows(const From* from, int64_t from_stride, To* to, int64_t to_stri
   }
 }
 
-// Asks for the same class of the next tile, a cache line of 64 bytes at a time. Processors do not
-// expect it by themselves: each class lies in a page of its own.
+// Prefetches the same class of the next tile, one cache line of 64 bytes at a time. The hardware
+// does not prefetch it, because each class is in another page.
 template <typename T>
 void expect_next(const T* here) {
   for (int64_t i = 0; i < kTileRows; i += 64 / sizeof(T)) __builtin_prefetch(here + kTileRows + i);
 }
 
-/// Lanes without rows get 0.
+/// Loads a tile. Lanes without a row become 0.
 template <typename From, typename A>
 void load_tile(const void* data, TileLayout layout, int64_t rows, int64_t classes, A* moving,
                A* to) {

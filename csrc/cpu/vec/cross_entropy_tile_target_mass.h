@@ -1,4 +1,4 @@
-// What classes weigh in the losses of a tile's rows, a vector of rows at a time.
+// B of the classes (math/cross_entropy.h) in a tile, one vector of rows at a time.
 #pragma once
 
 #include "cross_entropy_tile.h"
@@ -11,14 +11,14 @@ class TileShareVectors {
  public:
   using Vec = at::vec::Vectorized<A>;
 
-  /// `probabilities`: [classes][kTileRows], if there are any.
+  /// `probabilities`: [classes][kTileRows]. Not used if targets are indices.
   TileShareVectors(const Tile& tile, const A* probabilities)
       : weight_(static_cast<const A*>(tile.shares.weight)),
         probabilities_(tile.shares.probabilities == nullptr ? nullptr : probabilities),
         of_probability_(static_cast<A>(tile.shares.of_probability)),
         uniform_(static_cast<A>(tile.shares.uniform)) {}
 
-  /// Of class c, for the rows from `row` on.
+  /// Returns B of class c for a vector of rows from `row` on.
   Vec at(int64_t c, int64_t row) const {
     Vec share = uniform_;
     if (probabilities_ != nullptr) {

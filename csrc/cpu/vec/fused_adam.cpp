@@ -1,5 +1,5 @@
-// Adam on vector registers. Columns of other types than fp32 are converted a block at a time, in
-// buffers that stay in the first cache, so that one loop serves every combination of types.
+// Adam on vector registers. Columns that are not fp32 are converted one block at a time, in buffers
+// that stay in the L1 cache, so that one loop serves every combination of types.
 #include "fused_adam.h"
 
 #include <algorithm>
@@ -15,9 +15,9 @@ namespace {
 
 using at::vec::Vectorized;
 
-// 1 KiB of fp32. Conversions wait for memory, and the arithmetic between them leaves it idle: a CPU
-// looks ahead from one block into the next only if they are short. With blocks of 4 KiB a step of
-// bfloat16 moments took 1.6 times as long.
+// 1 KiB of fp32. Conversions wait for memory, and memory is idle during the arithmetic between
+// them, unless blocks are so short that the CPU already executes the next block. With blocks of 4
+// KiB, a step with bfloat16 moments took 1.6 times as long.
 constexpr int64_t kBlock = 256;
 
 template <typename acc_t>
@@ -57,7 +57,7 @@ void update(const AdamArrays<acc_t>& arrays, int64_t count, acc_t grad_factor, b
           : update<false>(arrays, count, grad_factor, constants, step);
 }
 
-// A column as fp32: in place, or in `buffer`.
+// Returns a column as fp32: its own memory if it is fp32, else `buffer` with the converted values.
 float* load(const AdamSpan& span, int64_t count, float* buffer) {
   if (span.data == nullptr) return nullptr;
   switch (span.dtype) {
@@ -72,7 +72,7 @@ float* load(const AdamSpan& span, int64_t count, float* buffer) {
   }
 }
 
-// The other way round. What load() gave in place is there already.
+// Converts the values back to the column's type. Does nothing if they are the column's own memory.
 void store(const float* values, const AdamSpan& span, int64_t count) {
   if (span.data == nullptr || span.data == values) return;
   switch (span.dtype) {
@@ -85,8 +85,8 @@ void store(const float* values, const AdamSpan& span, int64_t count) {
   }
 }
 
-// Parameters are written by every step, so that the cache has to fetch them anyway: to compare all
-// of them moves no more bytes.
+// Compares all parameters with their masters. This moves no more bytes, because every step writes
+// the parameters and the cache has to fetch them anyway.
 template <typename param_t>
 void adopt(const param_t* params, float* masters, int64_t count) {
   param_t rounded[kBlock];
@@ -102,7 +102,8 @@ void adopt(const AdamSpan& param, const AdamSpan& master, int64_t count) {
       : adopt(static_cast<const c10::BFloat16*>(param.data), masters, count);
 }
 
-// One block: loads what is stepped, calls `step(array)`, stores.
+// Loads the values that a step updates (the masters, or else the parameters), calls step(values)
+// and stores the result.
 template <typename Step>
 void with_stepped(const AdamSpan& param, const AdamSpan& master, int64_t count, float* buffer,
                   const Step& step) {

@@ -10,9 +10,9 @@
 
 namespace ampfuse {
 
-/// Consecutive elements of one of a tensor's columns.
+/// Consecutive elements of one column (math::AdamColumn) of a tensor.
 struct AdamSpan {
-  void* data = nullptr;  // null: there is none
+  void* data = nullptr;  // null if the tensor has no such column
   c10::ScalarType dtype = c10::ScalarType::Undefined;
 };
 using AdamSpans = std::array<AdamSpan, math::kAdamColumns>;
@@ -26,7 +26,8 @@ AMPFUSE_HOST_DEVICE AdamSpans advanced(AdamSpans spans, int64_t elements) {
   return spans;
 }
 
-// A step for `count` elements of one tensor; arithmetic in double for double, else in fp32.
+// Takes a step for `count` elements of one tensor. Arithmetic is in double for double parameters,
+// else in fp32.
 AMPFUSE_PER_CAPABILITY(void fused_adam_chunk(const AdamSpans& spans, int64_t count,
                                              double grad_factor, const math::AdamOptions& options,
                                              const math::AdamStep<double>& step))

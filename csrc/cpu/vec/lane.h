@@ -1,4 +1,4 @@
-// Vector registers as lanes of the formulae under math/.
+// Specialises math::Lane, so that the formulae under math/ work on vector registers.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -24,13 +24,13 @@ struct Lane<at::vec::Vectorized<T>> {
   }
   static AMPFUSE_HOST_DEVICE V exp(const V& x) { return x.exp(); }
   static AMPFUSE_HOST_DEVICE V log(const V& x) { return x.log(); }
-  // Of finite doubles from -1/2 on.
+  // Requires finite doubles from -1/2 on.
   static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return CPU_CAPABILITY::finite_log1p(x); }
   static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return x.tanh(); }
   static AMPFUSE_HOST_DEVICE V choose(const V& is, const V& yes, const V& no) {
     return V::blendv(no, yes, is);
   }
-  // choose() where a is b, without a vector of what is compared.
+  // The same as choose(a == b, yes, no), but AVX-512 keeps the comparison in a mask register.
   static AMPFUSE_HOST_DEVICE V choose_equal(const V& a, const V& b, const V& yes, const V& no) {
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (sizeof(T) == 4) {

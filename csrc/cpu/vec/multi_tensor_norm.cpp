@@ -1,7 +1,7 @@
-// The norm of a chunk: elements become doubles, whose squares cannot overflow and round nothing for
-// types of 32 bits and less, and are added up in 32 lanes whatever the width of a register, so that
-// all instruction sets give the same bits. Memory is the limit, not the arithmetic: a core reads
-// some 10 GB/s and adds ten times as many doubles as that brings.
+// The norm of a chunk. Elements are converted to double: the squares of types up to 32 bits then
+// neither overflow nor are rounded. They are added in 32 lanes for any register width, so that all
+// instruction sets give the same bits. Memory is the limit, not arithmetic: a core reads about 10
+// GB/s, and can add doubles ten times as fast as they arrive.
 #include "multi_tensor_norm.h"
 
 #include <ATen/cpu/vec/functional.h>
@@ -26,11 +26,11 @@ constexpr int kLanes = 32;
 constexpr int kVectors = kLanes / Vec::size();
 static_assert(kLanes % Vec::size() == 0);
 
-// What the norm of memory as it is reads it with.
+// Access policy: reads elements unchanged.
 struct AsItIs {};
 
-// And of what is left after scaling in place: multiplies and writes on the way. While lanes are
-// computed with, memory brings the next.
+// Access policy: multiplies each element and writes the product back before it is used. Memory
+// delivers the next elements during the arithmetic.
 template <typename scalar_t>
 struct Scaled {
   explicit Scaled(double factor) : factors(static_cast<factor_t<scalar_t>>(factor)) {}
@@ -42,7 +42,7 @@ struct Scaled<math::Complex<T>> {
   T factor;
 };
 
-// The vector at `offset` of x[0, count), zeros behind the end.
+// Returns the vector at `offset` of x[0, count), with zeros after the end.
 template <typename scalar_t>
 Vectorized<scalar_t> load_some(const scalar_t* x, int64_t count, int64_t offset, AsItIs) {
   using V = Vectorized<scalar_t>;
@@ -62,10 +62,10 @@ Vectorized<scalar_t> load_some(scalar_t* x, int64_t count, int64_t offset,
     return value;
   }
   scaled(V::loadu(x + offset, rest), scaling.factors).store(x + offset, rest);
-  return V::loadu(x + offset, rest);  // zeros behind: 0 · infinity is none
+  return V::loadu(x + offset, rest);  // zeros after the end: 0 · infinity would be NaN
 }
 
-// Up to kLanes elements as doubles; what is missing becomes 0, which adds nothing to any norm.
+// Loads up to kLanes elements as doubles. Missing ones become 0, which adds nothing to any norm.
 template <typename scalar_t, typename Access>
 void load(scalar_t* x, int64_t count, const Access& access, Vec (&out)[kVectors]) {
   const auto narrow = [&](int v) { return load_some(x, count, v * Vec::size(), access); };
@@ -161,7 +161,7 @@ math::NormPartial norm_chunk(NormType type, c10::ScalarType dtype, void* x, int6
 }  // namespace
 
 math::NormPartial norm_chunk(NormType type, c10::ScalarType dtype, const void* x, int64_t count) {
-  return norm_chunk(type, dtype, const_cast<void*>(x), count, std::nullopt);  // only reads
+  return norm_chunk(type, dtype, const_cast<void*>(x), count, std::nullopt);  // AsItIs only reads
 }
 
 math::NormPartial scale_norm_chunk(NormType type, c10::ScalarType dtype, void* x, int64_t count,

@@ -20,7 +20,7 @@ bool is_zero(const Vectorized<acc_t>& mark) {
   return std::all_of(std::begin(lanes), std::end(lanes), [](acc_t lane) { return lane == 0; });
 }
 
-// Values as they are looked at: 16-bit ones in pairs of registers.
+// Adds a vector of values to the mark. 16-bit values are widened to two vectors.
 template <typename scalar_t>
 auto mark_nonfinite(const Vectorized<factor_t<scalar_t>>& mark, const Vectorized<scalar_t>& value) {
   if constexpr (at::vec::is_reduced_floating_point_v<scalar_t>) {

@@ -1,4 +1,4 @@
-// Conversions of vectors that at::vec lacks.
+// Vector conversions that at::vec lacks.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -7,7 +7,7 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
-/// The lower and the upper half of `x` as doubles.
+/// Returns the lower and the upper half of `x` as doubles.
 inline std::pair<at::vec::Vectorized<double>, at::vec::Vectorized<double>> to_double(
     const at::vec::Vectorized<float>& x) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -26,7 +26,7 @@ inline std::pair<at::vec::Vectorized<double>, at::vec::Vectorized<double>> to_do
 #endif
 }
 
-/// And back, rounded.
+/// Returns one vector of floats from its two halves, rounded.
 inline at::vec::Vectorized<float> to_float(const at::vec::Vectorized<double>& low,
                                            const at::vec::Vectorized<double>& high) {
 #if defined(CPU_CAPABILITY_AVX512)

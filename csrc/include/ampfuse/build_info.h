@@ -6,20 +6,20 @@
 
 namespace ampfuse {
 
-/// How the loaded library was built, and what it chose on this processor.
+/// How the loaded library was built, and which CPU kernels it uses.
 struct BuildInfo {
-  std::string version;         ///< of ampfuse
-  std::string torch_version;   ///< the torch it was built against
-  std::string cuda_version;    ///< of the toolkit that compiled the kernels; empty without CUDA
+  std::string version;         ///< version of ampfuse
+  std::string torch_version;   ///< version of the torch it was built against
+  std::string cuda_version;    ///< toolkit that compiled the kernels; empty without CUDA
   std::string cuda_archs;      ///< e.g. "80-real 90-real"; empty without CUDA
-  std::string compiler;        ///< of the host code
+  std::string compiler;        ///< compiler of the host code
   std::string build_type;      ///< Release, Debug, ...
-  std::string cpu_capability;  ///< the CPU kernels in use here: DEFAULT, AVX2 or AVX512
+  std::string cpu_capability;  ///< CPU kernels in use: DEFAULT, AVX2 or AVX512
 };
 
 AMPFUSE_API BuildInfo build_info();
 
-/// Whether the library was built with its CUDA kernels. Says nothing about a GPU being there.
+/// Returns true if the library was built with its CUDA kernels, even if no GPU is present.
 AMPFUSE_API bool has_cuda();
 
 }  // namespace ampfuse

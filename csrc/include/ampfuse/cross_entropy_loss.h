@@ -12,24 +12,24 @@
 
 namespace ampfuse {
 
-/// torch::nn::CrossEntropyLoss by ampfuse::cross_entropy.
+/// Module like torch::nn::CrossEntropyLoss that calls ampfuse::cross_entropy.
 ///
-/// With a scaler it expects the gradient that scaler.scale(loss).backward() brings, and takes no
-/// `grad_scale`. The parts of an accumulated batch are called with its denominator, and their
-/// losses not divided, so that this stays so. The scaler, which is not copied with the module, has
-/// to outlive it where it is.
+/// With a scaler, `grad_scale` must not be set: the module uses the scaler's scale, the upstream
+/// gradient of scaler.scale(loss).backward(). To keep that gradient when accumulating, call each
+/// micro-batch with the denominator of the whole batch and do not divide its loss. Copies of the
+/// module refer to the same scaler, which must outlive them and must not move.
 struct AMPFUSE_API CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossImpl> {
   explicit CrossEntropyLossImpl(CrossEntropyOptions options = {}, GradScaler* scaler = nullptr);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// `denominator`: instead of the options' one.
+  /// Returns the loss. `denominator` replaces the one in the options.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& target,
                      const std::optional<at::Tensor>& denominator = std::nullopt);
 
-  CrossEntropyOptions options;  ///< but for the weight
-  at::Tensor weight;            ///< a buffer: [classes], or undefined
+  CrossEntropyOptions options;  ///< all options except the weight
+  at::Tensor weight;            ///< buffer of shape [classes], or undefined
   GradScaler* scaler;
 
  protected:

@@ -7,20 +7,20 @@
 
 namespace ampfuse {
 
-/// The tensors of a step, on one device; all lists are as long as `params`, or empty where it says
-/// so, and entries with the same index have the same shape. What is written may share no memory,
-/// which is checked of `params` and, where they are written, of `grads`. Strides are free: tensors
-/// that lie in memory in another order than their parameter are copied to and fro.
+/// The tensors of a step, all on one device. All lists are as long as `params`, except those that
+/// may be empty; entries with the same index have the same shape. Tensors that are written must not
+/// share memory, which is checked for `params`, and for `grads` if they are written. Any strides
+/// are accepted: a tensor whose memory order differs from its parameter's is copied out and back.
 struct FusedAdamTensors {
   at::TensorList params;           ///< half, bfloat16, float or double; written
-  at::TensorList grads;            ///< any of these whatever the parameter's, but double to double
-  at::TensorList exp_avgs;         ///< float or bfloat16 (double); written
-  at::TensorList exp_avg_sqs;      ///< likewise
-  at::TensorList max_exp_avg_sqs;  ///< likewise with amsgrad, else empty
-  at::TensorList state_steps;      ///< float, one element: steps taken so far; written
-  at::TensorList masters;  ///< empty, or for 16-bit parameters the numbers that are stepped, of
-                           ///< which `params` are copies: float; or for bfloat16 parameters the 16
-                           ///< bits that these lack, short. Written
+  at::TensorList grads;            ///< half, bfloat16 or float (double for double parameters)
+  at::TensorList exp_avgs;         ///< float or bfloat16 (double for double parameters); written
+  at::TensorList exp_avg_sqs;      ///< like exp_avgs
+  at::TensorList max_exp_avg_sqs;  ///< like exp_avgs with amsgrad, else empty
+  at::TensorList state_steps;      ///< float, one element: number of steps taken so far; written
+  at::TensorList masters;  ///< empty; or float masters of 16-bit parameters, which are the masters
+                           ///< rounded; or short remainders, the 16 bits of the masters that
+                           ///< bfloat16 parameters lack; written
 };
 
 struct FusedAdamOptions {
@@ -31,25 +31,25 @@ struct FusedAdamOptions {
   double eps = 1e-8;
   bool amsgrad = false;
   bool maximize = false;
-  bool decoupled_weight_decay = false;   ///< AdamW's, else Adam's L2
-  bool write_back_grads = false;         ///< leave the unscaled, clipped gradients in `grads`
+  bool decoupled_weight_decay = false;   ///< true: as in AdamW; false: Adam's L2 term
+  bool write_back_grads = false;         ///< store the unscaled, clipped gradients in `grads`
   std::optional<at::Tensor> grad_scale;  ///< gradients are divided by it: float, one element
-  std::optional<at::Tensor> found_inf;   ///< unless it is 0 nothing is done: float, one element
-  std::optional<at::Tensor> total_norm;  ///< norm of the gradients as they come, still scaled;
-  std::optional<double> max_norm;        ///< clips the unscaled gradients to this. Both or neither
-  std::optional<at::Tensor> grad_norm;   ///< receives the unscaled norm: float, one element
-  /// Before they are stepped, float masters become what their parameters are, in those elements in
-  /// which a parameter is not its master rounded, because somebody else wrote it. On a GPU one
-  /// element in 128 and the last one of each 2048 are compared, and where one was written all of
-  /// its 2048 are.
+  std::optional<at::Tensor> found_inf;   ///< the step is skipped unless it is 0: float, one element
+  std::optional<at::Tensor> total_norm;  ///< norm of the scaled gradients; requires max_norm
+  std::optional<double> max_norm;  ///< unscaled gradients are clipped to it; requires total_norm
+  std::optional<at::Tensor> grad_norm;  ///< output: the unscaled norm; float, one element
+  /// Before the step, float masters adopt the elements that other code wrote into their parameters:
+  /// those in which the parameter differs from its rounded master. A GPU compares one element in
+  /// 128 and the last of each 2048; if one of them differs, it compares all of its 2048.
   bool adopt_params = false;
 };
 
-/// One step of Adam or AdamW, as torch.optim has it, in one pass over memory: unscaling, clipping
-/// and the decision to skip are part of it, are made on the device, and no host waits. Steps are
-/// counted here, when they are taken.
+/// Takes one step of Adam or AdamW, as defined by torch.optim, in one pass over memory. Unscaling,
+/// clipping and the decision to skip the step are part of it and happen on the device; the host
+/// does not wait. `state_steps` are incremented unless the step is skipped.
 ///
-/// Arithmetic is in float (double for double). Moments are never rounded to the parameter's dtype.
+/// Arithmetic is in float (double for double parameters). Moments are never rounded to the
+/// parameter's dtype.
 AMPFUSE_API void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options);
 
 }  // namespace ampfuse

@@ -27,18 +27,18 @@ class ScalerState;
 struct Inspection;
 }  // namespace amp
 
-/// Checked by the constructor, update() and load_state_dict(), not when they are set.
+/// Options are checked by the constructor, update() and load_state_dict(), not when they are set.
 struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(double, init_scale) = 65536.0;
   TORCH_ARG(double, growth_factor) = 2.0;
   TORCH_ARG(double, backoff_factor) = 0.5;
   TORCH_ARG(int64_t, growth_interval) = 2000;
   TORCH_ARG(bool, enabled) = true;
-  /// Where scale_tensor() makes the scale; scale() makes it on the device of its first outputs. By
-  /// default a GPU, if there is one. Naming CUDA without a GPU disables the scaler.
+  /// The device on which scale_tensor() creates the scale; scale() creates it on the device of its
+  /// first outputs. The default is a GPU if one is present. CUDA without a GPU disables the scaler.
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
-  TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // backing off ends here
-  TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // growth ends here
+  TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // lower limit of backing off
+  TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // upper limit of growth
   TORCH_ARG(int64_t, hysteresis) = 1;  // forgives hysteresis - 1 overflows, then lowers the scale
   /// The event that restores the hysteresis: "growth" of the scale, or any "clean_step".
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
@@ -46,16 +46,16 @@ struct AMPFUSE_API GradScalerOptions {
   /// update() throws ScaleCollapseError after this many skips in a row. On a GPU it reads the last
   /// count that has reached the host, so it may throw late, or miss skips that have ended by then.
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
-  TORCH_ARG(int64_t, history) = 0;  // number of updates that history() remembers
-  /// The ranks that skip a step together, though each has other gradients. A c10d::ProcessGroup;
-  /// including its header would take long to compile.
+  TORCH_ARG(int64_t, history) = 0;  // number of updates that history() returns
+  /// The ranks that skip a step together, although their gradients differ. The type must be
+  /// c10d::ProcessGroup, whose header is not included because it is slow to compile.
   TORCH_ARG(c10::intrusive_ptr<c10::intrusive_ptr_target>, process_group) = nullptr;
   TORCH_ARG(bool, allow_fp16_grads) = false;  // accept half gradients, for optimizers with masters
   TORCH_ARG(bool, allow_no_grads) = false;    // accept steps without gradients
 };
 
-/// Thrown after `max_consecutive_skips` skips in a row. The scale has been updated all the same,
-/// and training may go on.
+/// Thrown after `max_consecutive_skips` skips in a row. The scale is updated before, so
+/// training may continue.
 class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -64,17 +64,17 @@ class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
 /// One update of the scale.
 struct ScaleRecord {
   double scale;  ///< the scale of the step
-  bool skipped;  ///< whether a gradient was NaN or infinite
+  bool skipped;  ///< true if a gradient was NaN or infinite
   double norm;   ///< norm of all unscaled gradients; NaN if it was not measured
 };
 
 /// torch.amp.GradScaler for C++: scales losses so that 16-bit gradients do not vanish, unscales
-/// gradients, skips steps whose gradients are not finite, and moves the scale accordingly.
+/// gradients, skips steps whose gradients are not finite, and adjusts the scale.
 ///
 /// With ampfuse::Adam and AdamW the host never waits. With other torch::optim optimizers it waits
 /// once per step, to decide whether to call step(). Misuse throws with torch's messages.
 ///
-///     overflow ──▶ hysteresis left? ──yes──▶ one less of it; the scale stays
+///     overflow ──▶ hysteresis left? ──yes──▶ hysteresis decreases by 1; the scale stays
 ///                      │ no
 ///                      └──▶ scale ← max(backoff_factor · scale, min_scale)
 ///     no overflow ──▶ growth_interval of them in a row?
@@ -95,17 +95,17 @@ class AMPFUSE_API GradScaler {
   GradScaler(GradScaler&&) noexcept;  ///< a moved-from scaler may only be assigned to or destroyed
   GradScaler& operator=(GradScaler&&) noexcept;
 
-  /// The outputs times the scale. The first call makes the scale on the device of its outputs.
+  /// Returns the outputs times the scale. The first call creates the scale on their device.
   at::Tensor scale(const at::Tensor& outputs);
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients by the scale in place, to read or change them before step().
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// Clips the optimizer's gradients to a norm of at most `max_norm`, and returns the norm they
-  /// had: 0-dim, on their device; no host wait. Unscales and measures them in one pass; if
-  /// unscale_() was called before, reads them again. A second pass writes them only if the norm is
-  /// above `max_norm`.
+  /// Clips the optimizer's gradients to a norm of at most `max_norm`, and returns their norm before
+  /// clipping: 0-dim, on their device. The host does not wait. One pass unscales and measures the
+  /// gradients (if unscale_() was called before, it only reads them); a second pass writes them
+  /// only if the norm is above `max_norm`.
   at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm);
 
   /// Calls optimizer.step() on unscaled gradients and returns its result; unscales them first if
@@ -119,7 +119,7 @@ class AMPFUSE_API GradScaler {
   void update(double new_scale);
   void update(const at::Tensor& new_scale);
 
-  double get_scale() const;   ///< the host waits; 1 when disabled
+  double get_scale() const;   ///< the host waits; returns 1 if disabled
   at::Tensor scale_tensor();  ///< the live scale, for `grad_scale` options: float, 0-dim
 
   bool is_enabled() const;
@@ -127,8 +127,8 @@ class AMPFUSE_API GradScaler {
   GradScalerOptions& options();  ///< factors, interval, limits and policy may be changed
 
   at::Tensor step_skipped() const;  ///< bool, 0-dim, on the device: the last step was skipped
-  bool was_skipped();  ///< the same on the host, which waits for the step; for the optimizer that
-                       ///< was stepped last
+  bool was_skipped();  ///< the same for the optimizer that was stepped last, on the host, which
+                       ///< waits for the step
 
   std::vector<ScaleRecord> history() const;  ///< oldest first; makes one copy to the host
 
@@ -138,14 +138,17 @@ class AMPFUSE_API GradScaler {
   std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;
 
-  /// Python's state dictionary, with numbers and strings; without the history. Empty when disabled.
+  /// Returns a state dictionary like Python's, made of numbers and strings, without the history. It
+  /// is empty if the scaler is disabled.
   c10::impl::GenericDict state_dict() const;
 
-  /// Loads the state of this class, Python's or torch's; what torch's lacks is not changed. Throws
-  /// c10::Error, and loads nothing, if entries are missing or invalid.
+  /// Loads a state dictionary of this class, of the Python class or of torch's. Entries that
+  /// torch's lacks keep their values. If other entries are missing or any are invalid, throws
+  /// c10::Error and loads nothing.
   void load_state_dict(const c10::impl::GenericDict& state_dict);
 
-  /// The same in archives, which Python reads and writes, too: ampfuse.load_cpp_scaler_state.
+  /// Saves and loads the same state in archives. Python reads and writes them, too
+  /// (ampfuse.load_cpp_scaler_state).
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -13,14 +13,15 @@
 
 namespace ampfuse {
 
-/// The last layer of a model and its loss, by ampfuse::linear_cross_entropy. The layer, `linear`,
-/// is never called. To share a weight with an embedding call linear_cross_entropy with it: what is
-/// assigned to `linear->weight` is used, but neither saved, cloned nor among parameters().
+/// Module with the last layer of a model and its loss, computed by ampfuse::linear_cross_entropy.
+/// `linear` holds the layer's parameters; its forward is never called. To share the weight with an
+/// embedding, call linear_cross_entropy instead: a tensor that is assigned to `linear->weight` is
+/// used, but is not saved, not cloned and not among parameters().
 ///
-/// With a scaler it expects the gradient that scaler.scale(loss).backward() brings, and takes no
-/// `grad_scale`. The parts of an accumulated batch are called with its denominator, and their
-/// losses not divided, so that this stays so. The scaler, which is not copied with the module, has
-/// to outlive it where it is.
+/// With a scaler, `grad_scale` must not be set: the module uses the scaler's scale, the upstream
+/// gradient of scaler.scale(loss).backward(). To keep that gradient when accumulating, call each
+/// micro-batch with the denominator of the whole batch and do not divide its loss. Copies of the
+/// module refer to the same scaler, which must outlive them and must not move.
 struct AMPFUSE_API LinearCrossEntropyLossImpl : torch::nn::Cloneable<LinearCrossEntropyLossImpl> {
   explicit LinearCrossEntropyLossImpl(const torch::nn::LinearOptions& linear,
                                       LinearCrossEntropyOptions options = {},
@@ -29,14 +30,14 @@ struct AMPFUSE_API LinearCrossEntropyLossImpl : torch::nn::Cloneable<LinearCross
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// `denominator`: instead of the options' one.
+  /// Returns the loss. `denominator` replaces the one in the options.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& target,
                      const std::optional<at::Tensor>& denominator = std::nullopt);
 
   torch::nn::LinearOptions linear_options;
-  LinearCrossEntropyOptions options;  ///< but for the classes' weight
+  LinearCrossEntropyOptions options;  ///< all options except class_weight
   torch::nn::Linear linear = nullptr;
-  at::Tensor weight;  ///< a buffer, what classes weigh: [classes], or undefined
+  at::Tensor weight;  ///< buffer with the weights of the classes: [classes], or undefined
   GradScaler* scaler;
 
  protected:

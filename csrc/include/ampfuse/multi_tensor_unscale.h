@@ -8,20 +8,20 @@
 namespace ampfuse {
 
 /// Multiplies every tensor by `inv_scale` in place and sets `found_inf` to 1 if a value is NaN or
-/// infinite afterwards; never clears it. Unlike torch, which looks before multiplying, this also
-/// sees a finite value that overflows on the way, as happens with scales below 1.
+/// infinite afterwards; never clears it. Unlike torch, which checks values before it multiplies
+/// them, this also detects finite values that overflow in the product, as happens with scales below
+/// 1.
 ///
-/// `tensors`: as for multi_tensor_norm. One that is listed twice is multiplied twice; otherwise
-/// neither they nor the other arguments may overlap, nor a tensor itself. `found_inf`, `inv_scale`:
-/// float32, one element, on the tensors' device.
+/// `tensors`: as for multi_tensor_norm. A tensor that is listed twice is multiplied twice.
+/// Otherwise tensors must not overlap each other, the other arguments or themselves. `found_inf`,
+/// `inv_scale`: float32, one element, on the tensors' device.
 ///
-/// With `inv_scale` equal to 1 nothing is written, though version counters move: that is decided on
-/// the device, and the host does not wait for it. (On CUDA strided tensors are copied out and back
-/// all the same.)
+/// If `inv_scale` is 1, nothing is written (strided tensors on CUDA are still copied out and back),
+/// but version counters increase. This is decided on the device, and the host does not wait.
 AMPFUSE_API void multi_tensor_unscale(at::TensorList tensors, const at::Tensor& found_inf,
                                       const at::Tensor& inv_scale);
 
-/// The norms that multi_tensor_norm would give afterwards.
+/// The norms that multi_tensor_norm would return after unscaling.
 struct UnscaledNorm {
   at::Tensor total_norm;
   at::Tensor norms;
@@ -29,8 +29,8 @@ struct UnscaledNorm {
   at::Tensor nonfinite_count;
 };
 
-/// multi_tensor_unscale, and the norms of what it wrote from the same pass over memory: the same
-/// bits as multi_tensor_norm called after it.
+/// Does the same as multi_tensor_unscale, and computes the norms of the results in the same pass
+/// over memory. They have the same bits as from multi_tensor_norm called afterwards.
 AMPFUSE_API UnscaledNorm multi_tensor_unscale_norm(
     at::TensorList tensors, const at::Tensor& found_inf, const at::Tensor& inv_scale,
     double ord = 2.0, std::optional<at::ScalarType> dtype = std::nullopt);

@@ -16,17 +16,17 @@ namespace ampfuse {
 class GradScaler;
 class HostCopy;
 
-/// What is stepped where a parameter is half or bfloat16. Other parameters need no masters.
+/// Kind of master weights of half and bfloat16 parameters. Other parameters need none.
 enum class MasterWeights {
-  kAuto,       ///< a float master, of which the parameter is the nearest 16-bit number
-  kOff,        ///< the parameter itself, which loses updates smaller than half its last bit
-  kRemainder,  ///< of a master only the 16 bits that a bfloat16 lacks: 2 bytes less per element
+  kAuto,       ///< a float master; the parameter is the master rounded to 16 bits
+  kOff,        ///< no master: the parameter loses updates smaller than half its last bit
+  kRemainder,  ///< only the 16 bits of the master that a bfloat16 lacks: saves 2 bytes per element
 };
 
-/// Options of an optimizer or of one of its parameter groups: AdamOptions and AdamWOptions, which
-/// also say how the group's weights decay.
+/// Options of an optimizer or of one of its parameter groups. The class, AdamOptions or
+/// AdamWOptions, determines the kind of weight decay.
 ///
-/// Values are checked when an optimizer is made and at each step, not when they are set.
+/// Values are checked when an optimizer is constructed and at each step, not when they are set.
 template <bool kDecoupledWeightDecay>
 struct AMPFUSE_API AdamOptionsOf
     : torch::optim::OptimizerCloneableOptions<AdamOptionsOf<kDecoupledWeightDecay>> {
@@ -40,16 +40,17 @@ struct AMPFUSE_API AdamOptionsOf
   TORCH_ARG(bool, amsgrad) = false;
   TORCH_ARG(bool, maximize) = false;
   TORCH_ARG(MasterWeights, master_weights) = MasterWeights::kAuto;
-  TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;  // of the moments; or at::kBFloat16
-  /// Clips the unscaled gradients as torch::nn::utils::clip_grad_norm_ does. In the options that an
-  /// optimizer is made with: to a norm over all groups without a limit of their own. In the options
-  /// of a group: to the norm of that group (infinity: not at all).
+  TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;  // dtype of moments: kFloat or kBFloat16
+  /// Clips the unscaled gradients as torch::nn::utils::clip_grad_norm_ does. In the options of an
+  /// optimizer, this limits the norm over all groups without their own limit. In the options of a
+  /// group, it limits the norm of that group (infinity: no clipping).
   TORCH_ARG(std::optional<double>, max_grad_norm) = std::nullopt;
-  TORCH_ARG(bool, write_back_grads) = false;  // leave unscaled, clipped gradients in grad()
+  TORCH_ARG(bool, write_back_grads) = false;  // store unscaled, clipped gradients in grad()
 
  public:
-  /// Reads what the archive has; `master_weights` and `state_dtype`, which say how state is kept
-  /// and not what is computed, are not part of it. AdamOptions refuse a decoupled decay.
+  /// Reads the entries that the archive has. `master_weights` and `state_dtype` are not saved: they
+  /// determine how state is stored, not what is computed. AdamOptions throw for archives of
+  /// AdamWOptions.
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
 
@@ -57,43 +58,45 @@ struct AMPFUSE_API AdamOptionsOf
   void set_lr(double value) override { lr(value); }
 };
 
-using AdamOptions = AdamOptionsOf<false>;  ///< weight decay joins the gradient: L2
-using AdamWOptions = AdamOptionsOf<true>;  ///< weight decay shrinks the parameter
+using AdamOptions = AdamOptionsOf<false>;  ///< weight decay is added to the gradient (L2)
+using AdamWOptions = AdamOptionsOf<true>;  ///< weight decay shrinks the parameter directly
 
 extern template struct AdamOptionsOf<false>;
 extern template struct AdamOptionsOf<true>;
 
-/// What is kept of a parameter from its first step on; undefined is what it does not need. Tensors
-/// are on the parameter's device.
+/// State of a parameter from its first step on. Tensors that it does not need are undefined; the
+/// others are on the parameter's device. All except `step` have the parameter's shape. Moments have
+/// the dtype `state_dtype`, or the parameter's dtype if that is double or complex.
 struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<AdamParamState> {
-  TORCH_ARG(at::Tensor, step);            // float, 0-dim: steps taken, skipped ones not counted
-  TORCH_ARG(at::Tensor, exp_avg);         // of the parameter's shape, as all that follow, in
-  TORCH_ARG(at::Tensor, exp_avg_sq);      // state_dtype; of double and complex parameters in
-  TORCH_ARG(at::Tensor, max_exp_avg_sq);  // theirs. The last with amsgrad
-  TORCH_ARG(at::Tensor, master_param);    // float; short for a remainder
+  TORCH_ARG(at::Tensor, step);  // float, 0-dim: number of steps taken, without skipped ones
+  TORCH_ARG(at::Tensor, exp_avg);
+  TORCH_ARG(at::Tensor, exp_avg_sq);
+  TORCH_ARG(at::Tensor, max_exp_avg_sq);  // only with amsgrad
+  TORCH_ARG(at::Tensor, master_param);    // float, or short for a remainder
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-/// torch's Adam with master weights, unscaling and clipping inside the step, which is one pass over
-/// memory: gradients are read, not written unless asked, and the host never waits for a GPU.
+/// torch's Adam with master weights, and with unscaling and clipping inside the step. A step is one
+/// pass over memory: it reads the gradients, writes them only if `write_back_grads` is set, and the
+/// host never waits for a GPU.
 ///
 /// Parameters may be half, bfloat16, float, double and complex in any mixture, on any number of
-/// devices; those without a gradient are left alone. Groups may have options of either class, and
-/// may be changed between steps: a group's own options are whole, not merged with the optimizer's.
+/// devices; a step skips parameters without a gradient. Groups may have options of either class,
+/// and may be changed between steps. A group's own options are not merged with the optimizer's:
+/// they replace all of them.
 ///
-/// Masters are made at a parameter's first step. When something else writes a parameter later
-/// (loading a model, averaging), its master takes over the elements that were written, with a
-/// warning the first time. On a GPU the step compares one element in 128, and so notices every
-/// write of 128 adjacent elements; smaller and scattered ones are noticed where they move the
-/// parameter's version counter or give it other memory: write under torch::NoGradGuard, not through
-/// data().
+/// A master is created at its parameter's first step. If other code writes the parameter later
+/// (loading a model, averaging), the master adopts the written elements, with a warning the first
+/// time. On a GPU the step compares one element in 128, so it detects every write of 128 adjacent
+/// elements. Smaller or scattered writes are detected if they increase the parameter's version
+/// counter or give it other memory: write under torch::NoGradGuard, not through data().
 ///
-/// Throws c10::Error before anything is written, naming parameter and group, for options out of
-/// range or of another class, sparse gradients, gradients of another shape, and remainders of half
-/// parameters; and what fused_adam throws.
+/// Throws c10::Error before anything is written, with the parameter and its group in the message,
+/// for options out of range or of another class, for sparse gradients, for gradients of another
+/// shape and for remainders of half parameters. Also throws the errors of fused_adam.
 class AMPFUSE_API Adam : public torch::optim::Optimizer {
  public:
   explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
@@ -101,42 +104,44 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   explicit Adam(std::vector<at::Tensor> params, AdamOptions defaults = {})
       : Adam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
-  /// Adds a group, whose options, if it has any, are used as they are. Call it on an ampfuse::Adam:
-  /// torch's function of this name is not virtual, and drops the options in torch 2.15.
+  /// Adds a group. If it has options, they are used unchanged. Call this function on an
+  /// ampfuse::Adam, not on its base class: torch's function of this name is not virtual, and drops
+  /// the options in torch 2.15.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  /// Calls the closure, if there is one, with gradients enabled, and returns what it returned.
+  /// Takes a step. Calls the closure before it, if given, with gradients enabled, and returns the
+  /// closure's result.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Norm of the last step's unscaled gradients before clipping: 0-dim, on their device, a tensor
-  /// of its own. Undefined before the first step and without a `max_grad_norm`.
+  /// Returns the norm of the last step's unscaled gradients before clipping: a copy, 0-dim, on
+  /// their device. It is undefined before the first step and without a `max_grad_norm`.
   at::Tensor grad_norm() const;
 
-  /// The numbers that are stepped, in the order of the parameters: a parameter's float master; of a
-  /// remainder the float numbers that it stands for, fresh; else the parameter itself.
+  /// Returns the values that steps update, in the order of the parameters: the float master; with a
+  /// remainder, a new float tensor of the values it represents; otherwise the parameter itself.
   std::vector<at::Tensor> master_params() const;
 
-  /// Makes all masters anew from the parameters, which then have no more bits than these.
+  /// Resets all masters to their parameters. The bits that the parameters lack are lost.
   void sync_masters_from_model();
 
   /// Writes what torch::optim::AdamW writes and more: each class loads the other's archives, and
-  /// Python reads and writes them (ampfuse.load_cpp_optimizer_state). Parameters are not part of
-  /// it; remainders are saved as the float masters that they stand for.
+  /// Python reads and writes them (ampfuse.load_cpp_optimizer_state). Parameters are not saved;
+  /// remainders are saved as the float masters that they represent.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`,
-  /// without moving tensors that are there already. An archive without masters leaves them to be
-  /// made from the parameters at the next step; one with masters sets the parameters too. Throws,
-  /// and loads nothing, for other groups or shapes.
+  /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`.
+  /// Existing tensors of the right dtype are overwritten in place. If the archive has no masters,
+  /// the next step creates them from the parameters; if it has masters, the parameters are set,
+  /// too. If groups or shapes differ, throws and loads nothing.
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// The limit for all groups without their own. The constructor takes it out of its options, so
-  /// that groups which get these as their defaults do not have one each.
+  /// Limit of the norm over all groups without their own limit. The constructor removes it from its
+  /// options; otherwise each group that gets these as defaults would have its own limit.
   std::optional<double> max_grad_norm;
 
-  /// Loss scaling, set by whoever scales losses around step(): gradients are divided by
-  /// `grad_scale`; a `found_inf` other than 0 skips the step. With a scale alone the step looks for
-  /// gradients that are not finite itself. Float, one element, on any device.
+  /// Loss scaling, set around step() by the code that scales the losses. Gradients are divided by
+  /// `grad_scale`; a nonzero `found_inf` skips the step. With `grad_scale` alone the step itself
+  /// checks for non-finite gradients. Both are float, one element, on any device.
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
 
@@ -148,8 +153,8 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
  private:
   friend class GradScaler;
 
-  /// What tells whether parameters with float masters were written: how many there are, how often
-  /// they were written where version counters show it, and where they lie.
+  /// Detects writes to parameters with float masters: the number of these parameters, the sum of
+  /// their version counters, and a hash of their addresses.
   struct ParamWrites {
     size_t masters = 0;
     int64_t versions = 0;
@@ -165,13 +170,13 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
       const std::function<void(const at::Tensor& param, const at::Tensor& master)>& visit) const;
 
   at::Tensor grad_norm_;
-  std::vector<const void*> stepped_;  // where the parameters of the last step are
+  std::vector<const void*> stepped_;  // addresses of the parameters in the last step
   std::optional<ParamWrites> writes_after_step_;
-  std::shared_ptr<HostCopy> written_over_;  // whether anything was, on its way to the host
+  std::shared_ptr<HostCopy> written_over_;  // copy of the flag that parameters were written
   bool warned_ = false;
 
-  /// For the duration of a step that a scaler takes: the norms of all gradients, which it has just
-  /// measured, one for each device; else empty.
+  /// Norms of all gradients, one per device, during a step of a scaler that has just measured them;
+  /// else empty.
   std::vector<at::Tensor> known_norms_;
 };
 

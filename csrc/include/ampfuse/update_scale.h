@@ -8,33 +8,34 @@
 
 namespace ampfuse {
 
-/// What a loss scale consists of, on one device; all written.
+/// The tensors of a loss scale, on one device. All are written.
 struct ScaleTensors {
   at::Tensor scale;           ///< float, one element
   at::Tensor growth_tracker;  ///< int, one element: clean steps since the last overflow or growth
-  at::Tensor counters;  ///< long: which overflow from here on backs off (start with `hysteresis`),
-                        ///< skips in a row, updates
-  std::optional<at::Tensor> history = std::nullopt;  ///< float, n × 3: of each of the last n
-                                                     ///< updates the scale before it, 1 if it was
-                                                     ///< skipped, `norm`; update i in row i mod n
+  at::Tensor counters;        ///< long, 3 elements: number of overflows until one lowers the scale
+                              ///< (initially `hysteresis`), skips in a row, updates
+  /// Float, [n, 3]: for each of the last n updates the scale before it, 1 if the step was skipped
+  /// (else 0), and `norm`. Update i is in row i mod n.
+  std::optional<at::Tensor> history = std::nullopt;
 };
 
 struct UpdateScaleOptions {
   double growth_factor = 2;
   double backoff_factor = 0.5;
   int64_t growth_interval = 2000;
-  std::optional<double> min_scale = std::nullopt;  ///< where backing off ends
-  std::optional<double> max_scale = std::nullopt;  ///< where growing ends
-  int64_t hysteresis = 1;  ///< the overflow in this place of a row is the first to back off
-  std::string hysteresis_refill = "growth";  ///< what starts the row anew: "growth" of the scale,
-                                             ///< or any "clean_step"
-  bool dynamic = true;                       ///< else the scale stays what it is
+  std::optional<double> min_scale = std::nullopt;  ///< lower limit of backing off
+  std::optional<double> max_scale = std::nullopt;  ///< upper limit of growth
+  int64_t hysteresis = 1;  ///< hysteresis - 1 overflows are forgiven, the next lowers the scale
+  std::string hysteresis_refill = "growth";  ///< the event that restores the hysteresis: "growth"
+                                             ///< of the scale, or any "clean_step"
+  bool dynamic = true;                       ///< false: the scale never changes
   std::optional<at::Tensor> norm = std::nullopt;  ///< float, one element, for the history
 };
 
-/// One update of the loss scale, decided on the device: any of `found_infs` (float, one element
-/// each) that is not 0 is an overflow. With the defaults torch's `_amp_update_scale_`, bit by bit,
-/// but that a growth interval which has been passed already is over.
+/// Updates the loss scale once, on the device. A nonzero tensor in `found_infs` (float, one element
+/// each) is an overflow. With the default options the result has the same bits as torch's
+/// `_amp_update_scale_`, except that the scale also grows if the growth interval was already
+/// exceeded.
 AMPFUSE_API void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
                               const UpdateScaleOptions& options);
 

@@ -5,14 +5,14 @@
 
 namespace ampfuse {
 
-/// The classes that this process has, of those that a group of processes shares out: whose logits
-/// are hidden · weightᵀ of the weight's rows that are here.
+/// The classes that this rank holds if a group of ranks divides the vocabulary. Their logits are
+/// hidden · weightᵀ, with the weight's rows of these classes.
 struct VocabShard {
-  /// Of processes: the name under which torch.distributed, or c10d::register_process_group, has it.
+  /// Name of the process group in torch.distributed, or in c10d::register_process_group.
   std::string group;
   int64_t group_size;
   int64_t first_class;
-  /// Of the whole group.
+  /// Number of classes of all ranks together.
   int64_t num_classes;
 };
 

@@ -1,4 +1,4 @@
-"""Loss scaling in the place of torch's."""
+"""A gradient scaler that replaces torch's."""
 
 from ampfuse.amp._memory import ScaleCollapseError, ScaleRecord
 from ampfuse.amp.grad_scaler import GradScaler

@@ -1,4 +1,4 @@
-"""A scaler's state in the files of C++ programs: what `torch::save(scaler, file)` writes."""
+"""Reads and writes a scaler's state in the files of `torch::save(scaler, file)` in C++."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ampfuse.amp._saved import ENTRIES, loadable
 
 
 def load_cpp_scaler_state(file: File) -> dict[str, Any]:
-    """The state dictionary of a scaler saved in C++, for `load_state_dict` here and in torch.
+    """Return the state dict of a scaler saved in C++, for `load_state_dict` here and in torch.
 
     The file is read as data: nothing in it is run, and a file that contains code is refused.
 
@@ -26,7 +26,7 @@ def load_cpp_scaler_state(file: File) -> dict[str, Any]:
 
 
 def save_cpp_scaler_state(state_dict: dict[str, Any], file: File) -> None:
-    """Save a scaler's state dictionary, ours or torch's, for `torch::load(scaler, file)` in C++.
+    """Save a scaler's state dict, ours or torch's, for `torch::load(scaler, file)` in C++.
 
     If writing fails, an OSError is raised and an older file stays as it was.
     """

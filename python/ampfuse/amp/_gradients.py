@@ -1,4 +1,4 @@
-"""One read of an optimizer's gradients, wherever they are: unscaled, looked through, measured."""
+"""Unscales and inspects an optimizer's gradients on all devices, in one read."""
 
 import weakref
 from collections import Counter
@@ -19,13 +19,13 @@ from ampfuse.optim._traced import groups_of
 
 @dataclass
 class DeviceGradients:
-    """Those on one device, as the kernels take them."""
+    """The gradients on one device as the kernels take them, with their parameters."""
 
     params: list[Tensor]
     grads: list[Tensor]
 
     def rounds(self) -> list["DeviceGradients"]:
-        """Such that no two of one begin at the same place in memory."""
+        """Split the gradients into parts in which no two begin at the same address."""
         found: list[DeviceGradients] = []
         seen: Counter[int] = Counter()
         for param, grad in zip(self.params, self.grads, strict=True):
@@ -40,7 +40,7 @@ class DeviceGradients:
 
 @dataclass
 class Gradients:
-    """All of an optimizer's."""
+    """All gradients of an optimizer."""
 
     on: dict[torch.device, DeviceGradients] = field(default_factory=dict)
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
@@ -49,7 +49,6 @@ class Gradients:
     """Whether the kernels get all elements of all, and nothing else."""
 
     def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Some more."""
         part = self.on.setdefault(device, DeviceGradients([], []))
         part.params += params
         part.grads += grads
@@ -57,24 +56,24 @@ class Gradients:
 
 @dataclass
 class Inspection:
-    """What one look at an optimizer's gradients told; all on the devices of the gradients."""
+    """The result of inspecting an optimizer's gradients; its tensors are on their devices."""
 
-    params: "_C.WeakTensors | TracedWeakTensors"  # which a model may take with it
-    norms: list[Tensor]  # of the parameters' gradients, in the same order
-    total_norms: dict[torch.device, Tensor]  # of what this process has on each device
-    are_whole: bool  # whether that is all of all gradients
-    is_scaled: bool = False  # whether the norms are of gradients that are scaled still
+    params: "_C.WeakTensors | TracedWeakTensors"  # weak, so that a model can be deleted
+    norms: list[Tensor]  # norms of the gradients, in the order of `params`
+    total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
+    are_whole: bool  # True if the total norms cover every element of every gradient
+    is_scaled: bool = False  # True if the gradients were still scaled
 
 
 def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
-    """The gradients of all groups."""
+    """Return the gradients of all parameter groups."""
     found = Gradients()
     for group_index, group in enumerate(groups_of(optimizer)):
         params = list(group["params"])
         ordinary, others = ordinary_grads(params, allow_fp16)
         for of_device in ordinary:
             found.add(*of_device)
-        if are_processes():  # which meet whether or not each has a gradient of these
+        if are_processes():  # all ranks call the collectives, even without gradients
             for param in filter(is_sharded, params):
                 spread = spread_dimensions(param.placements)
                 found.meshes |= {(param.device_mesh, dimension): None for dimension in spread}
@@ -94,18 +93,18 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
 
 
 def ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
-    """Per device, parameters and their gradients of which all is well; and places of others."""
+    """Return (device, parameters, gradients) for plain gradients, and the indices of others."""
     if torch.compiler.is_compiling():
         return [], [place for place, param in enumerate(params) if param.grad is not None]
     return _C.ordinary_grads(params, allow_fp16)
 
 
 def dense_part(param: Tensor) -> Tensor:
-    """What of a gradient is to be unscaled: all elements that this process has."""
+    """Return a dense tensor of the elements of a gradient that this rank holds."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
-        # Duplicates may overflow only when they are added up, most likely in float16.
+        # The sum of duplicate entries may overflow, most likely in float16: add them up now.
         if grad.dtype == torch.float16:
             param.grad = grad = grad.coalesce()
         return grad._values()
@@ -115,9 +114,9 @@ def dense_part(param: Tensor) -> Tensor:
 def inspect(
     gradients: Gradients, inv_scale: Tensor, found_inf: Tensor, process_group: Any
 ) -> tuple[dict[torch.device, Tensor], Inspection]:
-    """Multiply by `inv_scale`, and tell per device whether a result is not finite.
+    """Multiply by `inv_scale`, and return per device a flag that is set if a result is non-finite.
 
-    At an `inv_scale` of 1 nothing is written. `found_inf` becomes the flag of its own device.
+    With `inv_scale` equal to 1 nothing is written. `found_inf` is the flag of its own device.
     """
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []
@@ -130,11 +129,11 @@ def inspect(
         try:
             results = [unscale(part, flags[device], scale_there)]
         except ValueError:
-            # Of a parameter that is in a group twice, say: torch multiplies once for each.
+            # For example, a parameter is in a group twice. torch multiplies its gradient twice.
             rounds = part.rounds()
             if len(rounds) == 1:
                 raise
-            for once in rounds:  # writes nothing, and refuses those that overlap in part
+            for once in rounds:  # writes nothing; raises for gradients that overlap partly
                 unscale(once, flags[device].clone(), torch.ones_like(scale_there))
             results = [unscale(once, flags[device], scale_there) for once in rounds]
             are_whole = False
@@ -148,30 +147,29 @@ def inspect(
 
 
 def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.UnscaledNorm:
-    """Of one device, and what is told of them."""
     return ops.multi_tensor_unscale_norm(part.grads, found_inf, inv_scale, dtype=torch.float64)
 
 
 @dataclass
 class TracedWeakTensors:
-    """`_C.WeakTensors` for the compiler, which can make one."""
+    """A `_C.WeakTensors` that the compiler can create."""
 
     references: "list[weakref.ref[Tensor]]"
 
     def alive(self) -> list[Tensor | None]:
-        """None for those that are gone."""
+        """Return the tensors, with None in place of deleted ones."""
         return [reference() for reference in self.references]
 
 
 def weak(tensors: list[Tensor]) -> _C.WeakTensors | TracedWeakTensors:
-    """References that keep none alive."""
+    """Return references that do not keep the tensors alive."""
     if torch.compiler.is_compiling():
         return TracedWeakTensors([weakref.ref(tensor) for tensor in tensors])
     return _C.WeakTensors(tensors)
 
 
 def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | None:
-    """Of the gradients of all optimizers, as the checks before their steps told it."""
+    """Return the norm of all optimizers' unscaled gradients, or None if it is not known."""
     norms = []
     for inspection in inspections:
         if not inspection.are_whole:
@@ -183,7 +181,7 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
 
 
 def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
-    """What `clip_grad_norm_` would measure of these parameters' gradients, if it is known."""
+    """Return the norm that `clip_grad_norm_` would compute, or None if it is not known."""
     norms = list(inspection.total_norms.values())
     if not inspection.are_whole or not norms:
         return None
@@ -199,7 +197,7 @@ def shared(
     meshes: dict[tuple[Any, int], None],
     process_group: Any,
 ) -> Tensor:
-    """One flag for all processes, also those that have no gradients here: all skip, or none."""
+    """Return one flag for all ranks, even those without gradients: all of them skip, or none."""
     flag = largest([found_inf.clone(), *flags.values()])
     groups = [mesh.get_group(dimension) for mesh, dimension in meshes]
     for group in [*groups, *([] if process_group is None else [process_group])]:

@@ -1,7 +1,7 @@
-"""What torch's GradScaler leaves to methods of its own, done in our way.
+"""Our versions of the private methods of torch's GradScaler.
 
-torch.compile traces none of the methods of torch's class: what a step needs is all here, or in
-classes derived from this one.
+torch.compile does not trace the methods of torch's class. So all that a step needs is here or in
+classes that derive from `Hooks`.
 """
 
 from typing import Any
@@ -22,15 +22,15 @@ from ampfuse.optim import Adam
 from ampfuse.optim._columns import on_device
 from ampfuse.optim._grad_norm import largest
 
-# As in csrc/math/fused_adam.h: from this scale down the inverse is not a finite float32.
+# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
 LARGEST_WITHOUT_INVERSE = 2.0**-128
 
 
 class Hooks(TorchGradScaler):
-    """How gradients are looked at, and the scale is kept."""
+    """The methods that inspect gradients and keep the scale."""
 
     _memory: Memory
-    _inspections: dict[int, Inspection]  # by optimizer, until the next update
+    _inspections: dict[int, Inspection]  # by the optimizer's id, until the next update
     _watch: Watch
     _allow_fp16_grads: bool
     process_group: Any
@@ -44,49 +44,49 @@ class Hooks(TorchGradScaler):
         return on_device(self._scale, device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """As torch's hook of this name, but that it may be called again."""
+        """Create the scale like torch's method of this name, unless it exists already."""
         if self._scale is None:
             super()._lazy_init_scale_growth_tracker(dev)
             assert self._scale is not None
             self._memory.tensors(self._scale.device)
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What was done with it since the last update."""
+        """Return torch's record of what was done with the optimizer since the last update."""
         states = self._per_optimizer_states
-        if torch.compiler.is_compiling() and id(optimizer) not in states:  # by no function of torch
+        if torch.compiler.is_compiling() and id(optimizer) not in states:
+            # The compiler does not trace the function of torch that creates missing entries.
             states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
         return states[id(optimizer)]
 
     def _forget(self, optimizer: Optimizer) -> None:
-        """What was done with it since the last update, which is not going to come."""
+        """Discard what was recorded for the optimizer, since no update will follow."""
         self._per_optimizer_states.pop(id(optimizer), None)
         self._inspections.pop(id(optimizer), None)
 
     @at_compile_time
     def _make_scale(self, device: torch.device) -> None:
-        """And all that moves with it, before a graph reads them."""
+        """Create the scale, the counters and the history before a graph reads them."""
         self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         make_static([self._scale, self._growth_tracker, *self._memory.tensors(self._scale.device)])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """As torch's hook of this name.
+        """Return scale and growth tracker like torch's method of this name.
 
-        Among processes that skip together some may have no loss to scale, the first stages of a
-        pipeline for instance: theirs is made here, as all others are, and moves as they do.
+        Some ranks that skip together may have no loss to scale, for example the first stages of a
+        pipeline. Their scale is created here, and changes like that of the other ranks.
         """
         if self._scale is None and self.process_group is not None:
             self._scale_on(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
-            return super()._check_scale_growth_tracker(funcname)  # which raises
+            return super()._check_scale_growth_tracker(funcname)  # raises
         return self._scale, self._growth_tracker
 
     def _get_scale_async(self) -> Tensor | None:
-        """As torch's hook of this name."""
         return self._scale
 
     def get_scale(self) -> float:
-        """The scale on the host, which waits for it. 1 where the scaler is disabled."""
+        """Return the scale as a number, for which the host waits; 1 if the scaler is disabled."""
         if self._enabled and not torch.compiler.is_compiling():
             self._watch.is_scale_known = True
         scale: float = super().get_scale()
@@ -101,10 +101,10 @@ class Hooks(TorchGradScaler):
         return self._scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and look for some that are not finite.
+        """Divide the gradients by the scale, and check whether any is non-finite.
 
-        Once before a step, and only where something is to be done with unscaled gradients in
-        between: `step` unscales by itself.
+        Call this at most once before a step, and only if the program uses the unscaled gradients:
+        `step` unscales by itself.
         """
         if not self._enabled:
             return
@@ -123,7 +123,7 @@ class Hooks(TorchGradScaler):
         state["stage"] = OptState.UNSCALED
 
     def _look_for_mistakes(self, optimizer: Optimizer) -> None:
-        """To be called where an optimizer's gradients are still scaled."""
+        """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
         if not torch.compiler.is_compiling() and not is_capturing():
             assert self._scale is not None
             params = (param for group in optimizer.param_groups for param in group["params"])
@@ -142,12 +142,12 @@ class Hooks(TorchGradScaler):
             self._watch.note_limit(scaled_norm, limit, self._scale)
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
-        """Remember what the step's fate is: the flag, where the scale is."""
+        """Record and return the flag by which the step is skipped, on the scale's device."""
         assert self._scale is not None
         flags = state["found_inf_per_device"].values()
         if flags:
             found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
-        else:  # nothing to overflow
+        else:  # no gradients, so no overflow
             found_inf = torch.zeros_like(self._scale)
         self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
         return found_inf
@@ -159,8 +159,9 @@ class Hooks(TorchGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """As torch's hook of this name, which leaves `found_inf` as it is and returns flags of
-        its own. The same pass takes the norms.
+        """Unscale like torch's method of this name, and record the norms from the same pass.
+
+        `found_inf` is not changed; the returned flags are new tensors.
         """
         with torch.no_grad():
             gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
@@ -170,10 +171,10 @@ class Hooks(TorchGradScaler):
         return flags
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        """As torch's hook of this name: a look at gradients that are scaled still."""
+        """Check gradients that are still scaled, like torch's method of this name."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        # A scale without a finite inverse overflows whatever gradients it brings. The quotient,
-        # rounded down, is not zero for exactly these scales.
+        # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
+        # quotient, rounded down, is non-zero for exactly these scales.
         found_inf = LARGEST_WITHOUT_INVERSE // scale
         flags = self._unscale_grads_(optimizer, torch.ones_like(scale), found_inf, True)
         self._state_of(optimizer)["found_inf_per_device"] = flags
@@ -183,9 +184,10 @@ class Hooks(TorchGradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As torch's hook of this name: the one place that waits, and once for all devices.
+        """Step unless a flag is set, like torch's method of this name.
 
-        And not for an `Adam` that may as well decide by itself.
+        The host waits here, once for all devices, and nowhere else. It does not wait for an `Adam`
+        that can skip on the device without any code noticing.
         """
         found_inf = largest(list(optimizer_state["found_inf_per_device"].values()))
         if skips_unseen(optimizer, args, kwargs):

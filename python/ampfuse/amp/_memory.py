@@ -1,4 +1,4 @@
-"""What a scaler remembers on the device: counters, the last updates, the last steps."""
+"""A scaler's memory on the device: its counters, the last updates and the last steps."""
 
 import math
 from collections import deque
@@ -12,20 +12,20 @@ from ampfuse._capture import is_capturing
 from ampfuse._host_copy import HostCopy
 from ampfuse.amp._gradients import Inspection
 
-REMEMBERED = 16  # steps that a report can look back
+REMEMBERED = 16  # number of last steps that an overflow report searches
 
 
 class ScaleCollapseError(RuntimeError):
-    """As many steps in a row were skipped as `max_consecutive_skips` says.
+    """`max_consecutive_skips` steps in a row were skipped.
 
-    The scale has moved all the same: training may go on.
+    The scale has been updated nevertheless, so training may go on.
     """
 
-    __module__ = "ampfuse"  # where users find it
+    __module__ = "ampfuse"  # the module from which users import it
 
 
 class ScaleRecord(NamedTuple):
-    """One update of the scale, as `GradScaler.history` tells it."""
+    """One update of the scale, as `GradScaler.history` returns it."""
 
     scale: float
     """The scale that the step was taken with."""
@@ -35,11 +35,11 @@ class ScaleRecord(NamedTuple):
     """Of all unscaled gradients; NaN where nobody measured it."""
 
 
-ScaleRecord.__module__ = "ampfuse"  # where users find it
+ScaleRecord.__module__ = "ampfuse"  # the module from which users import it
 
 
 class LastStep(NamedTuple):
-    """What is remembered of it."""
+    """The record of the last step."""
 
     found_inf: Tensor | None
     graph_step: tuple[Tensor, Inspection | None] | None
@@ -47,24 +47,25 @@ class LastStep(NamedTuple):
 
 
 class Memory:
-    """Everything but the scale and torch's growth tracker, which are attributes of torch's."""
+    """The scaler's memory, except the scale and growth tracker, which torch's class stores."""
 
     def __init__(self, counters: Sequence[int], history: int) -> None:
         self._first_counters = list(counters)
         self.length = history
         self._counters: Tensor | None = None
         self._history: Tensor | None = None
-        self._recorded_from = 0  # the first update of which the history knows
-        self._found_inf: Tensor | None = None  # of the last step
-        self._is_replayed = False  # that step, by a graph, who knows how often
+        self._recorded_from = 0  # index of the first update that the history may record
+        self._found_inf: Tensor | None = None  # flag of the last step
+        self._is_replayed = False  # True if a graph may replay that step, unknown to the host
         self._counters_copy = HostCopy()
-        self._skips_in_a_row = 0  # that the host knows of
-        self._found_inf_copy: HostCopy | None = None  # once somebody has asked
+        self._skips_in_a_row = 0  # the last number that the host has received
+        self._found_inf_copy: HostCopy | None = None  # created by the first was_skipped()
         self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REMEMBERED)
-        self._graph_step: tuple[Tensor, Inspection | None] | None = None  # the last one's
+        # The last step, if it was captured or compiled.
+        self._graph_step: tuple[Tensor, Inspection | None] | None = None
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """The counters and the history, which are made where they are first needed."""
+        """Return the counters and the history; create them on the device if needed."""
         if self._counters is None or self._counters.device != device:
             counts = self.counts()
             self._counters = torch.zeros(len(counts), dtype=torch.int64, device=device)
@@ -75,15 +76,15 @@ class Memory:
         return self._counters, self._history
 
     def counts(self) -> list[int]:
-        """Hysteresis left, skips in a row, updates."""
+        """Return the hysteresis left, the skips in a row and the number of updates."""
         return self._first_counters if self._counters is None else self._counters.tolist()
 
     def updates_since_loading(self) -> int:
-        """Of which the history knows, or would if it were longer."""
+        """Return the number of updates that a history of unlimited length would hold."""
         return self.counts()[2] - self._recorded_from
 
     def set_counts(self, counts: Sequence[int]) -> None:
-        """In place, where they are on a device already. The history begins anew."""
+        """Set the counters, in place if they are on a device already, and empty the history."""
         self._first_counters = list(counts)
         self._counters_copy, self._skips_in_a_row = HostCopy(), counts[1]
         self._recorded_from = counts[2]
@@ -92,11 +93,11 @@ class Memory:
                 self._counters[place].fill_(count)
 
     def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
-        """A step is about to be taken, unless the flag says otherwise."""
+        """Record a step that is about to be taken, or skipped if the flag is set."""
         self._found_inf = found_inf
         is_compiled = torch.compiler.is_compiling()
         if is_compiled or is_capturing():
-            # Nothing is read: what is compiled would be for what was there.
+            # Read no attribute here: a compiled graph would be specialised on its value.
             self._is_replayed, self._graph_step = True, (found_inf, inspection)
             return
         self._is_replayed, self._graph_step = False, None
@@ -106,22 +107,22 @@ class Memory:
             self._steps.append((found_inf, inspection))
 
     def last_step(self) -> "LastStep":
-        """To be put back."""
+        """Return the record of the last step, for `put_last_step`."""
         return LastStep(self._found_inf, self._graph_step, self._is_replayed)
 
     def put_last_step(self, step: "LastStep") -> None:
-        """As it was: after steps that do not count, or when a graph has been replayed."""
+        """Restore a record, after steps that do not count or when a graph was replayed."""
         self._found_inf, self._graph_step, self._is_replayed = step
 
     def step_skipped(self) -> Tensor:
-        """Of the last step, on the device."""
+        """Return a flag on the device: True if the last step was skipped."""
         return torch.tensor(False) if self._found_inf is None else self._found_inf != 0
 
     def was_skipped(self) -> bool:
-        """The same on the host, to which it has been on its way since the step."""
+        """Return True if the last step was skipped; the host waits for that step's flag."""
         if self._found_inf is None:
             return False
-        if self._is_replayed:  # who knows how often
+        if self._is_replayed:  # replays change the flag unnoticed
             return bool(self._found_inf.item() != 0)
         if self._found_inf_copy is None:
             self._found_inf_copy = HostCopy()
@@ -131,9 +132,9 @@ class Memory:
         return bool(flag.item() != 0)
 
     def skips_in_a_row(self) -> int:
-        """As of the last update of which the host has heard.
+        """Return the number of skips in a row at the last update that the host has received.
 
-        It does not ask while a CUDA graph is captured, nor does any replay.
+        No copy to the host is started while a CUDA graph is captured, so replays start none.
         """
         if self._counters is None or not self._counters.is_cuda:
             return self.counts()[1]
@@ -142,13 +143,13 @@ class Memory:
         arrived = self._counters_copy.latest()
         if arrived is not None:
             self._skips_in_a_row = int(arrived[1].item())
-        # One that is on its way still is not overtaken, or none would ever arrive.
+        # Send no new copy while one is on its way, or none would ever arrive.
         if arrived is not None or self._counters_copy.is_idle():
             self._counters_copy.send(self._counters)
         return self._skips_in_a_row
 
     def raise_if_collapsed(self, limit: int | None) -> None:
-        """Where so many steps in a row were skipped."""
+        """Raise ScaleCollapseError if at least `limit` steps in a row were skipped."""
         if limit is None:
             return
         skips = self.skips_in_a_row()
@@ -160,7 +161,7 @@ class Memory:
             )
 
     def records(self) -> list[ScaleRecord]:
-        """Oldest first."""
+        """Return the records of the history, oldest first."""
         if self._history is None or self._counters is None:
             return []
         copied = torch.cat([self._history.flatten().double(), self._counters.double()]).tolist()
@@ -171,7 +172,7 @@ class Memory:
         return [ScaleRecord(scale, bool(skipped), norm) for scale, skipped, norm in numbers]
 
     def offenders(self) -> list[Tensor]:
-        """Parameters whose gradients were not finite in the last skipped step that is known."""
+        """Return the parameters with non-finite gradients in the last skipped step on record."""
         steps = [*self._steps, *([] if self._graph_step is None else [self._graph_step])]
         for found_inf, inspection in reversed(steps):
             if inspection is not None and found_inf.item() != 0:
@@ -183,6 +184,6 @@ class Memory:
 
 
 def names_of(params: Iterable[Tensor], model: torch.nn.Module) -> list[str]:
-    """What the model calls them; those that it does not have are left out."""
+    """Return the model's names of these parameters, without those that it does not contain."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     return [names[param] for param in dict.fromkeys(params) if param in names]

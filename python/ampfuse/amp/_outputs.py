@@ -1,4 +1,4 @@
-"""Losses times a scale, wherever they are."""
+"""Multiplies losses on any device by the scale."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
-    """A tensor, or an iterable of them, in containers of the same types, multiplied.
+    """Return a tensor, or an iterable of tensors, multiplied; lists and tuples keep their type.
 
-    torch's scaler takes the scale to other devices without waiting, and a CPU reads what it gets at
-    once.
+    torch's scaler copies the scale to other devices without waiting. That is wrong for a CPU, which
+    reads the copy at once, perhaps before it has arrived.
     """
     if isinstance(outputs, Tensor):
         return outputs * scale_on(outputs.device)

@@ -1,4 +1,4 @@
-"""The numbers that say how a scale moves, checked: so that a scaler is refused, not its updates."""
+"""Checks of the options that control the scale: constructors raise, so that updates need not."""
 
 import math
 import numbers
@@ -14,7 +14,7 @@ REFILLS = ("growth", "clean_step")
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number above 0."""
+    """Return `value` as a finite float above 0, or raise."""
     number = real(name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value}")
@@ -22,7 +22,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def real(name: str, value: Any) -> float:
-    """A number; a tensor of one, as some save it, is one, too."""
+    """Return `value` as a float, or raise. Some programs save it as a tensor of one element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -31,7 +31,7 @@ def real(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
-    """A whole number, so many at least and at most."""
+    """Return `value` as an int from `least` to `most`, or raise."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -46,7 +46,7 @@ def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
 
 
 def scale(name: str, value: Any) -> float:
-    """What a float32 tensor can be scaled by."""
+    """Return `value` as a positive float in the range of float32, or raise."""
     number = real(name, value)
     if not FLOAT32_MIN <= number <= FLOAT32_MAX:
         raise ValueError(f"{name}: expected a finite float above 0, got {value}")
@@ -54,7 +54,7 @@ def scale(name: str, value: Any) -> float:
 
 
 def growth_factor(value: Any) -> float:
-    """At least 1: torch's constructor wants more, its setter and states of its own need not."""
+    """Return a factor of at least 1. torch's constructor refuses 1; its setter and state do not."""
     number = positive("growth_factor", value)
     if number < 1:
         raise ValueError(f"growth_factor: expected at least 1, got {value}")
@@ -62,7 +62,7 @@ def growth_factor(value: Any) -> float:
 
 
 def backoff_factor(value: Any) -> float:
-    """At most 1, likewise."""
+    """Return a factor of at most 1. torch's constructor refuses 1; its setter and state do not."""
     number = positive("backoff_factor", value)
     if number > 1:
         raise ValueError(f"backoff_factor: expected at most 1, got {value}")
@@ -70,13 +70,12 @@ def backoff_factor(value: Any) -> float:
 
 
 def growth_interval(value: Any) -> int:
-    """Of steps."""
     return count("growth_interval", value, least=1)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What torch has no arguments for."""
+    """The options of the scale that torch's scaler does not have."""
 
     min_scale: float | None
     max_scale: float | None
@@ -91,7 +90,7 @@ class Policy:
                 continue
             if not real(name, limit) > 0:
                 raise ValueError(f"{name}: expected None or more than 0, got {limit}")
-            object.__setattr__(self, name, real(name, limit))  # also of a tensor or numpy's
+            object.__setattr__(self, name, real(name, limit))  # from tensors and numpy, too
         low, high = self.min_scale, self.max_scale
         if low is not None and high is not None and low > high:
             raise ValueError(f"max_scale: expected at least min_scale, got {high} and {low}")
@@ -104,7 +103,7 @@ class Policy:
             raise TypeError(f"dynamic: expected a bool, got {type(self.dynamic).__name__}")
 
     def check_first(self, init_scale: float) -> None:
-        """Refuses limits between which a new scale is not."""
+        """Raise if a new scale is not between the limits."""
         low, high = self.min_scale or init_scale, self.max_scale or init_scale
         if not low <= init_scale <= high:
             raise ValueError(
@@ -113,9 +112,9 @@ class Policy:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As the op and state dictionaries have them."""
+        """The options by the names that the op and state dicts use."""
         return {name: getattr(self, name) for name in self.__match_args__}
 
     def updated(self, saved: dict[str, Any]) -> "Policy":
-        """What a state dictionary says, and this where it says nothing."""
+        """Return the policy of a state dict; options that it lacks are taken from this policy."""
         return Policy(**{name: saved.get(name, value) for name, value in self.options.items()})

@@ -1,4 +1,4 @@
-"""What a scaler saves, checked when it comes back: before any of it is taken."""
+"""A scaler's saved state, which is checked as a whole before any of it is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,20 +16,23 @@ ENTRIES = (*TORCHS, *(field.name for field in fields(Policy)), *COUNTERS)
 
 @dataclass
 class Loaded:
-    """The entries of a state dictionary."""
+    """The checked entries of a state dict."""
 
     torchs: dict[str, Any]
     policy: Policy
     counts: list[int]
 
     def entries(self) -> dict[str, Any]:
-        """All of them, each of the one type that it has."""
+        """Return all entries, each converted to its one type."""
         counts = dict(zip(COUNTERS, self.counts, strict=True))
         return {**self.torchs, **self.policy.options, **counts}
 
 
 def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
-    """Of a dictionary that this class or torch's saved; `policy` and `counts` where it is mute."""
+    """Parse a state dict of this class or torch's.
+
+    Entries that torch's lacks default to `policy` and `counts`.
+    """
 
     def entry(name: str) -> Any:
         if name not in state:
@@ -52,13 +55,13 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
 
 
 def loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """The same entries, each of the one type that it has; refuses what no scaler could load."""
+    """Return the same entries, each converted to its one type; raise if no scaler can load them."""
     entries = loaded(state, Policy(None, None, 1, "growth", dynamic=True), [1, 0, 0]).entries()
     return {name: value for name, value in entries.items() if name in state}
 
 
 def check_pickled(state: dict[str, Any]) -> None:
-    """Refuses what is not the pickled state of a scaler."""
+    """Raise unless this is the pickled state of a scaler."""
     needed = {"_enabled", "_device"}
     if state.get("_enabled"):
         needed |= {"_init_scale", "_init_growth_tracker", "_policy", "_memory", "_inspections"}

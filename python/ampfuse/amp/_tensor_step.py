@@ -1,4 +1,4 @@
-"""Optimizers that take scale and flag as tensors: they skip on the device, and nobody waits."""
+"""Steps of optimizers that take scale and flag as tensors, and so skip without a host wait."""
 
 import inspect
 from typing import Any
@@ -12,19 +12,19 @@ from ampfuse.optim import Adam, _traced
 
 
 def takes_tensors(optimizer: Any) -> bool:
-    """Whether it asks for them, in torch's way."""
+    """Return True if the optimizer declares, in torch's way, that it takes scale and flag."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def wants_the_scaler(optimizer: Any) -> bool:
-    """Whether a step takes the scaler itself, as torch once had it."""
+    """Return True if `step` takes the scaler itself, which is deprecated in torch."""
     if isinstance(optimizer, Adam):
         return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
-    """Whether nobody can tell whether the host or the device decides that it skips."""
+    """Return True if no code can notice whether the host or the device skips the step."""
     if not isinstance(optimizer, Adam) or args or kwargs:
         return False
     if not torch.compiler.is_compiling():
@@ -41,10 +41,10 @@ def step_with_tensors(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """`optimizer.step(*args, **kwargs)`, which finds scale and flag for its duration.
+    """Call `optimizer.step(*args, **kwargs)`, with scale and flag set while it runs.
 
-    `scale`: by which gradients are scaled still, besides the user's own `grad_scale`, if there is
-    one. `inspection`: what was told of the gradients.
+    `scale`: the factor of gradients that are still scaled, in addition to the user's own
+    `grad_scale`; None if they are unscaled. `inspection`: the result of inspecting the gradients.
     """
     users_own = getattr(optimizer, "grad_scale", None)
     if scale is None:
@@ -67,14 +67,17 @@ def step_with_tensors(
 
 
 def norms_for(steps_alone: bool, inspection: Inspection | None) -> dict[torch.device, Tensor]:
-    """What an `Adam` need not measure again: nobody's code comes between the look and its step."""
+    """Return the norms that an `Adam` need not compute again.
+
+    They are valid only if no other code runs between the inspection and its step.
+    """
     if inspection is None or not inspection.is_scaled or not steps_alone:
         return {}
     return inspection.total_norms
 
 
 def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
-    """As torch has it: they are attributes."""
+    """Step with scale and flag as attributes of the optimizer, as in torch."""
     optimizer.grad_scale, optimizer.found_inf = scale, found_inf
     try:
         return optimizer.step(*args, **kwargs)
@@ -91,13 +94,13 @@ def _traced_step(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """The compiler cannot follow what becomes an attribute of an optimizer."""
+    """Step in traced code, where the compiler cannot follow new attributes of an optimizer."""
     traced = optimizer._traced
     traced.begin()
     traced.grad_scale, traced.found_inf = scale, found_inf
     traced.known_norms = norms_for(traced.steps_alone and not args, inspection)
     try:
-        if traced.has_scheduler:  # whose wrapper the compiler does not trace
+        if traced.has_scheduler:  # the compiler does not trace its wrapper of step
             return type(optimizer).step(optimizer, *args, **kwargs)
         return optimizer.step(*args, **kwargs)
     finally:
@@ -105,5 +108,5 @@ def _traced_step(
         traced.known_norms = {}
 
 
-# The graph ends there. torch.compiler.disable would import the compiler along with us.
+# A graph breaks at this call. torch.compiler.disable would import the compiler.
 _untraced_step = _disable_dynamo(_step)

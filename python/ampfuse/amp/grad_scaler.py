@@ -1,4 +1,4 @@
-"""GradScaler: torch's, without host waits, with limits, hysteresis, and a memory."""
+"""GradScaler: like torch's, but without host waits, and with limits, hysteresis and a history."""
 
 import copy
 from typing import Any
@@ -26,18 +26,18 @@ from ampfuse.optim._traced import groups_of
 
 
 class GradScaler(Hooks):
-    """`torch.amp.GradScaler` that never makes the host wait for the device where it need not.
+    """A `torch.amp.GradScaler` that makes the host wait for the device only where it must.
 
-    Arguments, attributes, private hooks, state dictionary and error messages are torch's. With an
-    optimizer that takes scale and flag as tensors (`ampfuse.Adam`, `AdamW`, torch's with
-    `fused=True`) nothing here waits; any other is waited for once per step, as in torch.
+    Arguments, attributes, private hooks, state dict and error messages are torch's. Steps of
+    optimizers that take scale and flag as tensors (`ampfuse.Adam`, `AdamW`, torch's with
+    `fused=True`) make no host wait. For any other the host waits once per step, as in torch.
 
-    How the scale moves, once per `update()`:
+    How each `update()` changes the scale:
 
-        overflow ──▶ hysteresis left? ──yes──▶ one less of it; the scale stays
+        overflow ──▶ hysteresis left? ──yes──▶ hysteresis decreases by one; the scale stays
                          │ no
                          └──▶ scale ← max(backoff_factor · scale, min_scale)
-        no overflow ──▶ growth_interval of them in a row?
+        no overflow ──▶ growth_interval such steps in a row?
                          │ yes ──▶ scale ← min(growth_factor · scale, max_scale)
                          └ no ──▶ the scale stays
 
@@ -47,22 +47,22 @@ class GradScaler(Hooks):
     | `"clean_step"`          | any step that is taken    | apex; DeepSpeed with             |
     |                         |                           | consecutive_hysteresis           |
 
-    Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY, and
-    from READY step() unscales by itself, or has the optimizer do it.
+    States of each optimizer: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. In
+    the state READY, step() unscales the gradients itself, or the optimizer does.
 
-    Beyond torch's arguments, all by keyword:
+    Keyword arguments that torch does not have:
 
-    - `min_scale`, `max_scale`: where backing off and growing end.
-    - `hysteresis`: the overflow in this place of a row is the first to cost (1: every one).
-    - `dynamic`: False keeps the scale where it is; overflowing steps are skipped all the same.
-    - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` when so many steps in a row
-      were skipped. On a GPU it looks at what has arrived, so that this may be some steps later, and
-      a row that has ended by then is not seen. The scale has moved all the same, and training may
-      go on.
-    - `history`: how many updates `history()` remembers.
-    - `process_group`: processes that are to skip together, though each sees other gradients.
+    - `min_scale`, `max_scale`: the limits of backing off and growing.
+    - `hysteresis`: how many overflows it takes to lower the scale (1: every overflow lowers it).
+    - `dynamic`: False keeps the scale constant; steps that overflow are still skipped.
+    - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` after this many skipped steps
+      in a row. On a GPU it checks the last count that has arrived on the host. So the error may
+      come some steps late, or not at all if a step was taken since. The scale has been updated
+      nevertheless, and training may go on.
+    - `history`: the number of updates that `history()` returns.
+    - `process_group`: ranks that skip together, although each sees other gradients.
     - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
-    - `allow_no_grads`: a step of an optimizer without gradients is no error.
+    - `allow_no_grads`: stepping an optimizer without gradients is not an error.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2)
@@ -97,7 +97,7 @@ class GradScaler(Hooks):
     ) -> None:
         if not isinstance(device, str | torch.device):
             raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
-        TorchGradScaler.__init__(  # whatever else derived classes are, too
+        TorchGradScaler.__init__(  # not super(), since derived classes may have other bases
             self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self.max_consecutive_skips = max_consecutive_skips
@@ -115,13 +115,13 @@ class GradScaler(Hooks):
         self._allow_fp16_grads = allow_fp16_grads
         self._allow_no_grads = allow_no_grads
         self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
-        self._inspections: dict[int, Inspection] = {}  # by optimizer, until the next update
+        self._inspections: dict[int, Inspection] = {}  # by the optimizer's id, until next update
         self._watch = Watch()
 
     # --- gradients ------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor or an iterable of them, multiplied by the scale."""
+        """Return a tensor, or an iterable of tensors, multiplied by the scale."""
         if not self._enabled:
             return outputs
         if not torch.compiler.is_compiling():
@@ -129,9 +129,9 @@ class GradScaler(Hooks):
         return scaled(outputs, self._scale_on)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step(*args, **kwargs)` on unscaled gradients, or nothing if one is not finite.
+        """Call `optimizer.step(*args, **kwargs)` on unscaled gradients; skip if any is non-finite.
 
-        Returns what that returns, or None. Whether it happened: `step_skipped`, `was_skipped()`.
+        Returns the call's result, or None. `was_skipped()` reports whether the step was skipped.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -148,7 +148,7 @@ class GradScaler(Hooks):
         return self._step(optimizer, state, args, kwargs)
 
     def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """The step of an optimizer that knows nothing of scalers, but perhaps of tensors."""
+        """Step an optimizer that does not take the scaler, but perhaps scale and flag."""
         skips_itself = takes_tensors(optimizer)
         if state["stage"] is OptState.READY:
             if skips_itself:
@@ -177,12 +177,12 @@ class GradScaler(Hooks):
         return result
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale an optimizer's gradients so that their norm is at most `max_norm`, between
-        `backward()` and `step`, and return the norm that they had, without waiting for it.
+        """Unscale gradients, and clip their norm to `max_norm`; return the norm before clipping.
 
-        Gradients are unscaled first, and measured in the same pass; where `unscale_` was called
-        before, they are read once more. They are written again only if the norm is above
-        `max_norm`. An `ampfuse.AdamW(max_grad_norm=...)` clips inside its step, which costs less.
+        Call this between `backward()` and `step`. The host does not wait. One pass unscales the
+        gradients and computes their norm; if `unscale_` was called before, they are read once more.
+        They are written again only if the norm is above `max_norm`. An
+        `ampfuse.AdamW(max_grad_norm=...)` clips inside its step, which costs less.
 
         >>> import torch, ampfuse
         >>> param = torch.nn.Parameter(torch.zeros(2))
@@ -203,7 +203,7 @@ class GradScaler(Hooks):
     # --- the scale ------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale as the steps since the last update say, or set it to `new_scale`."""
+        """Update the scale after the steps since the last update, or set it to `new_scale`."""
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
@@ -245,19 +245,19 @@ class GradScaler(Hooks):
             self._memory.raise_if_collapsed(self.max_consecutive_skips)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """What the scale is multiplied by after `growth_interval` steps; with 1 it never grows."""
+        """Set the factor by which the scale grows; with 1 it never grows."""
         self._growth_factor = _policy.growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """What the scale is multiplied by after an overflow; with 1 it never backs off."""
+        """Set the factor by which the scale backs off; with 1 it never backs off."""
         self._backoff_factor = _policy.backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """After how many steps without overflow the scale grows."""
+        """Set the number of steps without overflow after which the scale grows."""
         self._growth_interval = _policy.growth_interval(new_interval)
 
     def scale_tensor(self) -> Tensor:
-        """The live scale, 0-dim float32: for what takes a `grad_scale`. Made if need be."""
+        """Return the live scale, 0-dim float32, to pass as a `grad_scale`; create it if needed."""
         if self._enabled and not torch.compiler.is_compiling():
             self._watch.is_scale_known = True
         return self._live_scale()
@@ -266,18 +266,18 @@ class GradScaler(Hooks):
 
     @property
     def step_skipped(self) -> Tensor:
-        """Whether the last step was skipped: 0-dim bool, on the device."""
+        """A 0-dim bool tensor on the device: True if the last step was skipped."""
         return self._memory.step_skipped() if self._enabled else torch.tensor(False)
 
     def was_skipped(self) -> bool:
-        """The same on the host, which waits for that step's check if it is still to come.
+        """Return True if the last step was skipped. The host waits for the check of that step.
 
-        Of several optimizers it is the last one's step.
+        With several optimizers, this is the step of the one that was stepped last.
         """
         return self._enabled and self._memory.was_skipped()
 
     def history(self) -> list[ScaleRecord]:
-        """The last updates, the oldest first, by one copy to the host."""
+        """Return the last updates, oldest first. This takes one copy to the host."""
         if not self._enabled:
             return []
         if self._memory.length == 0:
@@ -288,17 +288,17 @@ class GradScaler(Hooks):
         return self._memory.records()
 
     def overflow_report(self, model: torch.nn.Module) -> list[str]:
-        """Names of the parameters whose gradients were not finite in the last skipped step.
+        """Return the names of the parameters with non-finite gradients in the last skipped step.
 
-        Of the last 16 steps, that is; empty if none of them was skipped. So ask when
-        `was_skipped()`. The host waits for it.
+        The last 16 steps are searched; the list is empty if all of them were taken. So call this
+        if `was_skipped()` returns True. The host waits for the result.
         """
         return names_of(self._memory.offenders(), model) if self._enabled else []
 
     # --- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, which load into torch's scaler, and ours, but not the history."""
+        """Return torch's five entries, which torch's scaler can load, and ours; not the history."""
         if not self._enabled:
             return {}
         own = dict(zip(COUNTERS, self._memory.counts(), strict=True))
@@ -306,9 +306,9 @@ class GradScaler(Hooks):
             return {**super().state_dict(), **self._policy.options, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or torch's saved; what torch's has no entry for stays as it is.
+        """Load a state dict of this class or torch's. Options that torch's lacks stay unchanged.
 
-        Nothing is loaded where an entry of torch's is missing or one makes no sense.
+        Nothing is loaded if an entry of torch's is missing or any entry is invalid.
         """
         torchs = state_dict
         if self._enabled and state_dict:
@@ -318,7 +318,7 @@ class GradScaler(Hooks):
         super().load_state_dict(torchs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy, between updates: tensors are made anew where they are used."""
+        """Return the state for pickle and deepcopy. Tensors are created again when needed."""
         if not self._enabled:
             return super().__getstate__()
         with self._watch.unnoticed():
@@ -329,14 +329,14 @@ class GradScaler(Hooks):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle and deepcopy."""
+        """Restore the state for pickle and deepcopy."""
         check_pickled(state)
         super().__setstate__(state)
         if self._enabled:
             self._watch = Watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
-        """Another one for the same processes."""
+        """Copy the scaler; the copy has the same process group."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))

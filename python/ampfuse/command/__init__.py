@@ -1,1 +1,1 @@
-"""`python -m ampfuse`: a program that knows nothing of ampfuse, run with it."""
+"""The command `python -m ampfuse`, which runs an unchanged program with ampfuse."""

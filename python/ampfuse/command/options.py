@@ -1,4 +1,4 @@
-"""What `python -m ampfuse` is asked for."""
+"""The command line of `python -m ampfuse`."""
 
 import argparse
 import sys
@@ -21,9 +21,9 @@ standard input. 'env' tells what works here."""
 
 @dataclass(frozen=True)
 class Options:
-    """As they were given."""
+    """The parsed command line."""
 
-    name: str  # of a script ("-" for standard input), of a module, or "env"
+    name: str  # a script ("-" for standard input), a module, or "env"
     is_module: bool
     arguments: list[str]
     parts: list[str]
@@ -33,7 +33,7 @@ class Options:
 
 
 def refuse(why: str) -> NoReturn:
-    """One sentence, and the exit code for it."""
+    """Print why the command line is refused, and exit with code 2."""
     print(f"python -m ampfuse: {why}", file=sys.stderr)
     sys.exit(2)
 
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Options end where the program begins: what follows is the program's."""
+    """Parse the command line. Our options end at the program's name; the rest is the program's."""
     parser, valued = _parser()
     own, is_module, words = _parted(arguments, valued)
     given = parser.parse_args(own)
@@ -68,14 +68,14 @@ def parse(arguments: Sequence[str]) -> Options:
         is_module=is_module,
         arguments=words[1:],
         parts=parts,
-        json=given.json and given.json.absolute(),  # programs may go elsewhere
+        json=given.json and given.json.absolute(),  # the program may change its folder
         plot=given.plot and given.plot.absolute(),
         quiet=given.quiet,
     )
 
 
 def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
-    """Of our own options, and those that a value follows."""
+    """Return the parser of our own options, and the names of those that take a value."""
     parser = _Parser(
         usage=USAGE,
         description="Run a program as it is, with ampfuse.",
@@ -98,9 +98,9 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
 
 
 def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
-    """Options of ours; whether a module follows; and its name, or a script's, and arguments.
+    """Return our options, True if a module follows, and the program's name with its arguments.
 
-    As Python parts its own: `-mpackage` is a module, `--` may stand before a script, and `-` is a
+    The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is a
     script on standard input.
     """
     words = list(arguments)

@@ -1,4 +1,4 @@
-"""A program run as Python itself would run it: as `__main__`, with its own arguments and path."""
+"""Runs a program as Python itself would: as `__main__`, with its own arguments and path."""
 
 import builtins
 import importlib.util
@@ -16,11 +16,11 @@ SAFE_PATH = getattr(sys.flags, "safe_path", False)
 
 
 class NoProgramError(Exception):
-    """There is nothing to run, for the reason that it tells."""
+    """There is no program to run; the message gives the reason."""
 
 
 def run_script(name: str, arguments: list[str]) -> BaseException | None:
-    """As `python name arguments...`; returns what it raised."""
+    """Run `python name arguments...`; return the exception that it raised, or None."""
     if name == "-":
         return _run_standard_input(arguments)
     if os.path.isdir(name):
@@ -38,8 +38,8 @@ def run_script(name: str, arguments: list[str]) -> BaseException | None:
 
 
 def _run_standard_input(arguments: list[str]) -> BaseException | None:
-    """As `python - arguments...`, which reads the whole program before it runs it."""
-    source = sys.stdin.buffer.read() if sys.stdin else b""  # no stdin where it was closed
+    """Run `python - arguments...`. Python reads the whole program before it runs it."""
+    source = sys.stdin.buffer.read() if sys.stdin else b""  # None if stdin was closed
     sys.argv = ["-", *arguments]
     if not SAFE_PATH:
         sys.path[0] = ""
@@ -47,8 +47,8 @@ def _run_standard_input(arguments: list[str]) -> BaseException | None:
 
 
 def run_module(name: str, arguments: list[str]) -> BaseException | None:
-    """As `python -m name arguments...`; returns what it raised."""
-    sys.argv = ["-m", *arguments]  # for packages, which are imported first
+    """Run `python -m name arguments...`; return the exception that it raised, or None."""
+    sys.argv = ["-m", *arguments]  # for parent packages, which are imported first
     try:
         spec = _found(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -74,11 +74,11 @@ def run_module(name: str, arguments: list[str]) -> BaseException | None:
 
 
 class _RaisedByPackageError(Exception):
-    """That a module is in."""
+    """A module's parent package raised the exception `__cause__` while it was imported."""
 
 
 def _found(name: str) -> ModuleSpec | None:
-    """Where a module is, once the package that it is in was imported."""
+    """Import a module's parent package, and return the module's spec or None."""
     package = name.rpartition(".")[0]
     if package:
         try:
@@ -92,7 +92,7 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException | None:
-    """It stays `__main__`: threads, pickles, and what runs at exit may look there."""
+    """Run code as `__main__`, and leave it there for threads, pickles and exit handlers."""
     main = ModuleType("__main__")
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
@@ -103,16 +103,16 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
             code = compile(code, file, "exec", dont_inherit=True)
         exec(code, vars(main))
     except SystemExit as error:
-        return SystemExit(error.code)  # without the program's frames, and all that is in them
-    except BaseException as error:  # whatever it is: to be passed on
+        return SystemExit(error.code)  # a new one, without the program's frames
+    except BaseException as error:  # any exception is passed on
         traceback = error.__traceback__
-        assert traceback is not None  # beginning here
+        assert traceback is not None  # its first frame is this one
         return error.with_traceback(traceback.tb_next)
     return None
 
 
 def tell(raised: BaseException | None) -> None:
-    """What Python writes about what nobody caught, and keeps."""
+    """Report an uncaught exception as Python does: set `sys.last_*` and call `sys.excepthook`."""
     if raised is None or isinstance(raised, SystemExit):
         return
     told = (type(raised), raised, raised.__traceback__)
@@ -132,20 +132,20 @@ def tell(raised: BaseException | None) -> None:
 
 
 def end_by_interrupt() -> None:
-    """Have Python end the process by SIGINT, as it was about to.
+    """Make Python end the process by SIGINT, as it was about to.
 
-    That the last text it executed was interrupted is how it knows, and modules that are imported
-    execute some (named tuples).
+    Python does so if the last source text that it executed was interrupted. Since then, imported
+    modules may have executed some (as named tuples do).
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")
 
 
 def end_as_after(raised: BaseException | None) -> NoReturn:
-    """End the process as Python does after that, which was told already."""
+    """End the process as Python does after this exception, which was reported already."""
     if isinstance(raised, SystemExit):
         raise raised
-    if isinstance(raised, KeyboardInterrupt):  # of which a shell is told as of a signal
+    if isinstance(raised, KeyboardInterrupt):  # raised again, so that SIGINT ends the process
         sys.excepthook = lambda *_: None
         raise raised
     sys.exit(0 if raised is None else 1)

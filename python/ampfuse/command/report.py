@@ -1,4 +1,4 @@
-"""What became of a program that was run with ampfuse, as plain numbers and words."""
+"""The report on a program that was run with ampfuse, as plain numbers and strings."""
 
 import json
 import math
@@ -15,19 +15,19 @@ from ampfuse.amp import GradScaler
 from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
 
-REMEMBERED = 2**16  # updates of each scaler: 12 bytes each on its device
-COLLAPSED = 1.0  # a scale that fell below makes gradients smaller than they are by themselves
+REMEMBERED = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
+COLLAPSED = 1.0  # a scale below this makes gradients smaller than without scaling
 SKIPS_IN_A_ROW = 10
 
 
 def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[str, Any]:
-    """All there is to tell."""
+    """Return the whole report as nested dicts and lists."""
     scalers, hints = [], []
     recorded = list(RECORDING.scalers)
     for scaler in recorded:
         try:
             scalers.append(_of_scaler(scaler))
-        except Exception as error:  # a GPU's, which the program has brought down
+        except Exception as error:  # for example a GPU error that the program has caused
             hints.append(f"What a scaler did cannot be told: {error}")
     hints += [hint for scaler in scalers for hint in _hints(scaler)]
     return {
@@ -51,7 +51,7 @@ def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """As JSON, with null for numbers that it has no words for."""
+    """Write the report as JSON, with null for NaN and infinities."""
     path.write_text(json.dumps(_in_json(report), indent=2, allow_nan=False) + "\n")
 
 
@@ -64,17 +64,17 @@ def _in_json(value: Any) -> Any:
 
 
 def how_it_ended(raised: BaseException | None) -> str:
-    """A program that raised this, or nothing."""
+    """Describe the end of a program that raised this exception, or None."""
     if raised is None:
         return "as it should"
     if isinstance(raised, SystemExit):
-        code = int(raised.code) if isinstance(raised.code, int) else raised.code  # False, an enum's
+        code = int(raised.code) if isinstance(raised.code, int) else raised.code  # bools and enums
         return f"by sys.exit({'' if code is None else repr(code)})"
     return f"by {type(raised).__name__}"
 
 
 def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
-    history = GradScaler.history(scaler)  # the program may have something else by that name
+    history = GradScaler.history(scaler)  # the program may have replaced `history`
     updates = scaler._memory.updates_since_loading()
     return {
         "updates": updates,

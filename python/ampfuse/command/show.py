@@ -1,4 +1,4 @@
-"""A report on the terminal, and as a picture."""
+"""Prints a report to the terminal, and plots it."""
 
 import math
 import sys
@@ -13,12 +13,12 @@ WIDTH = 48
 
 
 def title(report: dict[str, Any]) -> str:
-    """Who tells of what."""
+    """Return the title of a report."""
     return f"ampfuse {report['ampfuse']}: {report['program']}"
 
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """A name and what there is to say of it."""
+    """Return the rows of a report's table, each a name and a text."""
     told = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
     for name, part in report["parts"].items():
         told.append((name, f"used {_times(part['used'])}"))
@@ -52,7 +52,7 @@ def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def sparkline(scales: list[float]) -> str:
-    """How they went, the smallest of each stretch, by powers of two."""
+    """Draw scales as a line of bars with logarithmic heights, each the minimum of a stretch."""
     stretch = max(1, math.ceil(len(scales) / WIDTH))
     lows = [min(scales[first : first + stretch]) for first in range(0, len(scales), stretch)]
     levels = [math.log2(low) if 0 < low < math.inf else 0.0 for low in lows]
@@ -65,7 +65,7 @@ def sparkline(scales: list[float]) -> str:
 def table(
     rows: list[tuple[str, str]], title: str | None = None, file: TextIO | None = None
 ) -> None:
-    """Of names and what is said of them, by rich where it is installed."""
+    """Print a table of names and texts, with rich if it is installed."""
     try:
         from rich import box
         from rich.console import Console
@@ -85,13 +85,13 @@ def table(
 
 
 def summary(report: dict[str, Any]) -> None:
-    """To whoever started this, whatever the program has made of `sys.stderr`."""
+    """Print the report to the original stderr, even if the program has replaced `sys.stderr`."""
     if (stream := _listening()) is not None:
         table(rows(report), title(report), stream)
 
 
 def say(sentence: str) -> None:
-    """To them, too, if that can be."""
+    """Print a line to the original stderr, if that is possible."""
     with suppress(Exception):
         if (stream := _listening()) is not None:
             print(f"python -m ampfuse: {sentence}", file=stream, flush=True)
@@ -103,8 +103,10 @@ def _listening() -> TextIO | None:
 
 
 def why_no_plot(path: Path) -> str | None:
-    """What there is against one there, as far as can be told without importing matplotlib, which a
-    program may want to configure first."""
+    """Return why no plot can be written to `path`, or None.
+
+    matplotlib is not imported here, since the program may want to configure it first.
+    """
     if find_spec("matplotlib") is None:
         return "needs matplotlib: pip install matplotlib"
     if path.suffix not in PICTURES:
@@ -113,13 +115,13 @@ def why_no_plot(path: Path) -> str | None:
 
 
 def import_for_plots() -> None:
-    """Before threads end: one is started to look for fonts, where nobody has yet."""
-    with suppress(Exception):  # to be told when something is drawn
+    """Import matplotlib while threads can still start: its first import uses one to find fonts."""
+    with suppress(Exception):  # the plot will report it
         import matplotlib.figure  # noqa: F401
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """The scales over updates, and where steps were skipped, by matplotlib."""
+    """Plot the scales over updates with matplotlib, and mark skipped steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.5), layout="constrained")

@@ -82,9 +82,9 @@ def cross_entropy(
       gradient by the ratio and rounds again; elements that have already overflowed or underflowed
       the logits' dtype stay so.
     - `denominator`: divides the loss instead of the batch's own weight, with `reduction="mean"`.
-      With the same one for all parts of a batch, their gradients add up to the whole batch's, and a
-      part whose rows are all ignored is not NaN. Under DDP, which averages gradients, pass the
-      count over all ranks, divided by the number of ranks.
+      If all parts of a batch get the same one, their gradients add up to the whole batch's, and
+      the loss of a part whose rows are all ignored is not NaN. Under DDP, which averages gradients,
+      pass the count over all ranks, divided by the number of ranks.
     - `z_loss`: adds `z_loss * lse**2` to the loss of each row that is not ignored, where `lse` is
       the row's log-sum-exp. Class weights do not multiply this term. `reduction="mean"` divides it
       like the rest of the loss: by `denominator`, or by the sum of the targets' class weights (for

@@ -1,4 +1,4 @@
-"""Optimizers in the place of torch's."""
+"""Optimizers that replace torch's."""
 
 from ampfuse.optim.adam import Adam
 from ampfuse.optim.adamw import AdamW

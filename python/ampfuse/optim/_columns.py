@@ -1,9 +1,9 @@
-"""From parameter groups to the lists that the op takes, at little cost per step.
+"""Converts parameter groups to the lists that the op takes, at little cost per step.
 
 Each step needs every gradient, and the state of every parameter that has one. Which parameters
-those are, and what kind, seldom changes: that is kept, together with their state dictionaries, and
-looked at anew when it no longer holds. The tensors themselves are looked up every time, as some
-people move optimizer state to the host and back.
+these are, and their dtypes, seldom changes. So this is cached together with their state dicts, and
+computed again when it has changed. The tensors themselves are read at every step, since some
+programs move optimizer state to the host and back.
 """
 
 import re
@@ -24,7 +24,7 @@ from ampfuse.optim._state import Spares, ensure
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a DTensor is spread over processes."""
+    """How a DTensor is placed on the ranks of a mesh."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -32,7 +32,7 @@ class Sharding:
 
 @dataclass
 class Columns:
-    """What one call of the op steps: tensors on one device, all with masters or all without."""
+    """The lists of one call of the op: tensors on one device, all with masters or all without."""
 
     device: torch.device
     params: list[Tensor] = field(default_factory=list)
@@ -42,22 +42,22 @@ class Columns:
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
-    shardings: Sequence[Sharding | None] = ()  # of the gradients; empty: none is sharded
-    copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what was, and its copy here
+    shardings: Sequence[Sharding | None] = ()  # one per gradient; empty if all are plain tensors
+    copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (original, copy used here)
 
     def write_back(self) -> None:
-        """What the op wrote into copies."""
+        """Copy what the op wrote into copies to the originals."""
         for tensor, copy in self.copied:
             tensor.copy_(copy)
 
     def scalar(self, scalar: Tensor | None) -> Tensor | None:
-        """A scaler's tensor where the op wants it."""
+        """Return a scaler's tensor on the device where the op needs it."""
         return None if scalar is None else on_device(scalar, self.device)
 
     def lr(self, lr: float | Tensor) -> Tensor:
-        """A learning rate as the op takes it: one on the host stays there."""
+        """Return a learning rate as the op takes it. A rate on the host stays there."""
         if not isinstance(lr, Tensor):
-            if torch.compiler.is_compiling():  # a constant would be compiled anew for each value
+            if torch.compiler.is_compiling():  # a constant would recompile for each value
                 return torch.ones((), dtype=torch.float64, device="cpu") * lr
             return torch.tensor(lr, dtype=torch.float64, device="cpu")
         if lr.device.type != "cpu":
@@ -66,14 +66,14 @@ class Columns:
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
-    """There, without the host waiting, except on the CPU, which reads it at once."""
+    """Return the scalar on the device. The host waits only for a copy to the CPU, to read it."""
     if scalar.device == device:
         return scalar
     return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 class GroupColumns:
-    """A parameter group's columns, kept from step to step."""
+    """The columns of a parameter group, kept from step to step."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class GroupColumns:
         self._steps = self._read_steps()
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
-        """The columns as they are now, or None when this has to be made anew."""
+        """Return the columns as they are now, or None if this object is out of date."""
         params = group["params"]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
@@ -108,21 +108,21 @@ class GroupColumns:
             return None
         try:
             if not all(map(is_, self._steps, self._read_steps())):
-                return None  # somebody has put others there, of another kind it may be
+                return None  # other code has replaced some, maybe in another dtype
             return [
                 self._read(has_masters, members, self._states[device, has_masters], grads, group)
                 for (device, has_masters), members in self._members.items()
             ]
-        except KeyError:  # somebody took something out of a state dictionary
+        except KeyError:  # other code has removed an entry of a state dict
             return None
 
     def _read_steps(self) -> list[Any]:
         return [state["step"] for state in chain.from_iterable(self._states.values())]
 
     def _survey(self) -> tuple[list[Any], Any]:
-        """All gradients; all dtypes, and where there is a gradient.
+        """Return all gradients, and a key: all dtypes and which parameters have a gradient.
 
-        Dtypes, because a model may be cast, which leaves its parameters the same objects.
+        The key has dtypes because a model that is cast keeps the same parameter objects.
         """
         if self._is_plain:
             return _C.grads_and_kinds(self._params)
@@ -157,13 +157,13 @@ class GroupColumns:
 
 
 class ColumnCache:
-    """The columns of all groups."""
+    """The cached columns of all groups."""
 
     def __init__(self) -> None:
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
-        self._checked: list[Any] | None = None  # kinds of gradients that the op does not refuse
-        self._before_step: set[Tensor] | None = None  # who had state, if some may be new
+        self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
+        self._before_step: set[Tensor] | None = None  # parameters with state, if some may be new
 
     def read(
         self,
@@ -171,12 +171,12 @@ class ColumnCache:
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
     ) -> list[list[Columns]]:
-        """Of each group; state is made where it is missing."""
+        """Return the columns of each group; create missing state."""
         columns = self._read_known(groups, state)
         if columns is None:
             self._checked = None
             self._before_step = set(state)
-            for index, group in enumerate(groups):  # models may have been cast
+            for index, group in enumerate(groups):  # the model may have been cast
                 check_params(group, index)
             self._groups = [GroupColumns(group, state, spares) for group in groups]
             self._states = list(state.values())
@@ -200,19 +200,19 @@ class ColumnCache:
         return columns
 
     def may_be_refused(self, columns: list[list[Columns]]) -> bool:
-        """Whether the op may refuse one of several calls, after it has carried out others."""
+        """Return True if the op may raise in one of several calls, after others have stepped."""
         return sum(map(len, columns)) > 1 and self._checked != grad_kinds(columns)
 
     def note_check(self, columns: list[list[Columns]]) -> None:
-        """To be called when it has refused none: only gradients change from step to step."""
+        """Record that the op accepts these columns. Only their gradients change between steps."""
         self._checked = grad_kinds(columns)
 
     def note_step(self) -> None:
-        """To be called after a step, which keeps the state that it has made."""
+        """Keep the state that a step has created. Call this after the step."""
         self._before_step = None
 
     def forget_step(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """To be called when a step was refused: it leaves no state behind."""
+        """Delete the state that a step has created. Call this if the step raised."""
         if self._before_step is not None:
             for param in [param for param in state if param not in self._before_step]:
                 del state[param]
@@ -220,18 +220,18 @@ class ColumnCache:
 
 
 def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
-    """What the gradients have of which the op might refuse some."""
+    """Return the properties of the gradients for which the op may raise."""
     kind = attrgetter("dtype", "layout")
     return [list(map(kind, part.grads)) for part in chain.from_iterable(columns)]
 
 
 def is_plain(param: Tensor) -> bool:
-    """Whether kernels can take the tensor as it is."""
+    """Return True if kernels can take the tensor as it is."""
     return type(param) in (Tensor, torch.nn.Parameter) and not param.is_complex()
 
 
 def refuse_sparse(param: Tensor) -> None:
-    """In torch's words."""
+    """Raise torch's error if the gradient is sparse."""
     if param.grad is not None and param.grad.is_sparse:
         raise RuntimeError(
             "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -239,7 +239,7 @@ def refuse_sparse(param: Tensor) -> None:
 
 
 def localized(columns: Columns, write_back_grads: bool) -> Columns:
-    """The same with this process's shards for DTensors and pairs of numbers for complex ones."""
+    """Replace DTensors by this rank's shards, and complex tensors by pairs of real numbers."""
     columns.shardings = [sharding_of(grad) for grad in columns.grads]
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
         tensors = [local(tensor) for tensor in getattr(columns, name)]
@@ -250,7 +250,7 @@ def localized(columns: Columns, write_back_grads: bool) -> Columns:
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """None for what is no DTensor."""
+    """Return the sharding of a DTensor, or None for other tensors."""
     if not is_sharded(tensor):
         return None
     placements = tensor.placements  # type: ignore[attr-defined]
@@ -265,13 +265,13 @@ def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     real = torch.view_as_real(tensor.resolve_conj())
     if not torch.compiler.is_compiling():
         return real
-    # In a graph the op cannot write into a view that has another dtype than its tensor.
+    # In a compiled graph the op cannot write to a view whose dtype is not that of its base tensor.
     copied.append((real, real.clone()))
     return copied[-1][1]
 
 
 def about_parameter(error: Exception, columns: Columns, groups: list[dict[str, Any]]) -> Exception:
-    """The op's complaint about an entry of its lists, with the parameter that it is about."""
+    """Return the op's error about an entry of its lists, with a description of the parameter."""
     found = re.match(r"fused_adam: \w+\[(\d+)\]", str(error))
     param = columns.params[int(found[1])] if found else None
     for index, group in enumerate(groups):

@@ -1,8 +1,9 @@
-"""Optimizer state in the files of C++ programs: what `torch::save(optimizer, file)` writes.
+"""Reads and writes optimizer state in the files of `torch::save(optimizer, file)` in C++.
 
-Such a file is a TorchScript module without code. Of its attributes `state` has one module for each
-parameter and `param_groups` one for each group, which names its parameters' modules and has its
-options in another. C++'s counts and names have slashes in them: "params/size", "params/0".
+Such a file is a TorchScript module without code. Its attribute `state` has one module for each
+parameter. `param_groups` has one for each group, which lists the names of its parameters' modules
+and has its options in another module. C++ stores lists by names with a slash: "params/size",
+"params/0".
 """
 
 from collections.abc import Callable
@@ -14,9 +15,8 @@ from ampfuse._cpp_archive import File, archive, read_archive, write_archive
 from ampfuse._cpp_archive_values import Module
 
 _TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
-_OPTIONS: dict[
-    str, Callable[[Any], Any]
-] = {  # and what C++ expects: a whole number is no double to it
+# The options, and conversions to the types that C++ expects: it does not accept an int as a double.
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
     "lr": float,
     "betas": lambda betas: (float(betas[0]), float(betas[1])),
     "eps": float,
@@ -30,11 +30,11 @@ _OPTIONS: dict[
 
 
 def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
-    """The state dictionary of an optimizer saved in C++, `ampfuse::AdamW`'s or torch's own.
+    """Return the state dict of an optimizer saved in C++, `ampfuse::AdamW` or one of torch's.
 
-    Tensors are on the CPU. `load_state_dict` of `ampfuse.Adam`, `ampfuse.AdamW` and torch's classes
-    takes it. The file is read as data: nothing in it is run, and a file that contains code is
-    refused.
+    Its tensors are on the CPU. `load_state_dict` of `ampfuse.Adam`, `ampfuse.AdamW` and torch's
+    classes accepts it. The file is read as data: nothing in it is run, and a file that contains
+    code is refused.
 
     >>> import tempfile, torch, ampfuse
     >>> optimizer = ampfuse.AdamW([torch.zeros(2)], lr=0.25)
@@ -46,7 +46,7 @@ def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
     saved = read_archive(file)
     try:
         return _state_dict(saved)
-    except Exception as error:  # of any type, as any entry may be of any type
+    except Exception as error:  # any error, since any entry may have any type
         raise ValueError(
             f"{file}: expected an Adam or AdamW optimizer that was saved in C++, got something else"
         ) from error
@@ -79,10 +79,10 @@ def _state(module: Module) -> dict[str, Any]:
 
 
 def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
-    """Save an optimizer's state dictionary for `torch::load(optimizer, file)` in C++.
+    """Save an optimizer's state dict for `torch::load(optimizer, file)` in C++.
 
-    A learning rate in a tensor becomes a number. What C++ has no place for, options that only torch
-    knows, is left out. If writing fails, an OSError is raised and an older file stays as it was.
+    A learning rate in a tensor becomes a number. Options that C++ does not have are left out. If
+    writing fails, an OSError is raised and an older file stays as it was.
     """
     states = {}
     for param, state in state_dict["state"].items():
@@ -100,7 +100,7 @@ def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
         for group in state_dict["param_groups"]
     ]
     content = {
-        "pytorch_version": "1.5.0",  # of the layout
+        "pytorch_version": "1.5.0",  # the version of the layout
         "state": archive(states),
         "param_groups": archive(_numbered("param_groups", groups)),
     }

@@ -1,4 +1,4 @@
-"""The norms that Adam clips by: over groups, devices, and the shards of DTensors."""
+"""Gradient norms for Adam's clipping, over groups, devices and the shards of DTensors."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ from ampfuse.optim._shards import local
 
 @dataclass(frozen=True)
 class Clip:
-    """What a group's gradients are clipped by."""
+    """How a group's gradients are clipped."""
 
-    total_norm: Tensor  # of the gradients as they are, still scaled
+    total_norm: Tensor  # norm of the gradients, which are still scaled
     max_norm: float
-    grad_norm: Tensor | None  # where the step leaves the norm of the unscaled ones
+    grad_norm: Tensor | None  # receives the norm of the unscaled gradients
 
     def on(self, device: torch.device) -> dict[str, Any]:
-        """As arguments of the op."""
+        """Return the arguments of the op on a device."""
         grad_norm = self.grad_norm
         return {
             "total_norm": on_device(self.total_norm, device),
@@ -36,9 +36,9 @@ class Clip:
 def placed(
     norm: Tensor | None, limits: list[float | None], of_groups: Sequence[Sequence[Any]]
 ) -> Tensor:
-    """Where steps leave the norm: always the same tensor, unless the parameters move.
+    """Return the tensor that receives the norm: always the same, unless the parameters move.
 
-    It is measured where the first group is that has no limit of its own.
+    It is on the device of the first group without a limit of its own.
     """
     sharing = [of for limit, of in zip(limits, of_groups, strict=True) if limit is None and of]
     device = sharing[0][0].device if sharing else None
@@ -49,13 +49,13 @@ def placed(
 
 @dataclass(frozen=True)
 class Measured:
-    """What one read of gradients tells."""
+    """The result of one read of gradients."""
 
     total_norm: Tensor
     found_inf: Tensor
 
     def to(self, device: torch.device) -> "Measured":
-        """The same there."""
+        """Return the result on the device."""
         return Measured(self.total_norm.to(device), self.found_inf.to(device))
 
 
@@ -71,12 +71,13 @@ def group_clips(
     process_group: Any,
     known_norms: dict[torch.device, Tensor],
 ) -> tuple[list[Clip | None], Tensor | None]:
-    """What each group is clipped by: its own norm where it has a limit, else that of the others.
+    """Return how each group is clipped, and with `check` a flag for non-finite gradients.
 
-    With `check` also whether any gradient is not finite, for which all are read. Whether there are
-    gradients makes no difference to the collectives: other processes may have some.
+    A group with a limit is clipped by its own norm. The other groups share one norm and one limit.
+    `check` reads all gradients. A group without gradients takes part in the same collectives, since
+    other ranks may have some.
 
-    `known_norms`, where a scaler has just measured the gradients: those of all groups, by device.
+    `known_norms`: norms of all groups' gradients by device, if a scaler has just computed them.
     """
 
     def measured_by_all(measured_groups: list[int]) -> Measured:
@@ -103,7 +104,7 @@ def group_clips(
         flags.append(measured.found_inf)
         if shared_limit is not None:
             if grad_norm is not None and not any(columns[index] for index in sharing):
-                # No step will write it.
+                # No step will write it, since these groups have no gradients.
                 norm = measured.total_norm
                 grad_norm.copy_(norm if grad_scale is None else norm / grad_scale)
             for index in sharing:
@@ -116,11 +117,11 @@ def measure(
     known_norms: dict[torch.device, Tensor],
     spread: Iterable[tuple[torch.device, Sharding]] = (),
 ) -> Measured:
-    """Of all gradients as one vector, on the device of the first; in float64.
+    """Measure all gradients as one vector, in float64, on the device of the first one.
 
-    Scaled gradients have norms beyond float32 where none of their elements is. Where the norm of
-    all gradients on a device is known, nobody asks whether one of them is not finite. `spread`:
-    shardings that other processes have gradients of, whether or not there are some here.
+    The norm of scaled gradients may exceed float32's range even if no element does. If the norm of
+    all gradients on a device is known, their flag is 0, since no caller uses it. `spread`:
+    shardings of which other ranks may have gradients, even if this rank has none.
     """
     lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {key: [] for key in spread}
     for part in columns:
@@ -144,7 +145,7 @@ def measure(
 
 
 def norm_of_shards(tensors: list[Tensor]) -> Tensor:
-    """The norm of whole tensors of which some are DTensors, in the dtype that norms have."""
+    """Return the norm of tensors and DTensors: float64 if any is float64 or complex128."""
     parts = [
         Columns(tensor.device, grads=[local(tensor)], shardings=[sharding_of(tensor)])
         for tensor in tensors
@@ -155,9 +156,9 @@ def norm_of_shards(tensors: list[Tensor]) -> Tensor:
 
 
 def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, Sharding], None]:
-    """How the DTensors among the parameters are spread, in their order.
+    """Return the shardings of the DTensors among the parameters, in their order.
 
-    Processes then meet in the same collectives, whichever of their parameters have gradients.
+    So all ranks call the same collectives, whichever of their parameters have gradients.
     """
     found: dict[tuple[torch.device, Sharding], None] = {}
     if are_processes():
@@ -169,12 +170,12 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
 
 
 def are_processes() -> bool:
-    """Whether there may be DTensors, which cost a look at each parameter."""
+    """Return True if there may be DTensors. Only then is each parameter checked for being one."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def largest(flags: list[Tensor]) -> Tensor:
-    """Of 0-dim tensors, which may be on several devices."""
+    """Return the maximum of 0-dim tensors, which may be on several devices."""
     if len(flags) == 1:
         return flags[0]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
@@ -183,9 +184,9 @@ def largest(flags: list[Tensor]) -> Tensor:
 def _measure_list(
     grads: list[Tensor], device: torch.device, sharding: Sharding | None, known: Tensor | None
 ) -> Measured:
-    """Of whole tensors, of which `grads` may be this process's shards.
+    """Measure whole tensors, of which `grads` may be this rank's shards.
 
-    Whether the norm of these is known makes no difference to the collectives.
+    A known norm of `grads` saves the read, but not the collectives.
     """
     if known is not None:
         measured = Measured(known, known.new_zeros((), dtype=torch.float32))
@@ -207,12 +208,12 @@ def _nothing(device: torch.device) -> Measured:
 
 
 def spread_dimensions(placements: Sequence[Any]) -> list[int]:
-    """The dimensions of a mesh whose processes have other parts of a DTensor."""
+    """Return the dimensions of a mesh along which ranks hold different parts of a DTensor."""
     return [i for i, placement in enumerate(placements) if not placement.is_replicate()]
 
 
 def reduced(measured: Measured, process_group: Any) -> Measured:
-    """Over processes that each have measured a part."""
+    """Combine the results of ranks that have each measured a part."""
     sums = torch.stack([measured.total_norm.double().square(), measured.found_inf.double()])
     torch.distributed.all_reduce(sums, group=process_group)
     norm = sums[0].sqrt().to(measured.total_norm.dtype)
@@ -220,14 +221,14 @@ def reduced(measured: Measured, process_group: Any) -> Measured:
 
 
 def found_by_any(found_inf: Tensor, process_group: Any) -> Tensor:
-    """A flag that any process has set."""
+    """Return a flag that is set if any rank has set it."""
     flag = found_inf.clone()
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, process_group)
     return flag
 
 
 def device_of(groups: list[dict[str, Any]], process_group: Any) -> torch.device:
-    """Where the processes of a group meet: where the parameters are, if there are any here."""
+    """Return the device for collectives: that of the parameters, if this rank has any."""
     for group in groups:
         for param in group["params"]:
             device: torch.device = param.device

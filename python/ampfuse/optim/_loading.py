@@ -1,7 +1,7 @@
-"""State dictionaries of Adam's: what is saved, and how that or torch's is loaded.
+"""Saves Adam's state dicts, and loads these or torch's.
 
-Loading is all or nothing: everything is checked, then all new state is made, and only then does
-anything take the place of what was there.
+Loading is all or nothing: everything is checked, then all new state is created, and only then is
+any old state replaced.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from ampfuse.optim._state import (
 
 
 def saved_state_dict(optimizer: Any) -> dict[str, Any]:
-    """torch's, as it is after hooks of the program's, which come last."""
+    """Return torch's state dict after `export`, and after the program's hooks, which run last."""
     handle = optimizer.register_state_dict_post_hook(export, prepend=True)
     try:
         return Optimizer.state_dict(optimizer)
@@ -42,7 +42,7 @@ def saved_state_dict(optimizer: Any) -> dict[str, Any]:
 
 
 def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """By torch's function, which checks, loads the groups, and calls hooks and __setstate__."""
+    """Load with torch's method, which checks, loads the groups, calls hooks and __setstate__."""
     loading: dict[str, Any] = {}
 
     def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
         loading.update(given)
         return {**given, "state": {}}
 
-    # The last of the hooks before loading: others may change what is loaded.
+    # This hook runs last before loading, since other hooks may change what is loaded.
     handle = optimizer.register_load_state_dict_pre_hook(keep_state_from_torch)
     optimizer._loading = loading
     try:
@@ -61,11 +61,11 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
-    """A hook that puts into a state dictionary what is not as it is kept."""
-    if optimizer._has_own_options:  # programs may put torch's there at any time
+    """Convert entries that are saved in another form than they are kept. This is a hook."""
+    if optimizer._has_own_options:  # programs may add torch's options at any time
         saved["param_groups"] = [without_torchs(group) for group in saved["param_groups"]]
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if isinstance(saved_group["lr"], Tensor):  # which loading and schedulers write
+        if isinstance(saved_group["lr"], Tensor):  # loading and schedulers write it in place
             saved_group["lr"] = saved_group["lr"].clone()
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
@@ -76,7 +76,7 @@ Owner = tuple[Tensor, dict[str, Any]]  # a parameter and its group
 
 
 def owners(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Owner]:
-    """Whose the states of a state dictionary are."""
+    """Return the owner of each state in a state dict, by its key there."""
     return {
         saved_param: (param, group)
         for group, saved_group in zip(groups, saved["param_groups"], strict=True)
@@ -85,7 +85,7 @@ def owners(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Own
 
 
 class NewState(NamedTuple):
-    """What a parameter's state becomes."""
+    """The new state of a parameter."""
 
     entries: dict[str, Any]
     param: Tensor | None
@@ -96,7 +96,7 @@ class NewState(NamedTuple):
 
 @torch.no_grad()
 def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, NewState]:
-    """Check the states of a dictionary against their parameters, and make new ones of them."""
+    """Check the states of a state dict against their parameters, and create new ones from them."""
     if not isinstance(saved["state"], dict):
         raise TypeError(f"loaded state dict: state: expected a dict, got {_kind(saved['state'])}")
     found = owners(groups, saved)
@@ -111,7 +111,7 @@ def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tens
 
 
 def _new_state(saved: dict[str, Any], param: Tensor, kept: Kept) -> NewState:
-    """Dtypes are those of the group's options: torch would cast everything to the parameter's."""
+    """Create state in the dtypes of the group's options; torch would use the parameter's dtype."""
     of_master = master_dtype(param, kept)
     entries: dict[str, Any] = {}
     of_param = None
@@ -137,13 +137,14 @@ def put_states(
     of_nobody: dict[Any, Any],
     in_place: bool,
 ) -> Spares:
-    """Put new states in the place of those that are there; `of_nobody`: of no parameter.
+    """Replace the present states by new ones; `of_nobody` are states of no parameter.
 
-    `in_place`: into the tensors that are there. Else there are new ones, and state dictionaries
-    that were taken before keep theirs, as torch's do.
+    With `in_place`, values are copied to the present tensors. Otherwise the tensors are replaced,
+    so that state dicts taken before keep the old ones, as in torch.
 
-    Returns the masters that were not saved. They are made anew at once, since a captured graph may
-    take the next step, and at the next step again, since the model may be loaded last.
+    Returns the masters that were not saved. They are set to their parameters at once, since a
+    captured graph may take the next step, and again at the next eager step, since the model may be
+    loaded after the optimizer.
     """
     spares: Spares = {}
     for key in [key for key in state if key not in new]:
@@ -164,7 +165,7 @@ def put_states(
 
 
 def _put_in_place(there: dict[str, Any], entries: dict[str, Any]) -> Tensor | None:
-    """Returns the master that is there, if none was saved."""
+    """Copy entries to the present state; return the present master if no master was saved."""
     master = there.get("master_param") if "master_param" not in entries else None
     for name in [name for name in there if name not in entries]:
         del there[name]
@@ -179,7 +180,7 @@ def _put_in_place(there: dict[str, Any], entries: dict[str, Any]) -> Tensor | No
 
 
 def of_nobody(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Any]:
-    """What a state dictionary holds beside the states of parameters: kept as it is, as by torch."""
+    """Return the states of a state dict that belong to no parameter. They are kept, as in torch."""
     found = owners(groups, saved)
     return {key: value for key, value in saved["state"].items() if key not in found}
 
@@ -189,7 +190,7 @@ def keep_options(
     groups: list[dict[str, Any]],
     defaults: dict[str, Any],
 ) -> None:
-    """Complete loaded groups by how state is kept, and by what torch's checkpoints lack; check."""
+    """Check loaded groups; set how state is kept, and options that torch's checkpoints lack."""
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
         for name in {"master_weights", "state_dtype"} & defaults.keys():
             new[name] = old[name]
@@ -209,9 +210,9 @@ def keep_options(
 
 
 def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dictionary, and where torch's class saved it, no masters and no options of torch's.
+    """Return a state dict without torch's options, and without masters that torch's class saved.
 
-    torch's class keeps masters that it was given, but does not step them.
+    torch's class keeps masters that it has loaded, but does not step them.
     """
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
@@ -225,7 +226,7 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_saved(saved: Any, param: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a state that is another parameter's, or another optimizer's."""
+    """Raise for the state of another parameter, or of another optimizer."""
     index = next(i for i, other in enumerate(group["params"]) if other is param)
     where = f"loaded state dict: parameter {index}"
     if not isinstance(saved, dict):
@@ -255,7 +256,7 @@ def _check_number(where: str, value: Any, may_be_meta: bool) -> None:
 
 
 def _check_counter(where: str, value: Any) -> None:
-    """Refuse what is no count of steps. One on a GPU is not looked at: the host would wait."""
+    """Raise for an invalid number of steps. One on a GPU is not checked: the host would wait."""
     if isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
         return
     if not 0 <= value < float("inf"):
@@ -263,7 +264,7 @@ def _check_counter(where: str, value: Any) -> None:
 
 
 def _check_tensor(where: str, value: Any, may_be_meta: bool) -> None:
-    """Refuse what has no numbers in memory that could be copied."""
+    """Raise unless this is a dense tensor with memory, from which numbers can be copied."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: expected a tensor, got {_kind(value)}")
     if value.is_nested:

@@ -1,4 +1,4 @@
-"""The options of Adam's groups, and which of them make no sense."""
+"""The options of Adam's groups, and their checks."""
 
 from numbers import Real
 from typing import Any, NamedTuple
@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Groups keep the name: tools that gather checkpoints over processes know no dtypes.
+# Groups hold the dtype's name: tools that gather checkpoints from ranks do not support dtypes.
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# What groups have besides torch's options, and what it means where they have it not: as torch's.
+# The options that torch does not have, with the values that stand for torch's behaviour. A group
+# without such an option behaves like torch's.
 OURS = {
     "master_weights": False,
     "state_dtype": None,
@@ -17,30 +18,30 @@ OURS = {
     "write_back_grads": False,
 }
 
-# Which of torch's implementations: groups of torch's have these options, and ours do not.
+# Options that choose one of torch's implementations. Groups of torch's have them, ours do not.
 TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 
-# Without which a group is none of Adam's, but another optimizer's that was loaded, say.
+# A group that lacks one of these is not Adam's; it may be loaded from another optimizer's state.
 NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
 
 def has_torchs(group: dict[str, Any]) -> bool:
-    """Whether it is taken for a group of torch's where it is loaded: those step no masters."""
+    """Return True if a loaded group counts as torch's, which does not step masters."""
     return any(name in group for name in TORCHS_OWN)
 
 
 def without_torchs(group: dict[str, Any]) -> dict[str, Any]:
-    """The same for ours."""
+    """Return the group without the options that only torch's groups have."""
     return {name: value for name, value in group.items() if name not in TORCHS_OWN}
 
 
 def option(group: dict[str, Any], name: str) -> Any:
-    """A group's value of one of our options."""
+    """Return a group's value of one of our options."""
     return group.get(name, OURS[name])
 
 
 def of_op(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options that are numbers and flags of `ops.fused_adam`."""
+    """Return a group's options that `ops.fused_adam` takes as numbers and flags."""
     beta1, beta2 = group["betas"]
     return {
         "beta1": beta1,
@@ -54,7 +55,7 @@ def of_op(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class Kept(NamedTuple):
-    """The options that say what there is of a parameter's state."""
+    """The options that decide which state a parameter has, and its dtypes."""
 
     master_weights: bool | str
     state_dtype: str | torch.dtype | None
@@ -62,17 +63,16 @@ class Kept(NamedTuple):
 
 
 def kept(group: dict[str, Any]) -> Kept:
-    """A group's."""
     return Kept(option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"])
 
 
 def state_dtype_name(dtype: torch.dtype | str) -> str:
-    """`"float32"` of `torch.float32`."""
+    """Return `"float32"` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
-    """The group with betas and flags of Python's own types: others cannot be saved and loaded."""
+    """Convert betas and flags to Python's own types, since others cannot be saved and loaded."""
     betas = group["betas"]
     if not isinstance(betas, list | tuple) and are_two_numbers(betas):
         group["betas"] = tuple(float(beta) for beta in betas)
@@ -83,10 +83,10 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_first(options: dict[str, Any]) -> None:
-    """Refuse what makes no sense to begin with; torch's words where torch refuses it too."""
+    """Raise for invalid initial options, with torch's message if torch raises too."""
     check_options(options)
     lr = options["lr"]
-    # A learning rate on a GPU is not looked at: the host would wait for it.
+    # A learning rate on a GPU is not checked: the host would wait for it.
     if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not options["weight_decay"] >= 0:
@@ -94,9 +94,9 @@ def check_first(options: dict[str, Any]) -> None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse what no step could make sense of.
+    """Raise for options that no step can use.
 
-    Schedules of learning rates and weight decay may go below 0, as with torch's.
+    Schedules may set learning rates and weight decay below 0, as in torch.
     """
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, Tensor):
@@ -137,12 +137,12 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, and not a bool."""
+    """Return True if the value is a real number, and not a bool."""
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def are_two_numbers(value: Any) -> bool:
-    """Whether the value is a pair of numbers; configuration libraries have lists of their own."""
+    """Return True for two numbers in any sequence, since configuration libraries have their own."""
     if isinstance(value, str | dict | set | Tensor):
         return False
     try:
@@ -152,20 +152,20 @@ def are_two_numbers(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether the value is a bool (numpy's included) or the integer 0 or 1."""
+    """Return True if the value is a bool (numpy's included) or the integer 0 or 1."""
     is_one = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
     return is_one and value in (0, 1)
 
 
 def described(value: Any) -> str:
-    """For messages: `str '1e-3'`."""
+    """Return type and value for messages: `str '1e-3'`."""
     return f"{type(value).__name__} {value!r}"
 
 
 def check_limit(max_grad_norm: float | None) -> None:
-    """Refuse a norm that none is below."""
+    """Raise for a limit that is not a number, or that is below 0."""
     if max_grad_norm is not None and not isinstance(max_grad_norm, Real):
-        # Not a tensor either: a graph would have its value for good.
+        # A tensor is refused, too, since a graph would keep its first value forever.
         raise TypeError(
             f"max_grad_norm: expected None or a number, got {type(max_grad_norm).__name__}"
         )
@@ -174,7 +174,7 @@ def check_limit(max_grad_norm: float | None) -> None:
 
 
 def check_params(group: dict[str, Any], index: int) -> None:
-    """Refuse a group whose parameters cannot have the masters that it asks for."""
+    """Raise for a group whose parameters cannot have the masters that its option requests."""
     if option(group, "master_weights") != "remainder":
         return
     for place, param in enumerate(group["params"]):
@@ -186,14 +186,14 @@ def check_params(group: dict[str, Any], index: int) -> None:
 
 
 def fill(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Programs append groups that have not all options. Those that torch asks for they must."""
+    """Add missing options, except those of NEEDED: programs append groups without all options."""
     for group in groups:
         for name in defaults.keys() - NEEDED:
             group.setdefault(name, defaults[name])
 
 
 def check_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Before each step: programs change options."""
+    """Complete and check all groups. Call this before each step, since programs change options."""
     fill(groups, defaults)
     for group in groups:
         check_options(group)

@@ -1,4 +1,4 @@
-"""What Adam has besides the names of torch's."""
+"""Public names of Adam that torch's class does not have."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from ampfuse.optim._written import WrittenParams
 
 
 class OwnNames(Optimizer):
-    """For programs."""
+    """Properties and methods for programs that torch's Adam does not have."""
 
     max_grad_norm: float | None
     process_group: Any
@@ -24,17 +24,17 @@ class OwnNames(Optimizer):
     def grad_norm(self) -> Tensor | None:
         """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
 
-        None before the first step, and without a `max_grad_norm` from the constructor.
+        It is None before the first step, and if the constructor got no `max_grad_norm`.
         """
         if self.max_grad_norm is None or self._grad_norm is None:
             return None
         return self._grad_norm.clone()
 
     def master_params(self) -> Iterator[Tensor]:
-        """The numbers that are stepped, in the order of the parameters.
+        """Yield the tensors that hold the full precision, in the order of the parameters.
 
-        A parameter's float32 master; of remainders the float32 numbers that they stand for, fresh;
-        the parameter itself where there is neither.
+        This is a parameter's float32 master, a new float32 tensor if the parameter has a remainder,
+        or else the parameter itself.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -43,7 +43,7 @@ class OwnNames(Optimizer):
 
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
-        """Make all masters anew from the parameters, which then have no more bits than these."""
+        """Set all masters to the parameters. The additional bits of the masters are lost."""
         for param, state in self.state.items():
             if "master_param" in state:
                 renew_master(state, param)

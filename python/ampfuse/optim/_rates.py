@@ -1,4 +1,4 @@
-"""Learning rates in tensors, which captured graphs read where they are."""
+"""Learning rates in tensors, which captured graphs read at fixed addresses."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Put loaded rates into the tensors that there are; each into its own, where they differ."""
+    """Copy loaded rates to the present tensors; groups with different rates stop sharing one."""
     places: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         if isinstance(group["lr"], Tensor) and "lr" in loaded[index]:

@@ -35,6 +35,6 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     # Adding a negative remainder, with its sign extended, borrows from the upper half.
     bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
     joined = bits.view(torch.float32)
-    # As in math/fused_adam_remainder.h, no remainder turns another number into NaN.
+    # No remainder turns another number into NaN, as in math/fused_adam_remainder.h.
     is_spoilt = joined.isnan() & ~bfloat16.isnan()
     return sharded_like(param, torch.where(is_spoilt, upper.view(torch.float32), joined))

@@ -1,10 +1,10 @@
-"""DTensors as the shards that this process has of them."""
+"""Conversions between DTensors and the shards that this rank holds."""
 
 from torch import Tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor; another tensor as it is."""
+    """Return this rank's shard of a DTensor; return other tensors unchanged."""
     if not is_sharded(tensor):
         return tensor
     shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -12,12 +12,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. The compiler knows of their attributes, not of their methods."""
+    """Return True for DTensors. The compiler can trace their attributes, but not their methods."""
     return getattr(tensor, "device_mesh", None) is not None
 
 
 def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
-    """A shard as a DTensor, if the other tensor is one."""
+    """Return a shard as a DTensor if `tensor` is one; otherwise return it unchanged."""
     if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""What Adam keeps for a parameter: created at its first step, converted, rebuilt."""
+"""The state that Adam keeps for a parameter: how it is created, converted and renewed."""
 
 from typing import Any, NamedTuple
 
@@ -12,15 +12,15 @@ from ampfuse.optim._remainders import join, split
 HALVES = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-Spares = dict[Tensor, Tensor]  # of parameters: masters that are to be made anew, in their place
+Spares = dict[Tensor, Tensor]  # by parameter: masters to set to the parameter again, in place
 
 
 def ensure(state: dict[str, Any], param: Tensor, kept: Kept, spares: Spares) -> None:
-    """Create what is missing of a parameter's state, and convert what is kept in another way."""
+    """Create missing entries of a parameter's state, and convert entries of another dtype."""
     if "step" not in state:
         refuse_in_capture()
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    else:  # whoever puts one there may do as torch, which has it on the host
+    else:  # other code may have put it on the host, as torch does
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
     dtype = moment_dtype(param, kept)
     for name in MOMENTS[: 3 if kept.amsgrad else 2]:
@@ -36,7 +36,7 @@ def ensure(state: dict[str, Any], param: Tensor, kept: Kept, spares: Spares) -> 
 def ensure_master(
     state: dict[str, Any], param: Tensor, dtype: torch.dtype | None, spares: Spares
 ) -> None:
-    """Of this dtype, or none."""
+    """Create, convert or delete the master, so that it has this dtype (None: no master)."""
     master = state.get("master_param")
     if master is None and dtype is not None:
         refuse_in_capture()
@@ -47,7 +47,7 @@ def ensure_master(
         else:
             state["master_param"] = fresh
     elif master is not None and master.dtype != dtype:
-        # A model that was cast, or a group that keeps its masters in another way from now on.
+        # The model was cast, or the group's `master_weights` was changed.
         numbers = master
         if master.dtype == torch.int16:
             numbers = join(param, master) if param.dtype == torch.bfloat16 else param.detach()
@@ -60,7 +60,7 @@ def ensure_master(
 
 
 def refuse_in_capture() -> None:
-    """State that a graph makes it would make anew at every replay."""
+    """Raise during a capture, since the graph would create the state again at every replay."""
     if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(
             "this step would make the optimizer's state, and so would each replay of the graph "
@@ -69,9 +69,11 @@ def refuse_in_capture() -> None:
 
 
 def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
-    """Of a parameter's moments: `state_dtype`, but what is more precise stays as it is.
+    """Return the dtype of a parameter's moments.
 
-    Where there is none, torch's, but for float16, whose range squares leave.
+    float64 and complex parameters keep their own, and others have `state_dtype`. Without it they
+    have the parameter's dtype, as in torch, except that float16 has float32: squares exceed the
+    range of float16.
     """
     if param.dtype not in (*HALVES, torch.float32):
         return param.dtype
@@ -81,31 +83,31 @@ def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
 
 
 def master_dtype(param: Tensor, kept: Kept) -> torch.dtype | None:
-    """float32 for masters, int16 for remainders, None for parameters that need none."""
+    """Return float32 for masters, int16 for remainders, or None for parameters without either."""
     if param.dtype not in HALVES or kept.master_weights is False:
         return None
     return torch.int16 if kept.master_weights == "remainder" else torch.float32
 
 
 def new_master(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """The master of a parameter as it is: a bfloat16 number lacks no bits of its own."""
+    """Return a master that equals the parameter. A remainder is then zero."""
     if dtype == torch.int16:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return param.detach().to(dtype, memory_format=torch.preserve_format)
 
 
 def renew_master(state: dict[str, Any], param: Tensor) -> None:
-    """Make it from the parameter again, in its place."""
+    """Set the master to the parameter, in place."""
     master = state["master_param"]
     master.copy_(new_master(param, master.dtype))
 
 
 @torch.no_grad()
 def adopt_param(param: Tensor, master: Tensor) -> Tensor:
-    """Have a float32 master take over the elements that were written into its parameter.
+    """Make a float32 master adopt the elements of its parameter that other code has written.
 
-    Those are the ones in which the parameter is not its master rounded any more. Returns whether
-    there are any, 0-dim, on the device.
+    In those elements the parameter is no longer its master rounded. Returns a 0-dim flag on the
+    device: True if there are any.
     """
     then = master.to(param.dtype)
     is_written_over = (then != param) & ~(then.isnan() & param.isnan())
@@ -114,13 +116,13 @@ def adopt_param(param: Tensor, master: Tensor) -> Tensor:
 
 
 def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of this dtype, laid out in memory as the parameter is."""
+    """Return a copy of this dtype, with the parameter's layout in memory."""
     copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return copy.copy_(value)
 
 
 class KeptMaster(NamedTuple):
-    """A float32 master in the way in which a group keeps its masters."""
+    """A float32 master, converted to the form in which a group keeps masters."""
 
     master: Tensor | None
     """float32, an int16 remainder, or None where the parameter needs none."""
@@ -129,7 +131,7 @@ class KeptMaster(NamedTuple):
 
 
 def kept_master(value: Tensor, param: Tensor, dtype: torch.dtype | None) -> KeptMaster:
-    """`dtype` is that of `master_dtype`."""
+    """Convert a float32 master to `dtype`, the result of `master_dtype`."""
     if dtype is None:
         is_own_master = param.dtype not in HALVES
         return KeptMaster(None, value if is_own_master else None)

@@ -1,8 +1,8 @@
-"""The columns of a step that is being compiled: what the compiler can follow, and guard.
+"""The columns of a step that is being compiled, read so that the compiler can trace and guard them.
 
-State is made while it traces, as torch has it made for its own optimizers, so that the first step
-needs no graph of its own. Gradients may come of a backward pass in the same graph: they are there
-for the code that is traced, and not yet for anybody else.
+State is created during tracing, as torch does for its own optimizers, so that the first step needs
+no graph of its own. Gradients may come from a backward pass in the same graph. Then they exist for
+traced code, but not for other code.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from ampfuse.optim._state import ensure
 
 
 def has_scheduler(optimizer: Any) -> bool:
-    """Whether its step is wrapped by nobody but a scheduler of torch's, which counts calls."""
+    """Return True if `step` is wrapped only by a scheduler of torch's, which counts calls."""
     wrapped = vars(optimizer).get("step")
     return getattr(wrapped, "_wrapped_by_lr_sched", False) and (
         getattr(wrapped, "__wrapped__", None) is type(optimizer).step
@@ -29,7 +29,7 @@ def has_scheduler(optimizer: Any) -> bool:
 
 
 def steps_alone(optimizer: Any) -> bool:
-    """Whether nobody's code comes between a call of its step and what Adam does."""
+    """Return True if no other code runs between a call of `step` and Adam's own code."""
     return (
         ("step" not in vars(optimizer) or has_scheduler(optimizer))
         and inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
@@ -39,7 +39,7 @@ def steps_alone(optimizer: Any) -> bool:
 
 
 def skips_unseen(optimizer: Any) -> bool:
-    """Whether nobody is told of a step either, who would take one that does nothing for one."""
+    """Return True if, in addition, no hook after a step would count a skipped one as taken."""
     return (
         steps_alone(optimizer)
         and not optimizer._optimizer_step_post_hooks
@@ -48,11 +48,11 @@ def skips_unseen(optimizer: Any) -> bool:
 
 
 class Traced:
-    """What the compiler sees in place of an optimizer, whose attributes it has ideas of its own on.
+    """The object that the compiler sees in place of an optimizer.
 
-    Parameters that it comes by in `param_groups` are constants of its graphs from then on, and a
-    backward pass in such a graph passes them over without a word. What is set on an optimizer it
-    cannot follow at all.
+    It treats an optimizer's own attributes specially. Parameters that it reads from `param_groups`
+    become constants of its graphs, and a backward pass in such a graph silently ignores them.
+    Attributes that are set on an optimizer are not traced at all.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -61,14 +61,17 @@ class Traced:
         self.has_scheduler = False
         self.steps_alone = False
         self.skips_unseen = False
-        # For as long as a scaler takes a step:
+        # Set while a scaler takes a step:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self.known_norms: dict[torch.device, Tensor] = {}  # of all gradients there, still scaled
+        self.known_norms: dict[torch.device, Tensor] = {}  # norm of all scaled gradients
 
     @at_compile_time
     def begin(self) -> None:
-        """Have parameters that other graphs have as constants taken for parameters."""
+        """Read the optimizer again, and register its parameters with the compiler.
+
+        Otherwise parameters that are constants of other graphs would be constants here, too.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         self.param_groups = optimizer.param_groups
@@ -77,11 +80,11 @@ class Traced:
         self.has_scheduler = has_scheduler(optimizer)
         self.steps_alone = steps_alone(optimizer)
         self.skips_unseen = skips_unseen(optimizer)
-        optimizer._opt_called = True  # which schedulers want to see
+        optimizer._opt_called = True  # schedulers check it
 
     @at_compile_time
     def make_state(self, with_gradient: list[list[int]]) -> None:
-        """Of these parameters of each group, and where the norm is left."""
+        """Create the state of these parameters of each group, and the tensor for the norm."""
         optimizer = self._optimizer()
         assert optimizer is not None
         params = [
@@ -102,7 +105,7 @@ class Traced:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The parameter groups, for code that may be traced."""
+    """Return the parameter groups, for code that may be traced."""
     if torch.compiler.is_compiling() and hasattr(optimizer, "_traced"):
         optimizer._traced.begin()
         return optimizer._traced.param_groups  # type: ignore[no-any-return]
@@ -110,7 +113,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def traced_columns(optimizer: Any) -> list[list[Columns]]:
-    """Of each group."""
+    """Return the columns of each group."""
     groups = groups_of(optimizer)
     with_gradient = [
         [place for place, param in enumerate(group["params"]) if param.grad is not None]
@@ -127,7 +130,7 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param)
-        id(param)  # so that the graph is for this parameter, whose state it has
+        id(param)  # guards the graph, which has this parameter's state
         state = optimizer.state[param]
         kind = (param.device, "master_param" in state)
         columns = found.setdefault(kind, Columns(param.device))

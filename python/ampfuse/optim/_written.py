@@ -1,4 +1,4 @@
-"""Parameters that something else than their optimizer writes: models loaded, averaged, masked."""
+"""Detects writes to parameters by other code than their optimizer: loading, averaging, masks."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -18,30 +18,30 @@ Writes = list[tuple[tuple[int, int], tuple[int, int]]]
 
 
 class WrittenParams:
-    """Has float32 masters take over what was written into their parameters.
+    """Makes float32 masters adopt what other code has written to their parameters.
 
-    A write between two steps shows in the parameter's version counter or in its address, and then
-    every element is compared with its master: if both steps are eager and step the same parameters.
-    The step itself compares too (`adopt_params` of `ops.fused_adam`): all elements on a CPU, some
-    on a GPU. So what goes unnoticed is a write on a GPU that does not show and changes no element
-    which the step compares.
+    A write between two eager steps of the same parameters changes a version counter or an address,
+    unless it is made through `.data`. Then every element is compared with its master. The step
+    itself compares too (`adopt_params` of `ops.fused_adam`): all elements on a CPU, some on a GPU.
+    So a write goes unnoticed only on a GPU, and only if it changes neither counters nor addresses
+    nor any element that the step compares.
     """
 
     def __init__(self) -> None:
         self._after_step: Writes | None = None
-        self._on_its_way: HostCopy | None = None  # whether anything was written over
+        self._on_its_way: HostCopy | None = None  # the flag of a write
         self._has_warned = False
 
     def note_step(self, columns: list[list[Columns]]) -> None:
-        """Take the writes of the step that was just taken for the optimizer's own."""
+        """Record the step that was just taken, so that its writes count as the optimizer's own."""
         self._after_step = writes(columns)
 
     def forget(self) -> None:
-        """Know of no earlier step."""
+        """Forget the last step."""
         self._after_step = None
 
     def adopt(self, columns: list[list[Columns]]) -> None:
-        """To be called before a step."""
+        """Detect and adopt writes since the last step. Call this before a step."""
         if is_capturing():
             return
         if have_changed(self._after_step, writes(columns)):
@@ -74,16 +74,16 @@ class WrittenParams:
 
 
 def with_float_masters(columns: list[list[Columns]]) -> Iterator[Columns]:
-    """Remainders are left out: a parameter that has one is itself the upper half of its master."""
+    """Leave out remainders: a parameter that has one is itself the upper half of its master."""
     for part in chain.from_iterable(columns):
         if part.masters and part.masters[0].dtype == torch.float32:
             yield part
 
 
 def have_changed(before: Writes | None, now: Writes | None) -> bool:
-    """Whether parameters were written, and not by a step, which moves the counters too.
+    """Return True if parameters were written, but not by a step, which writes the counters too.
 
-    Compiled steps are taken unseen.
+    Compiled steps are not recorded, so only the step counters show them.
     """
     if before is None or now is None or before == now:
         return False
@@ -91,8 +91,9 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
 
 
 def writes(columns: list[list[Columns]]) -> Writes | None:
-    """How often the parameters with masters and their step counters were written, and where they
-    are. None where that cannot be known: tensors made in inference mode do not count writes.
+    """Return counts of writes and hashes of addresses: of parameters with masters, of counters.
+
+    Return None for tensors of inference mode, which do not count writes.
     """
     try:
         return [

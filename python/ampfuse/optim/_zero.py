@@ -1,4 +1,4 @@
-"""`torch.distributed.optim.ZeroRedundancyOptimizer`, seen from the optimizer that it makes."""
+"""Detects a `torch.distributed.optim.ZeroRedundancyOptimizer` that constructs our optimizer."""
 
 import sys
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from types import FrameType
 
 
 def steps_one_shard_of_many() -> bool:
-    """Whether the optimizer that is being made gets only this process's share of the parameters.
+    """Return True if the optimizer under construction gets only a part of the parameters.
 
-    ZeroRedundancyOptimizer does not tell, so the frames of the callers are searched for one.
+    ZeroRedundancyOptimizer does not declare this, so the callers' frames are searched for one.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     frame: FrameType | None = None if module is None else sys._getframe(1)
@@ -21,7 +21,7 @@ def steps_one_shard_of_many() -> bool:
 
 
 def refuse_limits(limits: Sequence[float | None]) -> None:
-    """Refuse to clip where only a part of the gradients would be measured."""
+    """Raise for any limit, since only a part of the gradients would be measured."""
     if any(limit is not None and limit < float("inf") for limit in limits):
         raise ValueError(
             "max_grad_norm: a ZeroRedundancyOptimizer gives each process some of the parameters, "

@@ -1,4 +1,4 @@
-"""Adam: torch's, in one pass over memory, with fp32 masters for 16-bit parameters.
+"""Adam like torch's, in one pass over memory, with fp32 masters for 16-bit parameters.
 
 Unscaling, clipping and the decision to skip are part of that pass: gradients are read, not written
 unless requested, and the host never waits for a GPU.
@@ -273,7 +273,7 @@ class Adam(OwnNames, torch.optim.Adam):
         return signal
 
     def _may_skip_itself(self) -> bool:
-        """Return whether a skipped step may be a step that does nothing but create state."""
+        """Return True if the device may skip a step, which then only creates state."""
         return True
 
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:

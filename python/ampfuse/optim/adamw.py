@@ -1,4 +1,4 @@
-"""AdamW: `Adam` as `torch.optim.AdamW` has it."""
+"""AdamW: `Adam` with decoupled weight decay, like `torch.optim.AdamW`."""
 
 from typing import Any
 
@@ -12,12 +12,13 @@ from ampfuse.optim.adam import Adam
 class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with master weights, clipping and unscaling inside the step.
 
-    That is `Adam`, whose documentation says more, with decoupled weight decay. What torch does not
+    This is `Adam` with decoupled weight decay; see its documentation. Arguments that torch does not
     have: `master_weights` (`"auto"`, True, `"remainder"`, False), `state_dtype` of the moments,
-    `max_grad_norm` (over all groups; in a group, of that group), `write_back_grads`, and
-    `process_group` for norms over processes. What it does not take: `foreach`, `fused`,
-    `capturable` and `differentiable`, which choose between torch's implementations. The limit given
-    here is no group's option: it is not saved in state dictionaries, nor shown with the groups'.
+    `max_grad_norm` (over all groups; as a group option, of that group), `write_back_grads`, and
+    `process_group` for norms over ranks. The arguments `foreach`, `fused`, `capturable` and
+    `differentiable`, which choose one of torch's implementations, do not exist here. The
+    constructor's `max_grad_norm` is not a group option: it is neither saved in state dicts nor
+    printed with the groups.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
@@ -60,13 +61,13 @@ class AdamW(Adam, torch.optim.AdamW):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a group whose decay is not decoupled belongs into `Adam`."""
+        """Add a group as torch does; raise if its weight decay is not decoupled."""
         if param_group.get("decoupled_weight_decay") is False:
             raise ValueError("AdamW: decoupled_weight_decay: expected True, got False; use Adam")
         Adam.add_param_group(self, param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's: whatever was loaded, decay stays decoupled."""
+        """Restore the state as torch does; decay stays decoupled, whatever was loaded."""
         Adam.__setstate__(self, state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True

@@ -1,4 +1,4 @@
-"""Replaces torch's names by ampfuse's, for programs that are not to be changed.
+"""Replaces torch's names by ampfuse's, for programs that should not be changed.
 
 | part             | what is replaced                                                        |
 | ---------------- | ----------------------------------------------------------------------- |
@@ -17,7 +17,7 @@ __all__ = ["PARTS", "patch", "patched", "unpatch"]
 
 
 def patch(*parts: str, without: Iterable[str] = ()) -> None:
-    """Replace torch's names by ampfuse's, until `unpatch()`: in these parts, or in all.
+    """Replace torch's names by ampfuse's until `unpatch()`, in these parts or in all.
 
     The parts are `"scaler"`, `"optimizers"`, `"cross_entropy"` and `"clip_grad_norm"`.
 
@@ -29,14 +29,14 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
       wrappers would see a step that is skipped, or if there is no state yet.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. The
-      gradient of float16 logits is computed in backward, where the loss scale is known: the logits
-      must stay as they are until then. That of other logits is computed in forward; if the loss is
-      scaled, one more pass multiplies it.
+      gradient of float16 logits is computed in backward, where the loss scale is known: do not
+      change the logits until then. The gradient of other logits is computed in forward; if the loss
+      is scaled, one more pass multiplies it.
     - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
 
     Torch's class is used for what ampfuse's cannot do: `differentiable=True`, parameters that are
-    neither on a CPU nor on a GPU of NVIDIA's, a parameter that is in a group twice, and classes
-    into which the program has put methods of its own. The reason is logged once.
+    neither on a CPU nor on an NVIDIA GPU, a parameter that is in a group twice, and classes in
+    which the program has set its own methods. The reason is logged once.
 
     Modules that were imported before are changed, too, where they use torch's own name: `from
     torch.optim import AdamW`. Other references stay torch's: another name, an entry of a table, a
@@ -62,7 +62,7 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
 
 
 def unpatch(*parts: str) -> None:
-    """Undo `patch()` for these parts, or for all; inside a `patched()` block, at its end."""
+    """Undo `patch()` for these parts, or for all; a `patched()` block keeps them until its end."""
     with changing():
         for part in chosen(parts, ()):
             part.is_patched = False

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.clip_grad_norm_`: ours."""
+"""Replaces `torch.nn.utils.clip_grad_norm_`."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ original = torch_clip_grad.clip_grad_norm_
 
 
 def stand_in(is_on: Callable[[], bool]) -> Any:
-    """For torch's function."""
+    """Return the replacement of torch's function."""
 
     @functools.wraps(original)
     def replaced(parameters: TensorOrTensors, *rest: Any, **named: Any) -> Tensor:
@@ -33,12 +33,12 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
             parameters = list(parameters)
             if is_generator and not parameters:
                 empty = (parameter for parameter in parameters)
-                return original(empty, *rest, **named)  # which warns
+                return original(empty, *rest, **named)  # torch warns
         if torch.compiler.is_compiling():
             return _as_torchs(clip_grad_norm_(parameters, *rest, **named), parameters)
         try:
             norm = clip_grad_norm_(parameters, *rest, **named)
-        except (TypeError, ValueError) as error:  # before anything is written
+        except (TypeError, ValueError) as error:  # raised before anything is written
             USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
             return original(parameters, *rest, **named)
         USAGE.serve()
@@ -48,8 +48,8 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
 
 
 def _as_torchs(norm: Tensor, parameters: TensorOrTensors) -> Tensor:
-    """torch rounds it where all gradients are of the same 16 bits."""
+    """Round the norm as torch does, if all gradients have the same 16-bit dtype."""
     each = [parameters] if isinstance(parameters, Tensor) else parameters
     dtypes = (parameter.grad.dtype for parameter in each if parameter.grad is not None)
-    first = next(dtypes, norm.dtype)  # and the others are looked at only where it is one
+    first = next(dtypes, norm.dtype)  # the others are checked only if this is a 16-bit dtype
     return norm.to(first) if first in NARROW and all(dtype == first for dtype in dtypes) else norm

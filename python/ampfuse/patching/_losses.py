@@ -21,7 +21,7 @@ from ampfuse.patching._usage import Usage
 USAGE = Usage("cross_entropy")
 
 NAME = "torch.nn.functional.cross_entropy"
-# Also where a program is traced.
+# The types of plain tensors; the last two occur while a program is traced.
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 NARROW = (torch.float16, torch.bfloat16)
 DTYPES = (*NARROW, torch.float32, torch.float64)
@@ -30,7 +30,7 @@ original = functional.cross_entropy
 
 
 def stand_in(is_on: Callable[[], bool]) -> Any:
-    """For torch's function."""
+    """Return the replacement of torch's function."""
 
     @functools.wraps(original)
     def cross_entropy(
@@ -63,7 +63,7 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
             return original(input, target, **as_passed)
         return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
 
-    # TorchScript compiles what it is told here.
+    # TorchScript compiles the function that this returns.
     cross_entropy.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
     return cross_entropy
 
@@ -86,7 +86,7 @@ def _ours(
             label_smoothing,
         )
     except (TypeError, ValueError, IndexError) as error:
-        # Torch's error, or what torch takes and ours does not.
+        # torch raises its own error, or accepts what our function does not.
         loss = original(
             input,
             target,
@@ -102,7 +102,7 @@ def _ours(
 
 
 def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Torch's: probabilities, and weights with them, are multiplied by the logarithms."""
+    """Return torch's dtype: log-probabilities are multiplied by probabilities and their weights."""
     factors = [target, weight] if target.is_floating_point() else []
     dtypes = {tensor.dtype for tensor in (input, *factors) if tensor is not None}
     if torch.is_autocast_enabled(input.device.type):
@@ -111,13 +111,13 @@ def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torc
 
 
 def _are_devices_alone() -> bool:
-    """Whether nobody looks on but default devices, which are for what makes tensors."""
+    """Return True if all function modes are default devices, which only affect tensor creation."""
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _is_in_make_fx() -> bool:
-    """Whether a program makes a graph; torch.compile does in the same way."""
+    """Return True if a program uses make_fx itself; torch.compile uses it internally."""
     if torch.compiler.is_compiling():
         return False
     return get_proxy_mode() is not None and TracingContext.try_get() is None

@@ -1,4 +1,4 @@
-"""`torch.optim.Adam` and `AdamW`: ours, where they compute what torch's would."""
+"""Replaces `torch.optim.Adam` and `AdamW`, if ours compute what torch's would."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,15 +17,15 @@ USAGE = Usage("optimizers")
 
 ADAMS_OWN = {*OURS, "process_group"}
 
-# Which of torch's implementations: ours has one, which runs in a graph, too.
+# The options that choose one of torch's implementations. Ours has one, which also runs in graphs.
 IMPLEMENTATIONS = dict.fromkeys(TORCHS_OWN) | {"capturable": False, "differentiable": False}
 
 
 class _InPlaceOfTorchs(optim.Adam):
-    """With torch's arguments, options, and the contract that a program knows of torch's class.
+    """Our Adam with the arguments, options and behaviour of torch's class.
 
-    Only with `fused=True` are gradients unscaled by the step, in place. Else scalers unscale them
-    first, and call no hooks of a step that is skipped.
+    Only with `fused=True` does the step unscale gradients, in place. Otherwise scalers unscale them
+    before, and a step that is skipped calls no hooks.
     """
 
     _has_own_options = False
@@ -41,7 +41,7 @@ class _InPlaceOfTorchs(optim.Adam):
         self._take_contract()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """Add a group as torch does."""
         if isinstance(param_group, dict):
             if param_group.get("differentiable"):
                 raise ValueError("differentiable=True: only where an optimizer is made with it")
@@ -51,7 +51,7 @@ class _InPlaceOfTorchs(optim.Adam):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle, deepcopy and load_state_dict."""
+        """Restore the state for pickle, deepcopy and load_state_dict."""
         super().__setstate__(state)
         self._implementations = {name: self.defaults[name] for name in IMPLEMENTATIONS}
         self._take_contract()
@@ -61,7 +61,10 @@ class _InPlaceOfTorchs(optim.Adam):
         self._step_supports_amp_scaling = self._unscales_in_place = is_fused
 
     def _may_skip_itself(self) -> bool:
-        """A first step that is skipped leaves no state, and schedulers warn of it."""
+        """Return False before the first step.
+
+        If torch skips its first step, it creates no state, and schedulers warn of it.
+        """
         return bool(self.state) or self._is_rehearsed
 
     def _step(self) -> None:
@@ -70,18 +73,18 @@ class _InPlaceOfTorchs(optim.Adam):
 
 
 class Adam(_InPlaceOfTorchs):
-    """`ampfuse.Adam` there."""
+    """The replacement of `torch.optim.Adam`."""
 
 
 class AdamW(_InPlaceOfTorchs, optim.AdamW):
-    """`ampfuse.AdamW` there."""
+    """The replacement of `torch.optim.AdamW`."""
 
 
 CLASSES: tuple[type[_InPlaceOfTorchs], ...] = (Adam, AdamW)
 
 
 def stand_in(ours: type[_InPlaceOfTorchs], is_on: Callable[[], bool]) -> Any:
-    """For torch's class of that name."""
+    """Return the replacement of torch's class with the same name."""
     original: type[Optimizer] = getattr(torch.optim, ours.__name__)
     return StandIn.of(original, ours, is_on, partial(_make, original, ours), USAGE)
 
@@ -95,7 +98,7 @@ def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) ->
             return ours(**given)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = str(error)
-        for group, entries in before:  # the program's own, to which ours were added
+        for group, entries in before:  # ours has added options to the program's own dicts
             group.clear()
             group.update(entries)
     made = original(**given)
@@ -104,7 +107,7 @@ def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) ->
 
 
 def _listed(params: Any) -> Any:
-    """What can be gone through twice, where it could be once. Groups stay the program's own."""
+    """Replace iterators by lists, which can be read twice. Groups stay the program's own dicts."""
     if not isinstance(params, Iterator | list | tuple):
         return params
     params = list(params) if isinstance(params, Iterator) else params
@@ -120,7 +123,7 @@ def _groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _tensors(params: Any) -> Iterator[Any]:
-    """Of parameters, named parameters, or a group of them."""
+    """Yield the tensors of parameters, of named parameters, or of a group of either."""
     if isinstance(params, Tensor):
         yield params
         return

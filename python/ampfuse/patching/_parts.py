@@ -1,4 +1,4 @@
-"""What of torch can be replaced, and whether it is."""
+"""The parts of torch that can be replaced, and whether they are replaced at present."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,10 +16,10 @@ _lock = RLock()
 
 
 class Part:
-    """Names of torch's that are replaced together, for as long as somebody wants it.
+    """Names of torch's that are replaced together.
 
-    That is from `patch()` until `unpatch()`, and inside of `patched()` blocks, however many there
-    are and on whatever threads.
+    They are replaced from `patch()` until `unpatch()`, and while any thread is inside of a
+    `patched()` block.
     """
 
     def __init__(self, usage: Usage) -> None:
@@ -28,20 +28,20 @@ class Part:
         self.is_patched = False
         self.blocks = 0
         self.is_bound = False
-        self.pairs: list[tuple[Any, Any]] = []  # torch's, and what stands in for it
-        self._homes: list[tuple[str, str]] = []  # modules of torch's, and the names there
+        self.pairs: list[tuple[Any, Any]] = []  # (torch's object, its replacement)
+        self._homes: list[tuple[str, str]] = []  # (module of torch's, name in it)
 
     def replace(self, original: Any, stand_in: Any, modules: Iterable[str]) -> None:
-        """Have `stand_in` take the place of what these modules define or hand on."""
+        """Register a replacement of an object that these modules define or re-export."""
         self.pairs.append((original, stand_in))
         self._homes += [(module, original.__name__) for module in modules]
 
     def is_on(self) -> bool:
-        """Whether anybody wants it; what outlives that is torch's again."""
+        """Return True while the part is wanted. Replacements that outlive this act like torch's."""
         return self.is_patched or self.blocks > 0
 
     def exchange_at_home(self, pairs: list[tuple[Any, Any]]) -> None:
-        """In torch's own modules."""
+        """Exchange the objects in torch's own modules."""
         for module_name, name in self._homes:
             module = sys.modules[module_name]
             for old, new in pairs:
@@ -77,7 +77,7 @@ PARTS: dict[str, Part] = {part.name: part for part in _parts()}
 
 
 def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
-    """Those of these names, or all, but for those `without`."""
+    """Return the parts of these names (all parts if there is no name), except those `without`."""
     names, without = list(names), [without] if isinstance(without, str) else list(without)
     for name in (*names, *without):
         if not isinstance(name, str):
@@ -89,7 +89,7 @@ def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Make torch's names, and others' for the same, follow what is wanted behind the block."""
+    """After the block, rebind names in torch and in other modules as the parts then require."""
     with _lock:
         yield
         changed = [part for part in PARTS.values() if part.is_on() != part.is_bound]

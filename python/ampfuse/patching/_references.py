@@ -14,13 +14,13 @@ from typing import Any
 def exchange(pairs: list[tuple[Any, Any]]) -> None:
     """Make modules and classes that refer to the first of a pair refer to the second.
 
-    Only attributes that have the object's own name are changed: whoever has it by another name may
-    mean torch's, for example to put it back.
+    Only attributes that have the object's own name are changed: a program that uses another name
+    may want torch's object, for example to restore it.
 
-    A `patched()` block does this at its entry and at its exit, so it has to be quick: it asks each
-    module and each class for a few names and opens nothing else. It remembers no modules between
-    calls, since Python does not tell whether a dictionary has changed: one of the same size may
-    hold another class.
+    A `patched()` block does this at its entry and at its exit, so it has to be quick: it looks up a
+    few names in each module and each class, and nothing else. It caches no modules between calls,
+    since Python does not report whether a dict has changed: one of the same size may hold another
+    class.
     """
     replacements = {(old.__name__, id(old)): new for old, new in pairs}
     names = {name for name, _ in replacements}
@@ -33,7 +33,7 @@ def exchange(pairs: list[tuple[Any, Any]]) -> None:
 
 
 def _modules() -> list[tuple[str, ModuleType]]:
-    # __main__ may be there by two names.
+    # A module, for example __main__, may have two names: keep the first one.
     names = reversed(sys.modules.copy().items())
     modules = {id(module): (name, module) for name, module in names}
     return [

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` and its older names: ours."""
+"""Replaces `torch.amp.GradScaler` and its older names."""
 
 import warnings
 from collections import deque
@@ -16,24 +16,24 @@ USAGE = Usage("scaler")
 
 
 class _CudaGradScaler(GradScaler, torch.cuda.amp.grad_scaler.GradScaler):
-    """What `torch.cuda.amp.GradScaler` is besides, and takes."""
+    """Our scaler with the base class and the arguments of `torch.cuda.amp.GradScaler`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         GradScaler.__init__(self, "cuda", *args, **kwargs)
 
 
 class _CpuGradScaler(GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
-    """The same for `torch.cpu.amp.GradScaler`."""
+    """Our scaler with the base class and the arguments of `torch.cpu.amp.GradScaler`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         GradScaler.__init__(self, "cpu", *args, **kwargs)
 
 
 class Recording:
-    """Of scalers that are made while it is on: they remember, and the last ones are remembered."""
+    """Keeps the last 16 scalers created while recording, each of which records its updates."""
 
     def __init__(self) -> None:
-        self.history = 0  # how many updates each remembers
+        self.history = 0  # number of updates that each scaler records; 0: no recording
         self.made = 0
         self.scalers: deque[GradScaler] = deque(maxlen=16)
 
@@ -46,12 +46,12 @@ class Recording:
             self.scalers.append(twin)
 
 
-# Not __qualname__, by which pickles find them.
+# __qualname__ stays unchanged, since pickle finds the classes by it.
 _CudaGradScaler.__name__ = _CpuGradScaler.__name__ = "GradScaler"
 
 RECORDING = Recording()
 
-# Torch's class and ours.
+# Pairs of torch's class and ours.
 KINDS: list[tuple[Any, type[GradScaler]]] = [
     (torch.amp.grad_scaler.GradScaler, GradScaler),
     (torch.cuda.amp.grad_scaler.GradScaler, _CudaGradScaler),
@@ -60,12 +60,12 @@ KINDS: list[tuple[Any, type[GradScaler]]] = [
 
 
 def stand_in(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]) -> Any:
-    """For one of these classes."""
+    """Return the replacement of one of these classes."""
     return StandIn.of(original, ours, is_on, partial(_make, original, ours), USAGE)
 
 
 def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
-    if ours is not GradScaler:  # as torch says, of the line that made it
+    if ours is not GradScaler:  # torch's warning, for the line that creates it
         warnings.warn(original.__init__.__deprecated__, FutureWarning, stacklevel=3)
     try:
         scaler = ours(**given, history=RECORDING.history)

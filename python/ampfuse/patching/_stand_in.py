@@ -1,7 +1,7 @@
-"""Classes that stand in for torch's: called they make ours, and in all else they are torch's.
+"""Replacements of torch's classes: a call creates our object; in all else they act as torch's.
 
-So what was made before, or by whoever still has torch's class, is an instance of either; and who
-derives a class derives it from torch's, whose inside it may know.
+So objects that were created before, or by code that still has torch's class, are instances of both.
+A class that derives from a replacement derives from torch's class, whose internals it may use.
 """
 
 import inspect
@@ -17,20 +17,20 @@ from ampfuse.patching._usage import Usage
 OF_ABC_META = ("__abstractmethods__", "_abc_impl")
 
 
-class StandIn(ABCMeta):  # so that classes may derive from one and an abstract one
-    """The class of these classes. Each derives from its `original`."""
+class StandIn(ABCMeta):  # ABCMeta, so that a class may also derive from abstract classes
+    """The metaclass of replacements. Each replacement derives from its `original`."""
 
     original: Any
     is_on: Callable[[], bool]
     make: Callable[[dict[str, Any]], Any]
     usage: Usage
-    replaced: dict[str, FunctionType]  # torch's functions that ours has others for
+    replaced: dict[str, FunctionType]  # torch's functions that our class overrides
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """For class statements that have stand-ins among their bases: torch's take their place."""
-        body.setdefault("__module__", sys._getframe(1).f_globals.get("__name__"))  # of type()
+        """Create a class with replacements among its bases: torch's classes take their place."""
+        body.setdefault("__module__", sys._getframe(1).f_globals.get("__name__"))  # like type()
         originals = tuple(base.original if type(base) is mcs else base for base in bases)
         for base in bases:
             if type(base) is mcs and base.is_on():
@@ -46,7 +46,7 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         make: Callable[[dict[str, Any]], Any],
         usage: Usage,
     ) -> Any:
-        """One that makes what `make` does of the arguments by name, while `is_on()`."""
+        """Return a replacement: while `is_on()`, a call returns `make` of the arguments by name."""
         body = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -65,7 +65,7 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         return super().__new__(cls, original.__name__, (original,), body)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make one."""
+        """Create our object if that is possible, or else torch's."""
         if not cls.is_on():
             return cls.original(*args, **kwargs)
         if changed := cls.changed():
@@ -75,19 +75,19 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         try:
             given = inspect.signature(cls.original).bind(*args, **kwargs).arguments
         except TypeError:
-            return cls.original(*args, **kwargs)  # which says what is wrong
+            return cls.original(*args, **kwargs)  # raises torch's error
         return cls.make(given)
 
     def changed(cls) -> list[str]:
-        """Functions that a program has put into torch's class, and that ours would not call."""
+        """Return the functions that a program has set in torch's class and ours would not call."""
         return [
             name
             for name, function in cls.replaced.items()
             if unhooked(getattr(cls.original, name, None)) is not unhooked(function)
         ]
 
-    # Programs that put something into the class put it into torch's, and find it there to put back
-    # what was before.
+    # Attributes are set in torch's class and read from it, so that a program that sets one can
+    # restore the old value.
 
     @property  # type: ignore[misc]
     def __dict__(cls) -> Any:  # type: ignore[override]
@@ -103,21 +103,21 @@ class StandIn(ABCMeta):  # so that classes may derive from one and an abstract o
         delattr(cls.original, name)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """As torch's class says, of which ours are instances, too."""
+        """Return True for instances of torch's class; our objects are such instances."""
         return isinstance(instance, cls.original)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """The same for classes."""
+        """Return True for subclasses of torch's class."""
         return issubclass(subclass, cls.original)
 
 
 def functions_of(cls: type) -> dict[str, FunctionType]:
-    """Its own and inherited ones."""
+    """Return the functions of a class by name, including inherited ones."""
     found = {name: inspect.getattr_static(cls, name, None) for name in dir(cls)}
     return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
 
 
 def unhooked(function: Any) -> Any:
-    """A step as it was before torch wrapped it, which it does once a class is first used."""
+    """Return a `step` without the wrapper that torch adds when a class is first used."""
     is_hooked = getattr(function, "hooked", False) is True
     return function.__wrapped__ if is_hooked else function

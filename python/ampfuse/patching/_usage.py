@@ -1,4 +1,4 @@
-"""How often replacements served, and why torch's did where these did not."""
+"""Counts how often replacements were used, and why torch's own were used instead."""
 
 import logging
 from collections import Counter
@@ -9,7 +9,7 @@ logger = logging.getLogger("ampfuse")
 
 
 class Usage:
-    """Of one part."""
+    """The counts of one part."""
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -17,12 +17,12 @@ class Usage:
         self.left_to_torch: Counter[str] = Counter()
 
     def serve(self) -> None:
-        """Count one, but not inside of torch.compile: each count would be compiled anew."""
+        """Count one use, but not inside of torch.compile, where each count would recompile."""
         if not torch.compiler.is_compiling():
             self.served += 1
 
     def leave_to_torch(self, what: str, reason: str) -> None:
-        """Count one that torch's own serves, and log the first for each reason."""
+        """Count one use of torch's own, and log the first one for each reason."""
         if torch.compiler.is_compiling():
             return
         self.left_to_torch[reason] += 1
@@ -30,6 +30,6 @@ class Usage:
             logger.warning("%s is left to torch: %s", what, reason)
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Reset the counts."""
         self.served = 0
         self.left_to_torch.clear()

@@ -1,6 +1,7 @@
-// optim_exchange FOLDER FIRST LAST takes the steps numbered FIRST … LAST. Parameters and optimizer
-// come from files in the folder unless FIRST is 1, and go there. test_optim_archive.py does the
-// same in Python. torch's own optimizer then takes one more step with the last gradients.
+// optim_exchange FOLDER FIRST LAST takes the steps numbered FIRST … LAST. It loads parameters and
+// optimizer from files in FOLDER, unless FIRST is 1, and saves them there. test_optim_archive.py
+// does the same in Python. A new optimizer of torch then takes one step with the last gradients and
+// is saved too.
 #include <ampfuse/ampfuse.h>
 #include <torch/torch.h>
 
@@ -9,7 +10,8 @@
 
 using Tensors = std::vector<torch::Tensor>;
 
-// Of a step, or of none: the parameters to start from. Bfloat16 numbers, which every dtype holds.
+// Returns gradients of a step, or initial parameters if step is 0. All values are exact in
+// bfloat16, so in every dtype.
 torch::Tensor numbers(int64_t size, int64_t step) {
   return ((torch::arange(size) * 37 + step * 11) % 101 - 50).to(torch::kDouble) / 64;
 }
@@ -26,7 +28,7 @@ Tensors load_params(const std::string& file) {
 }
 
 void save_params(const Tensors& params, const std::string& file) {
-  // torch.load takes no list of tensors from C++, unless told to trust it.
+  // torch.load with weights_only=True accepts a tuple of tensors from C++, but not a list.
   const auto tuple = c10::ivalue::Tuple::create({params.begin(), params.end()});
   const std::vector<char> bytes = torch::pickle_save(tuple);
   std::ofstream(file, std::ios::binary).write(bytes.data(), static_cast<int64_t>(bytes.size()));

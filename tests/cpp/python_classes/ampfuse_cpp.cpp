@@ -1,4 +1,4 @@
-// The Python module ampfuse_cpp: the classes of C++ programs, which tests hold against Python's.
+// The Python module ampfuse_cpp: ampfuse's C++ classes, for tests that compare them with Python's.
 #include <ampfuse/autocast.h>
 #include <ampfuse/grad_scaler.h>
 #include <ampfuse/optim.h>
@@ -17,14 +17,14 @@ using namespace ampfuse;
 using torch::optim::Optimizer;
 using Tensors = std::vector<at::Tensor>;
 
-// Raises torch's errors as the Python exceptions that torch raises.
+// Wraps a function so that torch's C++ errors become torch's Python exceptions.
 template <typename F>
 auto wrap(F f) {
   return torch::wrap_pybind_function(std::move(f));
 }
 
-// Releases Python's lock during the call. A function that waits for other ranks must not hold it:
-// torch's threads, which those ranks wait for, need it to release a tensor.
+// Like wrap, but releases the GIL during the call. A function that waits for other ranks must not
+// hold the GIL: torch's threads, on which the ranks wait, need it to release a tensor.
 template <typename F>
 auto wrap_without_lock(F&& f) {
   return torch::wrap_pybind_function_no_gil(std::forward<F>(f));
@@ -103,7 +103,7 @@ std::vector<std::string> overflow_report(const GradScaler& self, const py::objec
   return self.overflow_report(named_parameters);
 }
 
-// The values of a state dictionary are numbers and strings.
+// Converts a value of a state dictionary: a number, a string or None.
 py::object to_python(const at::IValue& value) {
   if (value.isBool()) return py::cast(value.toBool());
   if (value.isInt()) return py::cast(value.toInt());

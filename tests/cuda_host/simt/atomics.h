@@ -1,9 +1,10 @@
 // Atomics and fences.
 //
-// An atomic orders nothing by itself, as in CUDA. Publishing needs a fence first: from its first
-// fence on, a thread's atomics carry what it did before them. The receiving side is lenient: any
-// atomic acquires, so that the "last block finishes" pattern passes without a second fence.
-// __threadfence_block counts as a device-wide fence here, which hides a too narrow one.
+// An atomic orders nothing by itself, as in CUDA: publishing needs a fence first. After a thread's
+// first fence, each of its atomics publishes everything that the thread did before. The receiving
+// side is lenient: any atomic acquires, so that the "last block finishes" pattern passes without a
+// second fence. __threadfence_block acts as a device-wide fence here, so a fence that is too narrow
+// is not detected.
 #pragma once
 
 #include <atomic>
@@ -17,7 +18,7 @@ namespace simt {
 template <class T, class... Types>
 concept one_of = (std::same_as<T, Types> || ...);
 
-// *address = update(*address), returning the old value.
+// Sets *address = update(*address) and returns the old value.
 template <class T, class Update>
 T atomic_update(T* address, Update update) {
   runtime::before_atomic(address);
@@ -31,7 +32,7 @@ T atomic_update(T* address, Update update) {
 
 }  // namespace simt
 
-// As in CUDA the pointer decides the type, and the operand converts to it.
+// The pointer determines the type, and the operand is converted to it, as in CUDA.
 
 template <simt::one_of<int, unsigned, unsigned long long, float, double> T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {

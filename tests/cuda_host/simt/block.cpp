@@ -37,7 +37,7 @@ void Block::run(Fiber& host) {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// A fiber outlives the block: it ends a thread of one block and goes on with one of a later block.
+// A fiber outlives the block: when a thread of one block has ended, it runs one of a later block.
 void Block::fiber_main() {
   for (;;) current->run_thread();
 }
@@ -63,7 +63,7 @@ void Block::activate(unsigned thread) {
 void Block::hand_over(bool finished) {
   Fiber& self = *running().fiber;
   const unsigned next = ready_.take();
-  // Barriers are seen to when their last thread arrives, so somebody is in a warp operation.
+  // A barrier opens when its last thread arrives, so some thread still waits in a warp operation.
   if (next == ReadySet::kNone && exited_ < threads_.size())
     fail("a warp operation waits for lanes that never arrive" + describe(threads_));
   if (failure_) leave();

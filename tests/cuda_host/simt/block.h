@@ -1,7 +1,7 @@
-// One block of a grid: its threads take turns on fibers.
+// One block of a grid, whose threads take turns on fibers.
 //
-// A thread runs until it waits or exits, then hands over straight to the next ready one. Nothing
-// here is thread-safe: there is one host thread, and it switches fibers only in here.
+// A thread runs until it waits or exits, then switches directly to the next ready thread. This
+// class is not thread-safe: the only host thread switches fibers nowhere else.
 #pragma once
 
 #include <deque>
@@ -26,13 +26,13 @@ struct Launch {
 
 class Block {
  public:
-  // Its threads run on pool[first], pool[first + 1] and so on, round the pool's end.
+  // Threads run on pool[first], pool[first + 1] and so on, wrapping around at the end of the pool.
   Block(const Launch&, uint3 index, std::deque<Fiber>& pool, std::size_t first, Random&);
 
-  // What every fiber of the pool runs.
+  // The function that every fiber of the pool runs.
   static void fiber_main();
 
-  // Runs all threads to their end, or until one fails: then throws that, abandoning the rest.
+  // Runs all threads to their end. If one fails, throws its error and abandons the other threads.
   void run(Fiber& host);
 
   Thread& running() { return threads_[running_]; }
@@ -42,8 +42,8 @@ class Block {
   int barrier(const char* name, bool predicate, const Site&);
   std::uint64_t warp_collective(const WarpCall&);
 
-  // Notes the first failure. The running thread goes on until it hands over or leaves, so that
-  // whoever composed the message can free it: leave() never returns, and unwinds nothing.
+  // Records the first failure. The running thread continues until hand_over() or leave(), so that
+  // the caller can free the message: leave() never returns and does not unwind.
   void fail(const std::string& what);
   [[noreturn]] void leave();
 
@@ -66,18 +66,18 @@ class Block {
 
   unsigned running_ = 0;
   unsigned exited_ = 0;
-  unsigned exited_late_ = 0;  // after their first barrier
+  unsigned exited_late_ = 0;  // threads that exited after their first barrier
 
-  unsigned lanes_waiting_[kMaxThreads / warpSize] = {};  // in a warp operation
+  unsigned lanes_waiting_[kMaxThreads / warpSize] = {};  // lanes in a warp operation
 
-  // Of the barrier that threads are waiting in.
+  // State of the barrier in which threads are waiting.
   unsigned waiting_ = 0;
   Site barrier_line_ = {};
   int votes_ = 0;
-  int last_votes_ = 0;  // of the barrier before, for those who have not left it yet
+  int last_votes_ = 0;  // of the previous barrier, for threads that have not left it yet
 };
 
-// The one that is running, or nullptr.
+// The running block, or nullptr.
 extern Block* current;
 
 }  // namespace simt::runtime

@@ -1,4 +1,4 @@
-// The waits of a block's threads for each other.
+// Barriers and warp operations, in which threads of a block wait for each other.
 
 #include <bit>
 #include <utility>
@@ -22,10 +22,10 @@ int Block::barrier(const char* name, bool predicate, const Site& where) {
   return last_votes_;
 }
 
-// Threads that have exited are not waited for, as on Volta and later, which makes the early return
-// of threads without work legal. But a thread that took part in one barrier and is missing at the
-// next has left in the middle of the block's common work: a loop whose trip count differs between
-// threads, most often. The hardware lets that pass, and pairs the barriers wrongly.
+// A barrier does not wait for threads that have exited, as on Volta and later, so threads without
+// work may return early. However, a thread that took part in one barrier and is missing at the next
+// has left in the middle of the block's common work, most often because the trip count of a loop
+// differs between threads. The hardware accepts that and pairs the barriers wrongly.
 void Block::open_barrier_if_complete() {
   if (waiting_ == 0 || waiting_ + exited_ < threads_.size()) return;
   if (exited_late_ > 0)
@@ -71,7 +71,7 @@ std::uint64_t Block::warp_collective(const WarpCall& call) {
   return self.value;
 }
 
-// A lane that waits with another mask or at another line may still come here later.
+// A lane that waits with another mask or at another line may still make this call later.
 bool Block::all_lanes_arrived(unsigned warp, const WarpCall& call) const {
   if ((lanes_waiting_[warp] & call.mask) != call.mask) return false;
   for (unsigned lanes = call.mask; lanes != 0; lanes &= lanes - 1) {
@@ -81,7 +81,7 @@ bool Block::all_lanes_arrived(unsigned warp, const WarpCall& call) const {
   return true;
 }
 
-// Results are handed out here, at once: the first lane to go on may already send its next value.
+// Hands out all results at once: the first lane to continue may already send its next value.
 void Block::deliver(unsigned warp, const WarpCall& call) {
   std::uint64_t sent[warpSize];
   Fiber* met[warpSize];

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kStackBytes = 256 << 10;
 
-// The two ends of the switch under way, for the code that resumes on the other stack.
+// The two fibers of the current switch, for the code that resumes on the other stack.
 Fiber* from = nullptr;
 Fiber* to = nullptr;
 
@@ -26,13 +26,14 @@ std::size_t page_bytes() {
 void* map_stack() {
   void* mapping = mmap(nullptr, page_bytes() + kStackBytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  // Stacks grow down: the page below turns an overflow into a fault.
+  // Stacks grow down: the guard page below turns an overflow into a fault.
   if (mapping == MAP_FAILED || mprotect(mapping, page_bytes(), PROT_NONE) != 0)
     throw std::system_error(errno, std::generic_category(), "simt: mapping a fiber's stack");
   return mapping;
 }
 
-// Without the flag the switch itself would order the two fibers and hide every race.
+// Announces the switch to ThreadSanitizer. Without the flag, the switch itself would order the two
+// fibers and hide every race.
 void become(void* tsan_fiber) {
   if constexpr (kTsan) __tsan_switch_to_fiber(tsan_fiber, __tsan_switch_to_fiber_no_sync);
 }
@@ -53,14 +54,15 @@ Fiber::Fiber(void (*main)())
 
 Fiber::~Fiber() {
   if (!mapping_) return;
-  // An abandoned kernel's frames leave their red zones behind.
+  // The frames of an abandoned kernel leave their red zones on the stack.
   if constexpr (kAsan) __asan_unpoison_memory_region(stack_, stack_bytes_);
   if constexpr (kTsan) __tsan_destroy_fiber(tsan_);
   munmap(mapping_, page_bytes() + kStackBytes);
 }
 
-// The builtin setjmp and longjmp are a few instructions: no signal mask (swapcontext's two system
-// calls), and no interceptor that would wipe the red zones of the stack that is left.
+// The builtin setjmp and longjmp take a few instructions. They do not save a signal mask, which
+// costs swapcontext two system calls, and no sanitizer interceptor wipes the red zones of the stack
+// that is left.
 [[gnu::noinline]] void Fiber::switch_to(Fiber& next, bool finished) {
   from = this;
   to = &next;
@@ -92,7 +94,8 @@ void Fiber::start() {
   setcontext(&context);
 }
 
-// First thing after a switch, on the new stack. Also how the calling thread's bounds are learnt.
+// Runs first after a switch, on the new stack. It also records the bounds of the stack that was
+// left, which are not known before for the host thread.
 void Fiber::arrive() {
   if constexpr (kAsan)
     __sanitizer_finish_switch_fiber(std::exchange(to->fake_stack_, nullptr), &from->stack_,
@@ -106,8 +109,8 @@ void Fiber::set_name(const char* name) {
 void Fiber::synchronise(std::span<Fiber* const> fibers) {
   if constexpr (kTsan) {
     void* const self = __tsan_get_current_fiber();
-    // One of the fibers lends its address for the edge, so that what earlier calls left there is
-    // already known to that fiber: no order arises between fibers that never met.
+    // The edge uses the address of one of the fibers. That fiber already knows everything that
+    // earlier calls released there, so no order arises between fibers that never met.
     void* const edge = fibers.front();
     for (Fiber* fiber : fibers) {
       become(fiber->tsan_);

@@ -1,4 +1,4 @@
-// A stack and a sanitizer identity: what one CUDA thread runs on.
+// A stack and a sanitizer identity, on which one CUDA thread runs.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace simt {
 
 class Fiber {
  public:
-  // Stands for the thread that constructs it.
+  // Represents the host thread that constructs it.
   Fiber();
   // `main` starts at the first switch to this fiber and must never return.
   explicit Fiber(void (*main)());
@@ -16,15 +16,15 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Suspends the caller, which must be running on this fiber, until somebody switches back.
-  // `finished`: nothing on this stack is needed again but the frame of `main`.
+  // Suspends the caller, which must be running on this fiber, until another fiber switches back.
+  // `finished` means that only the frame of `main` on this stack is needed again.
   void switch_to(Fiber& next, bool finished = false);
 
-  // How ThreadSanitizer's reports call this fiber.
+  // Sets the name of this fiber in ThreadSanitizer's reports.
   void set_name(const char* name);
 
-  // What any of `fibers` did so far happens before what any of them does next (ThreadSanitizer
-  // only). Any of them may be suspended; switching alone orders nothing.
+  // For ThreadSanitizer, makes everything that any of `fibers` did so far happen before everything
+  // that any of them does next. They may be suspended. Switching alone orders nothing.
   static void synchronise(std::span<Fiber* const> fibers);
 
  private:
@@ -37,19 +37,19 @@ class Fiber {
   void* mapping_ = nullptr;  // guard page, then the stack
   const void* stack_ = nullptr;
   std::size_t stack_bytes_ = 0;
-  void* fake_stack_ = nullptr;  // AddressSanitizer's, while suspended
+  void* fake_stack_ = nullptr;  // AddressSanitizer's fake stack, while suspended
   void* tsan_ = nullptr;
 };
 
-// While alive, ThreadSanitizer neither records nor checks what the running fiber allocates or
-// frees: the memory belongs to the runtime, or starts without a history.
+// While alive, ThreadSanitizer does not record or check what the running fiber allocates or frees:
+// the memory belongs to the runtime, or starts without a history.
 class IgnoreScope {
  public:
   IgnoreScope();
   ~IgnoreScope();
 };
 
-// An edge through the memory at `address`, as an atomic variable there would make it.
+// Order memory for ThreadSanitizer, as a release or acquire of an atomic variable at `address`.
 void release(const void* address);
 void acquire(const void* address);
 

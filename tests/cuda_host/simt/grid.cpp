@@ -1,4 +1,4 @@
-// Launches: checks CUDA's limits, finds fibers, and runs the blocks in the schedule's order.
+// A launch checks CUDA's limits, finds fibers, and runs the blocks in the order of the schedule.
 
 #include <algorithm>
 #include <numeric>
@@ -14,7 +14,7 @@ namespace {
 
 using BlockNumber = unsigned long long;
 
-// Reused by all blocks and launches.
+// The fibers, which all blocks and launches reuse.
 std::deque<Fiber> pool;
 
 void check(const Launch& launch) {
@@ -33,9 +33,10 @@ void check(const Launch& launch) {
           std::to_string(launch.dynamic_shared_bytes) + " bytes of dynamic shared memory");
 }
 
-// A ThreadSanitizer fiber knows whom its earlier threads met, and is in order with itself, so that
-// races between two blocks on the same fibers would be missed. Consecutive blocks therefore run on
-// different ones. A few hundred fibers cost a second's fraction to make, and 0.8 MB each (gcc 12).
+// A ThreadSanitizer fiber keeps the order that its earlier threads established with other fibers,
+// and is ordered with itself, so races between two blocks on the same fibers would be missed.
+// Consecutive blocks therefore run on different fibers. Creating a few hundred fibers takes a
+// fraction of a second, and 0.8 MB for each (gcc 12).
 void grow_pool(std::size_t threads, BlockNumber blocks) {
   constexpr std::size_t kTsanFibers = 512;
   const std::size_t generations = kTsan ? std::max<std::size_t>(2, kTsanFibers / threads) : 1;
@@ -52,7 +53,7 @@ std::vector<BlockNumber> block_order(BlockNumber count, Schedule::Order order, R
   return blocks;
 }
 
-// Puts the host and all fibers in order, at both ends of a launch.
+// Orders the host and all fibers with each other, at the beginning and the end of a launch.
 void synchronise_with(Fiber& host) {
   std::vector<Fiber*> all = {&host};
   for (Fiber& fiber : pool) all.push_back(&fiber);
@@ -81,7 +82,7 @@ void run(const Kernel& kernel, dim3 grid, dim3 block, std::size_t dynamic_shared
     }
   } catch (...) {
     synchronise_with(host);
-    pool.clear();  // some of its stacks hold a kernel that will never end
+    pool.clear();  // some stacks hold frames of a kernel that will never end
     throw;
   }
   synchronise_with(host);

@@ -1,7 +1,7 @@
 // Device functions that need no scheduler: bits, loads and stores, arithmetic.
 //
-// Approximate ones (__expf, rsqrtf, …) are exact to the last bit or so here and are not on a GPU:
-// a test of them needs a tolerance fit for the device.
+// Approximate functions (__expf, rsqrtf, …) are exact to about the last bit here, but not on a GPU:
+// a test of them needs a tolerance that fits the device.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ inline double __longlong_as_double(long long x) {
   return std::bit_cast<double>(x);
 }
 
-// Cache hints change no value.
+// Loads and stores with cache hints, which have no effect here.
 template <class T>
 T __ldg(const T* address) {
   return *address;
@@ -67,7 +67,7 @@ void __stcg(T* address, std::type_identity_t<T> value) {
   *address = value;
 }
 
-// noexcept: glibc's <math.h> declares these two names for its own use, with C linkage.
+// noexcept, because glibc's <math.h> declares these two names for its own use, with C linkage.
 inline float __expf(float x) noexcept {
   return std::exp(x);
 }
@@ -75,7 +75,7 @@ inline float __logf(float x) noexcept {
   return std::log(x);
 }
 
-// glibc has had C23's rsqrt since 2.42.
+// glibc declares C23's rsqrt since version 2.42.
 #if !defined(__GLIBC_PREREQ) || !__GLIBC_PREREQ(2, 42)
 inline float rsqrtf(float x) noexcept {
   return static_cast<float>(1 / std::sqrt(double{x}));
@@ -85,7 +85,8 @@ inline double rsqrt(double x) noexcept {
 }
 #endif
 
-// One correctly rounded operation each, never contracted: CMake passes -ffp-contract=off.
+// Each function is one correctly rounded operation, never contracted: CMake passes
+// -ffp-contract=off.
 inline float __frcp_rn(float x) {
   return 1 / x;
 }
@@ -105,7 +106,8 @@ inline float __fdividef(float x, float y) {
   return x / y;
 }
 
-// Device code's overloads: integers of one size, or floating point, where a NaN loses.
+// The overloads of device code: for integers of one size, and for floating point, for which the
+// result is the other operand if one is NaN.
 template <std::integral T, std::integral U, class Result = decltype(T{} + U{})>
   requires(sizeof(T) == sizeof(U))
 constexpr Result min(T a, U b) {

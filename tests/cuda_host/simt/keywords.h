@@ -1,4 +1,4 @@
-// CUDA's keywords, built-in variables and vector types, as nvcc would give them.
+// CUDA's keywords, built-in variables and vector types, as nvcc defines them.
 #pragma once
 
 #define __global__
@@ -8,8 +8,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-// CUDA's sizes and alignments: a misaligned vector access is undefined here as it is there, and
-// UBSan reports it.
+// Vector types have CUDA's sizes and alignments: a misaligned access is undefined here as in CUDA,
+// and UBSan reports it.
 struct uint3 {
   unsigned x, y, z;
 };
@@ -64,7 +64,7 @@ struct dim3 {
 };
 
 namespace simt::runtime {
-// Of the CUDA thread that is running; the scheduler writes them at each switch.
+// Indices and sizes of the running CUDA thread; the scheduler writes them at each switch.
 inline uint3 thread_index, block_index;
 inline dim3 block_dim, grid_dim;
 }  // namespace simt::runtime

@@ -1,4 +1,4 @@
-// Host side: launching a kernel, under a chosen order of threads and blocks.
+// Host side: launches of a kernel with a chosen order of threads and blocks.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +13,18 @@
 
 namespace simt {
 
-// A launch CUDA would refuse, or a kernel whose behaviour CUDA leaves undefined.
+// The error of a launch that CUDA would refuse, or of a kernel with undefined behaviour in CUDA.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// In which order threads run between two waits, and blocks one after another. CUDA promises none,
-// so a correct kernel gives its result under all.
+// The order in which threads run between two waits, and blocks one after another. CUDA promises no
+// order, so a correct kernel gives the same result under every schedule.
 struct Schedule {
   enum class Order { forward, reverse, random };
   Order order = Order::forward;
-  std::uint64_t seed = 0;  // of Order::random
+  std::uint64_t seed = 0;  // for Order::random
 
   std::string name() const;
 };
@@ -33,7 +33,7 @@ namespace runtime {
 inline Schedule current_schedule;
 }
 
-// The schedule of the launches that follow; forward at first.
+// Returns the schedule of the next launches; initially forward.
 inline const Schedule& schedule() {
   return runtime::current_schedule;
 }
@@ -62,8 +62,9 @@ void for_each_schedule(Body&& body, std::uint64_t seed = 1) {
 
 namespace runtime {
 
-// A kernel copies its arguments once per thread, up to 32 KB of them, and ThreadSanitizer's memcpy
-// would look at every byte: 12 ms per block of 256. Inline and unseen the copy takes 1 ms.
+// Every thread copies the kernel's arguments, up to 32 KB. ThreadSanitizer's memcpy would check
+// each byte, which takes 12 ms per block of 256 threads. An inline copy that it does not instrument
+// takes 1 ms.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define SIMT_UNSEEN_COPY __attribute__((target("inline-all-stringops"), no_sanitize("thread")))
 #else
@@ -78,7 +79,7 @@ SIMT_UNSEEN_COPY void call(void (*kernel)(Parameters...),
 
 }  // namespace runtime
 
-// kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...), and waits for it.
+// Runs kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...) and waits for it.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
             const Arguments&... arguments) {

@@ -1,4 +1,4 @@
-// The threads of a block that can run, handed out in the order that a schedule asks for.
+// The threads of a block that can run, handed out in the order of a schedule.
 #pragma once
 
 #include <bit>
@@ -10,7 +10,8 @@ namespace simt::runtime {
 
 inline constexpr unsigned kMaxThreads = 1024;
 
-// Knuth's linear congruential generator: its own, so that a seed means the same everywhere.
+// Knuth's linear congruential generator, defined here so that a seed gives the same numbers on
+// every platform.
 struct Random {
   std::uint64_t state;
   unsigned below(std::uint64_t limit) {
@@ -31,8 +32,8 @@ class ReadySet {
     words_[position / 64] |= std::uint64_t{1} << position % 64;
   }
 
-  // Goes round the block, so that each thread gets one turn before any gets a second; a random
-  // order starts from anywhere each time.
+  // Goes round the block, so that each thread gets one turn before any thread gets a second. A
+  // random order starts at a random thread each time.
   unsigned take() {
     const unsigned start = order_ == Schedule::Order::random ? random_.below(threads_) : next_;
     for (unsigned step = 0; step <= kWords; ++step) {

@@ -1,4 +1,4 @@
-// What device code calls, forwarded to the block that is running.
+// The functions that device code calls, forwarded to the running block.
 
 #include "simt/runtime.h"
 
@@ -45,7 +45,7 @@ void fence() {
   block().running().fenced = true;
 }
 
-// Host code may use the atomics too.
+// Host code may use atomics too, while no block is running.
 void before_atomic(const void* address) {
   if (current && current->running().fenced) release(address);
 }

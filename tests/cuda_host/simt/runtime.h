@@ -1,4 +1,5 @@
-// What the device-side headers and launch.h ask of the scheduler. Not for kernels or tests.
+// The interface of the scheduler for the device-side headers and launch.h, not for kernels or
+// tests.
 #pragma once
 
 #include <cstddef>
@@ -15,38 +16,38 @@ namespace simt::runtime {
 
 using Site = std::source_location;
 
-// A kernel with its arguments bound: `invoke(arguments)` is one CUDA thread.
+// A kernel with its arguments bound: `invoke(arguments)` runs one CUDA thread.
 struct Kernel {
   void (*invoke)(void* arguments);
   void* arguments;
 };
 
-// Runs the whole grid. Throws Error, or what the kernel threw.
+// Runs the whole grid. Throws Error, or the exception that the kernel threw.
 void run(const Kernel&, dim3 grid, dim3 block, std::size_t dynamic_shared_bytes, const Schedule&);
 
-// Lane of the running CUDA thread within its warp.
+// Returns the lane of the running CUDA thread within its warp.
 unsigned lane();
 
-// Waits for the block; returns for how many threads `predicate` held.
+// Waits for all threads of the block; returns the number of threads with a true `predicate`.
 int barrier(const char* name, bool predicate, const Site&);
 
-// Among the lanes of `mask`, which must all make the same call from the same line.
+// A warp operation among the lanes of `mask`, which must all make this call from the same line.
 struct WarpCall {
   const char* name;
   unsigned mask;
   std::uint64_t value;
-  int source;  // the lane whose value to return, or kBallot
+  int source;  // the lane whose value is returned, or kBallot
   bool orders_memory;
   Site where;
 };
-inline constexpr int kBallot = -1;  // return one bit per lane: was its value non-zero?
+inline constexpr int kBallot = -1;  // returns one bit per lane: 1 if its value is non-zero
 std::uint64_t warp_collective(const WarpCall&);
 
-// The block's array of the declaration `key`, made at its first use.
+// Returns the block's array of the declaration `key`, creating it at its first use.
 void* shared_array(const void* key, std::size_t bytes, std::size_t alignment);
 void* dynamic_shared_array();
 
-// __threadfence, and the two sides of an atomic operation at `address`.
+// Called for __threadfence, and before and after an atomic operation at `address`.
 void fence();
 void before_atomic(const void* address);
 void after_atomic(const void* address);

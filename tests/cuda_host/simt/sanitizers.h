@@ -1,8 +1,8 @@
-// Which sanitizer the kernels are compiled with, and its fiber interface.
+// The sanitizer that the kernels are compiled with, and its fiber interface.
 //
-// CMake says which one: the runtime itself is compiled without any, because its variables are
-// shared by all fibers on purpose, so the compiler's own macros say nothing here. Calls stand
-// behind `if constexpr`, which leaves nothing to link for the other one.
+// CMake defines SIMT_ASAN or SIMT_TSAN. The compiler's own macros are not set here, because the
+// runtime itself is compiled without a sanitizer: all fibers share its variables on purpose. Calls
+// are inside `if constexpr`, so that functions of the other sanitizer need not be linked.
 #pragma once
 
 #include <sanitizer/asan_interface.h>
@@ -21,7 +21,7 @@ inline constexpr bool kTsan = true;
 inline constexpr bool kTsan = false;
 #endif
 
-extern "C" {  // exported by the library, declared in none of gcc 12's headers
+extern "C" {  // exported by the library, but not declared in gcc 12's headers
 void __tsan_ignore_thread_begin();
 void __tsan_ignore_thread_end();
 }

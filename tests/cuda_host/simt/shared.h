@@ -1,4 +1,4 @@
-// Shared memory, and CUDA's declarations of it as macros that kernels use instead.
+// Shared memory, with macros that kernels use instead of CUDA's declarations.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +7,10 @@
 
 namespace simt {
 
-// Each lambda has a type of its own, so `Declaration` tells declarations apart, and instantiations
-// of the template they stand in. Not inlined: ThreadSanitizer only sees calls of instrumented
-// functions, and its reports would lose the declaration's line.
+// Each lambda has a type of its own, so `Declaration` distinguishes declarations, and
+// instantiations of the template that contains them. The function is not inlined: ThreadSanitizer
+// records only calls of instrumented functions, and its reports would lose the line of the
+// declaration.
 template <class T, std::size_t count, class Declaration>
 [[gnu::noinline]] T (&shared_array(Declaration)) [count] {
   static constexpr char key = 0;
@@ -18,11 +19,13 @@ template <class T, std::size_t count, class Declaration>
 
 }  // namespace simt
 
-// The block's array `name`, in its own heap allocation: AddressSanitizer guards both ends and
-// reports this line as the one that allocated it. Holds NaNs (all bits set) when the block starts.
+// Declares the block's array `name`, in its own heap allocation: AddressSanitizer guards both ends
+// and reports this line as the one that allocated it. The array holds NaNs (all bits set) when the
+// block starts.
 #define AMPFUSE_SHARED(type, name, count) \
   type(&name)[count] = ::simt::shared_array<type, (count)>([] {})
 
-// The bytes that the launch asked for. Every declaration in a kernel names the same memory.
+// Declares `name` as the dynamic shared memory of the launch. Every such declaration in a kernel
+// refers to the same memory.
 #define AMPFUSE_DYNAMIC_SHARED(type, name) \
   type* const name = static_cast<type*>(::simt::runtime::dynamic_shared_array())

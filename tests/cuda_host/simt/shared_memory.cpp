@@ -34,7 +34,7 @@ void* SharedMemory::find(const void* key) const {
 }
 
 void* SharedMemory::make(const void* key, std::size_t bytes, std::size_t alignment) {
-  constexpr std::size_t kLeastAlignment = 16;  // of dynamic shared memory, for vector accesses
+  constexpr std::size_t kLeastAlignment = 16;  // dynamic shared memory must allow vector accesses
   const IgnoreScope ignore;
   void* data = nullptr;
   if (posix_memalign(&data, std::max(alignment, kLeastAlignment), bytes) != 0)

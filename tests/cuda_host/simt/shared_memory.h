@@ -7,8 +7,8 @@
 namespace simt::runtime {
 
 inline constexpr std::size_t kStaticSharedLimit = 48 << 10;
-inline constexpr std::size_t kSharedLimit = 227
-                                            << 10;  // static and dynamic, compute capability 9.0
+// Static plus dynamic shared memory, for compute capability 9.0.
+inline constexpr std::size_t kSharedLimit = 227 << 10;
 
 class SharedMemory {
  public:
@@ -17,7 +17,7 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // The array of the declaration `key`; nullptr when it would exceed a limit.
+  // Returns the array of the declaration `key`, or nullptr if it would exceed a limit.
   void* find_or_make(const void* key, std::size_t bytes, std::size_t alignment);
   void* dynamic();
 

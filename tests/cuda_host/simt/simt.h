@@ -1,6 +1,6 @@
-// CUDA kernels on the CPU, under the host compiler's sanitizers.
+// Runs CUDA kernels on the CPU, under the host compiler's sanitizers.
 //
-// Include this before a kernel's header, and launch with a function call:
+// Include this header before a kernel's header, and launch with a function call:
 //
 //   #include "simt/simt.h"
 //   #include "cuda/scale.cuh"  // __global__ void scale_kernel(float*, float, int64_t)
@@ -16,16 +16,17 @@
 //   }
 //
 // Each CUDA thread is a fiber of the one host thread; blocks run one after another. ASan and UBSan
-// see out-of-bounds, misaligned and overflowing accesses. TSan takes the fibers for threads that
-// only barriers, __syncwarp and fenced atomics put in order (shuffles do not, and blocks are in no
-// order with each other), so it finds races in global and shared memory even where the result comes
-// out right. The runtime itself refuses divergent barriers and wrong warp masks (sync.h) and fills
-// shared memory with NaNs. Its error, like an exception from a kernel, leaves simt::launch as
-// an exception; the other threads' frames are then dropped without unwinding.
+// detect out-of-bounds, misaligned and overflowing accesses. TSan treats the fibers as threads that
+// only barriers, __syncwarp and fenced atomics put in order. Shuffles do not order memory, and
+// blocks are not ordered with each other. So TSan finds races in global and shared memory even if
+// the result is right. The runtime itself reports divergent barriers and wrong warp masks (sync.h)
+// and fills shared memory with NaNs. simt::launch throws the runtime's error, or an exception from
+// the kernel; the frames of the other threads are then dropped without unwinding.
 //
-// It cannot show speed, occupancy, spills, real contention, memory-ordering effects, progress of
-// blocks that wait for each other, approximate arithmetic, or what a launch does on a device. Races
-// are looked for between accesses that happened: a branch not taken in any schedule is not seen.
+// The runtime cannot show speed, occupancy, spills, real contention, memory-ordering effects,
+// progress of blocks that wait for each other, approximate arithmetic, or the effects of a launch
+// on a device. It finds races only between accesses that happened: a branch that no schedule takes
+// is not checked.
 #pragma once
 
 #include "simt/atomics.h"

@@ -1,10 +1,12 @@
 // Barriers and warp operations.
 //
-// Stricter than the hardware, where leniency only hides mistakes:
-// - every caller of one barrier or one warp operation must come from the same line;
-// - every lane that a mask names must arrive: exited ones and ones beyond the block's end too
-//   (CUDA lets a sync pass without them, but leaves what a shuffle reads from them undefined);
-// - a thread may exit before its first barrier, but must then take part in all (collectives.cpp).
+// They are stricter than the hardware, whose leniency only hides mistakes:
+// - all callers of one barrier or one warp operation must be at the same line;
+// - every lane in a mask must arrive, including lanes that exited and lanes beyond the block's end
+//   (CUDA lets a sync pass without them, but a shuffle reads undefined values from them);
+// - a thread may exit before its first barrier, but after its first barrier it must take part in
+// all
+//   (collectives.cpp).
 #pragma once
 
 #include <bit>
@@ -38,7 +40,7 @@ inline void __syncwarp(unsigned mask = 0xffffffff,
 
 namespace simt {
 
-// As CUDA documents them, votes and shuffles wait for each other but order no memory.
+// The lanes of a vote or shuffle wait for each other but do not order memory, as CUDA documents.
 inline unsigned vote(const char* name, unsigned mask, bool predicate, runtime::Site where) {
   return static_cast<unsigned>(runtime::warp_collective(
       {name, mask, predicate, runtime::kBallot, /*orders_memory=*/false, where}));
@@ -56,14 +58,14 @@ T shuffle(const char* name, unsigned mask, T value, unsigned source, runtime::Si
   return value;
 }
 
-// The lanes that the running one may read: `width` of them from `start`.
+// The lanes that the running lane may read: `width` lanes from `start` on.
 struct Segment {
   Segment(int width_, runtime::Site where) : width(static_cast<unsigned>(width_)) {
     if (width < 1 || width > 32 || !std::has_single_bit(width))
       runtime::fault("shuffle width is not a power of two up to 32", where);
     start = lane & ~(width - 1);
   }
-  // Where a lane past the segment's end would be read, CUDA returns the caller's own value.
+  // If the source is past the end of the segment, CUDA returns the caller's own value.
   unsigned clamp(unsigned source) const { return source < start + width ? source : lane; }
 
   unsigned lane = runtime::lane();
@@ -96,7 +98,7 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize,
   return simt::shuffle("__shfl_down_sync", mask, value, segment.clamp(segment.lane + delta), where);
 }
 
-// Reaches into earlier segments, as the hardware does, but not into later ones.
+// Reads from earlier segments, as the hardware does, but not from later ones.
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize,
                   simt::runtime::Site where = simt::runtime::Site::current()) {
@@ -118,7 +120,8 @@ inline int __all_sync(unsigned mask, int predicate,
   return simt::vote("__all_sync", mask, predicate == 0, where) == 0;
 }
 
-// The least that the hardware promises: nobody else is known to be converged with the caller.
+// Returns the least that the hardware promises: no other lane is known to be converged with the
+// caller.
 inline unsigned __activemask() {
   return 1u << simt::runtime::lane();
 }

@@ -1,4 +1,4 @@
-// One CUDA thread of the block that is running, and what its waiting is for.
+// One CUDA thread of the running block, and the call in which it waits.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct Thread {
   bool fenced = false;
   unsigned barriers = 0;  // passed so far
 
-  // The call it is in, unless ready or exited, and for a warp operation its operands and result.
+  // The call in which the thread waits, unless it is ready or has exited. For a warp operation also
+  // its operands and result.
   const char* call = nullptr;
   Site where = {};
   unsigned mask = 0;
@@ -35,7 +36,7 @@ std::string to_string(uint3);            // (x,y,z)
 std::string hexadecimal(unsigned);       // 0x0000ffff
 std::string lane_ranges(unsigned mask);  // 0-7,9
 
-// Who waits where in the block, for a report: a line per group of lanes of a warp.
+// Describes the state of all threads for a report: a line per group of lanes of a warp.
 std::string describe(std::span<const Thread>);
 
 }  // namespace simt::runtime

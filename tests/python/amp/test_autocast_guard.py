@@ -1,4 +1,4 @@
-"""C++'s AutocastGuard does what torch.autocast does: one suite for both, also in each other."""
+"""AutocastGuard of C++ behaves like torch.autocast: one suite tests both, also nested together."""
 
 import threading
 
@@ -17,7 +17,7 @@ PAIRS = pytest.mark.parametrize(
 
 
 def settings():
-    """All that autocast has on this thread."""
+    """Return the autocast settings of this thread."""
     devices = [
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
@@ -31,7 +31,7 @@ def dtype_of_product(device):
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts."""
+    """Mode that counts the casts between dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def casts(call):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Settings, nesting and cache are as before each test."""
+    """Check that each test leaves the settings and the nesting depth as it found them."""
     before = settings()
     yield
     assert settings() == before
@@ -70,7 +70,7 @@ def inputs(device):
 
 @EVERY_CONTEXT
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-def test_dtype_is_the_devices_unless_one_is_given(device, autocast, dtype):
+def test_dtype_defaults_to_the_autocast_dtype_of_the_device(device, autocast, dtype):
     expected = dtype or {"cpu": torch.bfloat16, "cuda": torch.float16}[device.type]
 
     with autocast(device.type, dtype=dtype):
@@ -80,7 +80,7 @@ def test_dtype_is_the_devices_unless_one_is_given(device, autocast, dtype):
 
 
 @PAIRS
-def test_scopes_nest(device, outer, inner):
+def test_nested_scopes_restore_the_settings_of_the_outer_scope(device, outer, inner):
     with outer(device.type, dtype=torch.bfloat16):
         before = settings()
         with inner(device.type, dtype=torch.float16, cache_enabled=False):
@@ -94,7 +94,7 @@ def test_scopes_nest(device, outer, inner):
 
 
 @PAIRS
-def test_an_exception_restores_everything(device, outer, inner):
+def test_settings_are_restored_after_an_exception(device, outer, inner):
     with (
         pytest.raises(RuntimeError, match="thrown"),
         outer(device.type),
@@ -113,13 +113,13 @@ def test_a_weight_is_cast_once_in_a_scope(autocast, weight, inputs, device):
 
 
 @EVERY_CONTEXT
-def test_without_the_cache_it_is_cast_each_time(autocast, weight, inputs, device):
+def test_a_weight_is_cast_at_each_use_without_the_cache(autocast, weight, inputs, device):
     with autocast(device.type, dtype=torch.bfloat16, cache_enabled=False):
         assert casts(lambda: (inputs @ weight, inputs @ weight)) == 2
 
 
 @PAIRS
-def test_the_outermost_scope_alone_ends_the_cache(outer, inner, weight, inputs, device):
+def test_cached_casts_survive_the_end_of_an_inner_scope(outer, inner, weight, inputs, device):
     with outer(device.type, dtype=torch.bfloat16):
         with inner(device.type, dtype=torch.bfloat16):
             assert casts(lambda: inputs @ weight) == 1
@@ -130,7 +130,7 @@ def test_the_outermost_scope_alone_ends_the_cache(outer, inner, weight, inputs, 
 
 
 @PAIRS
-def test_a_step_between_scopes_is_seen(outer, inner, weight, inputs, device):
+def test_a_weight_changed_between_scopes_is_cast_again(outer, inner, weight, inputs, device):
     with outer(device.type, dtype=torch.bfloat16):
         before = inputs @ weight
     with torch.no_grad():
@@ -140,7 +140,9 @@ def test_a_step_between_scopes_is_seen(outer, inner, weight, inputs, device):
 
 
 @EVERY_CONTEXT
-def test_a_step_within_a_scope_is_seen_once_the_cache_is_cleared(autocast, weight, inputs, device):
+def test_a_weight_changed_within_a_scope_is_cast_again_after_clear_cache(
+    autocast, weight, inputs, device
+):
     with autocast(device.type, dtype=torch.bfloat16):
         before = inputs @ weight
         with torch.no_grad():
@@ -151,7 +153,7 @@ def test_a_step_within_a_scope_is_seen_once_the_cache_is_cleared(autocast, weigh
 
 
 @EVERY_CONTEXT
-def test_a_forward_without_gradients_leaves_no_cast_that_has_none(autocast, weight, inputs, device):
+def test_weight_grad_is_not_none_if_a_no_grad_forward_came_first(autocast, weight, inputs, device):
     with autocast(device.type, dtype=torch.bfloat16):
         with torch.no_grad():
             inputs @ weight
@@ -160,7 +162,9 @@ def test_a_forward_without_gradients_leaves_no_cast_that_has_none(autocast, weig
 
 
 @EVERY_CONTEXT
-def test_a_forward_in_inference_mode_leaves_the_cache_alone(autocast, weight, inputs, device):
+def test_a_weight_gets_a_gradient_after_a_forward_in_inference_mode(
+    autocast, weight, inputs, device
+):
     with autocast(device.type, dtype=torch.bfloat16):
         with torch.inference_mode():
             inputs @ weight
@@ -169,7 +173,7 @@ def test_a_forward_in_inference_mode_leaves_the_cache_alone(autocast, weight, in
 
 
 @EVERY_CONTEXT
-def test_other_threads_are_as_they_were(device, autocast):
+def test_autocast_stays_off_in_other_threads(device, autocast):
     found = []
     with autocast(device.type):
         thread = threading.Thread(target=lambda: found.append(dtype_of_product(device)))
@@ -179,7 +183,7 @@ def test_other_threads_are_as_they_were(device, autocast):
 
 
 @EVERY_CONTEXT
-def test_gradients_are_those_of_16_bit_products(device, autocast, weight, inputs):
+def test_gradients_equal_those_of_16_bit_products(device, autocast, weight, inputs):
     with autocast(device.type, dtype=torch.bfloat16):
         loss = (inputs @ weight).float().square().sum()
     loss.backward()
@@ -191,7 +195,7 @@ def test_gradients_are_those_of_16_bit_products(device, autocast, weight, inputs
 
 
 @EVERY_CONTEXT
-def test_scopes_of_two_devices_do_not_touch_each_other(autocast):
+def test_a_scope_of_one_device_leaves_autocast_of_another_unchanged(autocast):
     with autocast("cpu", dtype=torch.float16):
         cuda = torch.is_autocast_enabled("cuda")
         assert torch.get_autocast_dtype("cpu") == torch.float16
@@ -199,19 +203,19 @@ def test_scopes_of_two_devices_do_not_touch_each_other(autocast):
 
 
 def enabled_with_warning(make, words):
-    """Whether autocast is on in a context that warns when it is made or entered."""
+    """Return True if autocast is on in a context that warns when it is made or entered."""
     with pytest.warns(UserWarning, match=words), make():
         return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 @EVERY_CONTEXT
-def test_a_dtype_that_the_cpu_does_not_cast_to_is_warned_about(autocast):
+def test_a_cpu_scope_with_an_unsupported_dtype_warns_and_is_off(autocast):
     assert not enabled_with_warning(lambda: autocast("cpu", dtype=torch.float64), "Disabling")
 
 
 @EVERY_CONTEXT
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_gpu_that_is_not_there_is_warned_about(autocast):
+def test_a_gpu_scope_without_a_gpu_warns_and_is_off(autocast):
     assert not enabled_with_warning(lambda: autocast("cuda"), "CUDA is not available.*Disabling")
 
 

@@ -1,4 +1,4 @@
-"""ampfuse.GradScaler: torch's behaviour, its error messages, its state."""
+"""ampfuse.GradScaler behaves like torch's: training, error messages, saved state."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def data(device):
 
 
 def train(scaler, network, optimizer, batches, spoil=(), clip=None, unscale=False):
-    """The loop that the documentation of torch.amp shows; gradients of `spoil` are infinite."""
+    """Run the loop of the torch.amp documentation; in the steps `spoil` a gradient is infinite."""
     for step, (inputs, target) in enumerate(batches):
         optimizer.zero_grad()
         with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
@@ -58,7 +58,7 @@ def same(parameters, others):
 @EVERY_OPTIMIZER
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_training_is_that_of_torchs_scaler(device, cls, options, unscale, clip):
+def test_training_matches_torchs_scaler(device, cls, options, unscale, clip):
     networks = [model(device) for _ in range(2)]
     scalers = [
         scaler(device.type, init_scale=128.0, growth_interval=2)
@@ -75,7 +75,7 @@ def test_training_is_that_of_torchs_scaler(device, cls, options, unscale, clip):
 
 
 @EVERY_OPTIMIZER
-def test_scaled_training_is_unscaled_training(device, cls, options):
+def test_scaled_training_matches_unscaled_training(device, cls, options):
     networks = [model(device) for _ in range(2)]
     scalers = [ampfuse.GradScaler(device.type, 2.0**10, enabled=enabled) for enabled in (1, 0)]
     for network, scaler in zip(networks, scalers, strict=True):
@@ -87,7 +87,7 @@ def test_scaled_training_is_unscaled_training(device, cls, options):
 
 
 @EVERY_OPTIMIZER
-def test_an_overflow_changes_nothing_but_the_scale(device, cls, options):
+def test_an_overflow_changes_the_scale_but_no_parameter(device, cls, options):
     network, scaler = model(device), ampfuse.GradScaler(device.type, 8.0)
     optimizer = cls(network.parameters(), **options)
     before = [param.detach().clone() for param in network.parameters()]
@@ -100,7 +100,7 @@ def test_an_overflow_changes_nothing_but_the_scale(device, cls, options):
 
 
 @pytest.mark.parametrize("optimizer_states", ["fresh", "used"])
-def test_state_goes_to_torchs_scaler_and_back_in_mid_run(device, optimizer_states):
+def test_state_moves_to_torchs_scaler_and_back_between_steps(device, optimizer_states):
     def run(second):
         network = model(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -121,7 +121,7 @@ def test_state_goes_to_torchs_scaler_and_back_in_mid_run(device, optimizer_state
     assert our_state == their_state
 
 
-def test_state_has_torchs_keys_and_ours_all_plain(device):
+def test_state_has_torchs_keys_and_ours_with_plain_values(device):
     scaler = ampfuse.GradScaler(device.type, hysteresis=3, min_scale=2.0)
 
     state = scaler.state_dict()
@@ -131,7 +131,7 @@ def test_state_has_torchs_keys_and_ours_all_plain(device):
     assert (state["hysteresis"], state["min_scale"], state["_hysteresis_tracker"]) == (3, 2.0, 3)
 
 
-def test_what_torch_does_not_save_stays_as_it_is(device):
+def test_loading_torchs_state_keeps_the_options_that_torch_lacks(device):
     scaler = ampfuse.GradScaler(device.type, hysteresis=3, min_scale=2.0)
 
     scaler.load_state_dict(torch.amp.GradScaler(device.type, 8.0).state_dict())
@@ -142,7 +142,7 @@ def test_what_torch_does_not_save_stays_as_it_is(device):
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_alike(device, used, copied):
+def test_copied_and_pickled_scalers_keep_their_state(device, used, copied):
     scaler = ampfuse.GradScaler(device.type, 3.0, 4.0, 0.25, 2, history=5, hysteresis=2)
     if used:
         network = model(device)
@@ -157,7 +157,7 @@ def test_copies_go_on_alike(device, used, copied):
     assert other.scale(torch.ones((), device=device)).item() == scaler.get_scale()
 
 
-def test_disabled_it_is_not_there(device):
+def test_a_disabled_scaler_only_steps_the_optimizer(device):
     network, scaler = model(device), ampfuse.GradScaler(device.type, enabled=False)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     loss = network(torch.ones(1, 8, device=device)).sum()
@@ -175,14 +175,14 @@ def test_disabled_it_is_not_there(device):
 
 
 def quarter(device, **options):
-    """A parameter with a gradient that is scaled by 4, its optimizer, and the scaler."""
+    """Return a parameter whose gradient is scaled by 4, its optimizer, and the scaler."""
     param = Parameter(torch.ones(2, device=device))
     scaler = ampfuse.GradScaler(device.type, 4.0, **options)
     scaler.scale(param.sum()).backward()
     return param, torch.optim.SGD([param], lr=0.5), scaler
 
 
-def test_order_of_calls_is_checked_in_torchs_words(device):
+def test_calls_in_the_wrong_order_raise_torchs_errors(device):
     _, optimizer, scaler = quarter(device)
 
     scaler.unscale_(optimizer)
@@ -200,7 +200,7 @@ def test_order_of_calls_is_checked_in_torchs_words(device):
 
 
 @pytest.mark.parametrize("name", ["unscale_", "step", "update", "_check_inf_per_device"])
-def test_nothing_goes_before_the_first_scale(device, name):
+def test_methods_raise_before_the_first_scale(device, name):
     scaler = ampfuse.GradScaler(device.type)
     optimizer = torch.optim.SGD([Parameter(torch.ones(1, device=device))], lr=0.1)
 
@@ -238,8 +238,8 @@ def test_scale_may_be_set(device, new_scale):
     assert not scaler._per_optimizer_states
 
 
-def test_gradients_of_our_optimizers_are_read_once(device):
-    """The norm of the check is the one that is clipped by."""
+def test_step_checks_gradients_and_computes_the_clip_norm_in_one_pass(device):
+    """The pass that checks gradients also computes the norm that the optimizer clips by."""
     network, scaler = model(device), ampfuse.GradScaler(device.type)
     optimizer = ampfuse.AdamW(network.parameters(), max_grad_norm=1.0)
     train(scaler, network, optimizer, data(device)[:1])
@@ -252,8 +252,8 @@ def test_gradients_of_our_optimizers_are_read_once(device):
     assert names == ["ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"]
 
 
-def test_the_scale_may_be_made_early_and_again(device):
-    """As libraries do before they load a state, some of them twice."""
+def test_the_scale_tensor_may_be_created_early_and_twice(device):
+    """Libraries call this method before they load a state, some of them twice."""
     scaler = ampfuse.GradScaler(device.type, 4.0)
 
     scaler._lazy_init_scale_growth_tracker(device.type)

@@ -1,6 +1,6 @@
-"""GradScaler.clip_grad_norm_: unscaling, the look for overflow, the norm and clipping at once.
+"""GradScaler.clip_grad_norm_ unscales gradients, checks for overflow, computes the norm and clips.
 
-Nothing is remembered for later calls: whoever measures gradients measures those that are there.
+No norm is cached for later calls: each call computes it from the current gradients.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 
 def scaled(device, count=3, scale=8.0, optimizer=torch.optim.SGD):
-    """Parameters with scaled gradients, their optimizer and its scaler."""
+    """Return parameters with scaled gradients, their optimizer and its scaler."""
     params = [Parameter(torch.ones(5, device=device)) for _ in range(count)]
     scaler = ampfuse.GradScaler(device.type, scale)
     scaler.scale(sum((i + 1) * param.sum() for i, param in enumerate(params))).backward()
@@ -22,7 +22,7 @@ def scaled(device, count=3, scale=8.0, optimizer=torch.optim.SGD):
 
 
 def operators(call):
-    """What it returns, and the names of ampfuse's operators that it calls, in order."""
+    """Return the result of `call` and the names of ampfuse's operators it calls, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = call()
     names = [event.name for event in profile.events()]
@@ -30,7 +30,7 @@ def operators(call):
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_result_has_the_bits_of_unscaling_and_clipping_one_after_the_other(device, max_norm):
+def test_result_has_the_bits_of_unscale_followed_by_clip_grad_norm(device, max_norm):
     params, optimizer, scaler = scaled(device)
     others, other_optimizer, other_scaler = scaled(device)
 
@@ -43,7 +43,7 @@ def test_result_has_the_bits_of_unscaling_and_clipping_one_after_the_other(devic
     assert_same_bits([p.grad for p in params], [p.grad for p in others])
 
 
-def test_gradients_are_measured_by_the_pass_that_unscales_them(device):
+def test_norm_is_computed_by_the_pass_that_unscales_gradients(device):
     _, optimizer, scaler = scaled(device)
 
     _, names = operators(lambda: scaler.clip_grad_norm_(optimizer, 0.5))
@@ -52,7 +52,7 @@ def test_gradients_are_measured_by_the_pass_that_unscales_them(device):
 
 
 @EVERY_LANGUAGE
-def test_scalers_of_both_languages_clip_in_the_same_two_passes(language, device):
+def test_gradients_are_unscaled_and_clipped_in_two_passes(language, device):
     param, optimizer, scaler = ready(language, device)
 
     norm, names = operators(lambda: scaler.clip_grad_norm_(optimizer, 1.0))
@@ -63,17 +63,17 @@ def test_scalers_of_both_languages_clip_in_the_same_two_passes(language, device)
 
 
 @EVERY_LANGUAGE
-def test_gradients_that_are_unscaled_already_are_measured_as_they_are(language, device):
+def test_norm_is_computed_anew_if_gradients_changed_after_unscale(language, device):
     param, optimizer, scaler = ready(language, device)
     scaler.unscale_(optimizer)
-    param.grad.data.mul_(10)  # which no version counter shows
+    param.grad.data.mul_(10)  # through .data, so that the version counter does not move
 
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(10 * 2**0.5)
     assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
 @EVERY_LANGUAGE
-def test_clip_grad_norm_after_unscale_measures_what_is_there(language, device):
+def test_ampfuse_clip_grad_norm_computes_the_norm_anew_after_unscale(language, device):
     param, optimizer, scaler = ready(language, device)
     scaler.unscale_(optimizer)
     param.grad.data.mul_(10)
@@ -82,7 +82,7 @@ def test_clip_grad_norm_after_unscale_measures_what_is_there(language, device):
 
 
 @EVERY_LANGUAGE
-def test_the_step_after_clipping_is_not_unscaled_again(language, device):
+def test_the_step_after_clipping_does_not_unscale_again(language, device):
     param, optimizer, scaler = ready(language, device)
     before = param.detach().clone()
     scaler.clip_grad_norm_(optimizer, 1.0)
@@ -119,7 +119,7 @@ def test_clipping_after_the_step_is_refused(language, device):
         scaler.clip_grad_norm_(optimizer, 1.0)
 
 
-def test_a_disabled_scaler_clips_gradients_as_they_are(device):
+def test_a_disabled_scaler_clips_without_unscaling(device):
     param = Parameter(torch.zeros(2, device=device))
     param.grad = torch.tensor([3.0, 4.0], device=device)
     scaler = ampfuse.GradScaler(device.type, enabled=False)
@@ -138,7 +138,7 @@ def test_an_optimizer_without_gradients_has_norm_zero(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_norm_has_the_dtype_that_clip_grad_norm_gives_it(device, dtype):
+def test_the_norm_is_float64_for_float64_gradients_and_float32_otherwise(device, dtype):
     param = Parameter(torch.ones(4, device=device, dtype=dtype))
     scaler = ampfuse.GradScaler(device.type, 4.0)
     scaler.scale(param.sum()).backward()
@@ -151,7 +151,7 @@ def test_the_norm_has_the_dtype_that_clip_grad_norm_gives_it(device, dtype):
 
 
 def test_a_parameter_in_two_groups_is_clipped_as_after_unscale(device):
-    """Its gradient is unscaled twice, as by torch."""
+    """The gradient is unscaled twice, as by torch."""
     results = []
     for together in (True, False):
         param = Parameter(torch.ones(4, device=device))
@@ -174,7 +174,7 @@ def sparse_gradient_scaled_by_4(scaler):
     return table.weight, torch.optim.SparseAdam(table.parameters())
 
 
-def test_sparse_gradients_are_clipped_where_torch_gives_them_a_norm():
+def test_sparse_gradients_are_clipped_if_torch_supports_their_norm():
     theirs, ours = torch.amp.GradScaler("cpu", 4.0), ampfuse.GradScaler("cpu", 4.0)
     param, optimizer = sparse_gradient_scaled_by_4(theirs)
     theirs.unscale_(optimizer)
@@ -191,8 +191,8 @@ def test_sparse_gradients_are_clipped_where_torch_gives_them_a_norm():
 
 
 @EVERY_LANGUAGE
-def test_an_optimizer_that_clips_reads_its_gradients_twice(language, device):
-    """Once to look for overflow and for the norm, once for the update."""
+def test_step_of_an_optimizer_that_clips_reads_gradients_twice(language, device):
+    """One pass checks for overflow and computes the norm, the other one updates parameters."""
     param, _, scaler = ready(language, device)
     optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
 
@@ -203,17 +203,17 @@ def test_an_optimizer_that_clips_reads_its_gradients_twice(language, device):
 
 
 def multiply(param, factor, *_):
-    """As a hook of an optimizer."""
+    """Multiply the gradient in place; further arguments are what an optimizer passes to hooks."""
     param.grad.mul_(factor)
 
 
 def multiply_unseen(param, factor, *_):
-    """Without moving the version counter."""
+    """Multiply the gradient without moving its version counter."""
     param.grad.data.mul_(factor)
 
 
 @pytest.mark.parametrize("write", [multiply, multiply_unseen])
-def test_a_hook_that_changes_gradients_is_clipped_for(device, write):
+def test_norm_is_computed_after_a_hook_that_changes_gradients(device, write):
     norms = []
     for factor in (1.0, 100.0):
         param = Parameter(torch.zeros(4, device=device))
@@ -226,7 +226,7 @@ def test_a_hook_that_changes_gradients_is_clipped_for(device, write):
     assert norms == [pytest.approx(2.0), pytest.approx(200.0)]
 
 
-def test_a_derived_step_that_changes_gradients_is_clipped_for(device):
+def test_norm_is_computed_after_a_derived_step_changes_gradients(device):
     class Doubling(ampfuse.AdamW):
         def step(self, closure=None):
             for group in self.param_groups:
@@ -244,7 +244,7 @@ def test_a_derived_step_that_changes_gradients_is_clipped_for(device):
     assert optimizer.grad_norm.item() == pytest.approx(4.0)
 
 
-def test_groups_with_limits_of_their_own_are_measured_each(device):
+def test_groups_with_separate_limits_are_clipped_by_separate_norms(device):
     params = [Parameter(torch.zeros(4, device=device)) for _ in range(2)]
     groups = [{"params": params[:1], "max_grad_norm": 1.0}, {"params": params[1:]}]
     optimizer = ampfuse.AdamW(groups, max_grad_norm=1.0, write_back_grads=True)
@@ -260,9 +260,7 @@ def test_groups_with_limits_of_their_own_are_measured_each(device):
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("write", [multiply, multiply_unseen])
-def test_an_optimizer_that_clips_measures_gradients_that_were_unscaled_before(
-    language, device, write
-):
+def test_adamw_computes_the_norm_anew_if_gradients_changed_after_unscale(language, device, write):
     param, _, scaler = ready(language, device)
     optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
     scaler.unscale_(optimizer)
@@ -273,7 +271,7 @@ def test_an_optimizer_that_clips_measures_gradients_that_were_unscaled_before(
     assert optimizer.grad_norm.item() == pytest.approx(10 * 2**0.5)
 
 
-def test_compiled_steps_clip_to_the_same_bits(device, traced_backward):
+def test_compiled_steps_clip_to_the_bits_of_eager_ones(device, traced_backward):
     def train(compiled):
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 4).to(device)
@@ -296,7 +294,7 @@ def test_compiled_steps_clip_to_the_same_bits(device, traced_backward):
     assert_same_bits(train(True), train(False))
 
 
-def test_the_norm_of_an_optimizer_that_unscales_itself_is_not_unscaled_again(device):
+def test_history_norm_is_right_if_the_optimizer_unscales_itself(device):
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -315,7 +313,7 @@ def test_the_norm_of_an_optimizer_that_unscales_itself_is_not_unscaled_again(dev
 
 
 @pytest.mark.needs_cuda
-def test_a_captured_clip_measures_the_gradients_of_each_replay():
+def test_a_captured_clip_computes_the_norm_of_each_replay():
     params, optimizer, scaler = scaled(torch.device("cuda"))
     scaler.unscale_(optimizer)
     graph = torch.cuda.CUDAGraph()

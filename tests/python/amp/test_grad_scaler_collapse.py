@@ -1,4 +1,4 @@
-"""A loss scale so small that its inverse is not a finite float32: the step is an overflow."""
+"""A loss scale whose inverse is not a finite float32 makes the step an overflow."""
 
 import ampfuse
 import pytest
@@ -17,7 +17,7 @@ def overflow(scaler, optimizer, param, times):
 
 @EVERY_LANGUAGE
 def test_parameters_survive_144_overflows_in_a_row(device, language):
-    """The scale backs off from 2^16 to 2^-128 by then, which the next finite gradients meet."""
+    """The scale backs off from 2^16 to 2^-128; the next gradients are finite."""
     param = Parameter(torch.ones(3, device=device))
     optimizer, scaler = language.adamw([param], lr=0.1), language.scaler(device)
 
@@ -33,8 +33,8 @@ def test_parameters_survive_144_overflows_in_a_row(device, language):
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-128])
-def test_a_step_with_torchs_scaler_is_skipped_too(device, scale):
-    """torch's scaler does not count it as an overflow, since it looks at gradients alone."""
+def test_a_step_with_torchs_scaler_is_skipped_if_the_scale_is_too_small(device, scale):
+    """torch's scaler reports no overflow here, since it checks gradients alone."""
     param = Parameter(torch.ones(3, device=device))
     optimizer = ampfuse.AdamW([param], lr=0.1)
     scaler = torch.amp.GradScaler(device.type, init_scale=scale)
@@ -47,7 +47,7 @@ def test_a_step_with_torchs_scaler_is_skipped_too(device, scale):
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_a_patched_program_survives_it(device, fused):
+def test_a_patched_program_survives_144_overflows_in_a_row(device, fused):
     with ampfuse.patched():
         param = Parameter(torch.ones(3, device=device))
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)

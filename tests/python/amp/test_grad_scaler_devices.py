@@ -1,4 +1,4 @@
-"""One scaler for parameters on a CPU and on a GPU: flags are combined, whichever is first."""
+"""One scaler for parameters on a CPU and a GPU combines their overflow flags, in either order."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_an_overflow_on_one_device_skips_on_both(language, order, kind, unscale,
 
 @EVERY_LANGUAGE
 @ORDERS
-def test_history_and_report_are_of_all_devices(language, order):
+def test_history_and_overflow_report_cover_all_devices(language, order):
     params = parameters(order)
     optimizer = language.sgd(params, lr=0.5)
     scaler = language.scaler(torch.device(order[0]), 8.0, history=2)

@@ -1,4 +1,4 @@
-"""GradScaler over two processes, in both languages: they skip together, or not at all."""
+"""GradScaler on two ranks, in both languages: all ranks skip a step, or no rank does."""
 
 import ampfuse
 import pytest
@@ -26,7 +26,7 @@ CASES = [(name, u) for name in (*OPTIMIZERS, *CPP_OPTIMIZERS) for u in (False, T
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of a scenario."""
+    """Play all scenarios; return a function from a scenario to the result of each rank."""
     scenario.play(tmp_path_factory.mktemp("processes"))
     return scenario.results
 
@@ -42,14 +42,14 @@ def make(name, params):
 
 
 def scaler_for(name, **options):
-    """In the language of the optimizer, for all processes."""
+    """Return a scaler in the language of the optimizer, with the group of all ranks."""
     language = CPP if name in CPP_OPTIMIZERS else LANGUAGES["Python"]
     return language.scaler(CPU, 8.0, process_group=dist.group.WORLD, **options)
 
 
 @scenario(*CASES)
 def one_overflows(case):
-    """Each process has a parameter of its own, the second one also an infinite gradient."""
+    """Each rank has a parameter of its own; rank 1 has an infinite gradient."""
     name, unscale = case
     param = Parameter(torch.ones(2))
     optimizer = make(name, [param])
@@ -69,7 +69,7 @@ def one_overflows(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_processes_of_a_group_skip_together(outcomes, case):
+def test_step_is_skipped_on_every_rank_when_one_overflows(outcomes, case):
     for result in outcomes("one_overflows", case):
         assert result["scale"] == 4.0
         assert result["skipped"]
@@ -78,7 +78,7 @@ def test_processes_of_a_group_skip_together(outcomes, case):
 
 @scenario("SGD", "C++ SGD")
 def no_gradients_here(name):
-    """The second process has none; it takes part in deciding all the same."""
+    """Rank 1 has no gradients, but still takes part in the decision to skip."""
     param = Parameter(torch.ones(2))
     optimizer = make(name, [param])
     scaler = scaler_for(name, allow_no_grads=True)
@@ -92,7 +92,7 @@ def no_gradients_here(name):
 
 
 @pytest.mark.parametrize("name", ["SGD", "C++ SGD"])
-def test_a_process_without_gradients_takes_part(outcomes, name):
+def test_a_rank_without_gradients_backs_off_when_another_overflows(outcomes, name):
     assert [result["scale"] for result in outcomes("no_gradients_here", name)] == [4.0, 4.0]
 
 
@@ -122,7 +122,7 @@ def fsdp(case):
 
 
 @pytest.mark.parametrize("case", [(n, u) for n in OPTIMIZERS for u in (False, True)])
-def test_a_sharded_model_is_skipped_whole(outcomes, case):
+def test_every_shard_of_a_model_skips_when_one_overflows(outcomes, case):
     for result in outcomes("fsdp", case):
         assert result["scales"] == [8.0, 4.0]
         assert result["moved"] == [True, False]
@@ -131,7 +131,7 @@ def test_a_sharded_model_is_skipped_whole(outcomes, case):
 
 @scenario("our scaler", "torch's")
 def norm_of_shards(name):
-    """Of a model that is sharded whole: every process has a part of each gradient."""
+    """In a fully sharded model, each rank holds a shard of each gradient."""
     torch.manual_seed(0)
     network = torch.nn.Linear(4, 6)
     fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
@@ -144,14 +144,14 @@ def norm_of_shards(name):
 
 
 @pytest.mark.parametrize("name", ["our scaler", "torch's"])
-def test_a_sharded_model_is_clipped_by_the_norm_of_the_whole(outcomes, name):
+def test_grad_norm_of_a_sharded_model_covers_all_shards(outcomes, name):
     for result in outcomes("norm_of_shards", name):
         assert result["told"] == pytest.approx(result["exact"].item())
 
 
 @scenario("clip_grad_norm_", "AdamW")
 def averaged_after_unscaling(name):
-    """Replicas that are unscaled before they exchange gradients, which moves no version counter."""
+    """Replicas unscale, then all-reduce gradients, which does not move version counters."""
     param = Parameter(torch.zeros(2))
     optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
     scaler = ampfuse.GradScaler("cpu", 8.0)
@@ -165,6 +165,6 @@ def averaged_after_unscaling(name):
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "AdamW"])
-def test_gradients_that_were_exchanged_are_measured_again(outcomes, name):
+def test_norm_is_computed_after_gradients_are_all_reduced(outcomes, name):
     for result in outcomes("averaged_after_unscaling", name):
         assert result["norm"] == pytest.approx(55.0)

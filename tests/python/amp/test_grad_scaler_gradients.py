@@ -1,4 +1,4 @@
-"""Gradients of every kind in ampfuse.GradScaler, and the hooks that other libraries rely on."""
+"""GradScaler with gradients of every dtype and layout, and the hooks other libraries rely on."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ GRADIENTS = {
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=list(GRADIENTS))
 @pytest.mark.parametrize("overflow", [False, True])
-def test_every_kind_of_gradient_is_unscaled_and_looked_through(language, device, make, overflow):
+def test_gradients_of_every_kind_are_unscaled_and_checked(language, device, make, overflow):
     grad = make().to(device)
     if overflow:
         (grad._values() if grad.is_sparse else grad)[1] = float("nan")
@@ -60,7 +60,7 @@ def test_float16_gradients_are_refused_unless_allowed(language, device):
 
 
 @EVERY_LANGUAGE
-def test_a_scale_of_the_users_own_multiplies(language, device):
+def test_a_grad_scale_set_by_the_user_is_multiplied_in(language, device):
     param, _, scaler = ready(language, device)
     optimizer = language.adamw([param], lr=0.5, max_grad_norm=1.0)
     optimizer.grad_scale = torch.tensor(2.0, device=device)
@@ -72,7 +72,7 @@ def test_a_scale_of_the_users_own_multiplies(language, device):
     assert getattr(optimizer, "found_inf", None) is None
 
 
-def test_sparse_float16_duplicates_that_overflow_together(device):
+def test_step_is_skipped_if_duplicate_sparse_float16_values_overflow_when_added(device):
     indices = torch.tensor([[0, 0]])
     values = torch.tensor([65504.0, 65504.0], dtype=torch.float16)
     param = Parameter(torch.zeros(2, dtype=torch.float16, device=device))
@@ -85,7 +85,7 @@ def test_sparse_float16_duplicates_that_overflow_together(device):
     assert scaler.was_skipped()
 
 
-def test_check_hook_leaves_gradients_and_stage_alone(device):
+def test_check_inf_per_device_changes_neither_gradients_nor_stage(device):
     param, optimizer, scaler = ready(LANGUAGES["Python"], device)
     version = param.grad._version
 
@@ -98,7 +98,7 @@ def test_check_hook_leaves_gradients_and_stage_alone(device):
     assert param.grad._version <= version + 1
 
 
-def test_unscale_hook_is_torchs(device):
+def test_unscale_grads_hook_unscales_and_returns_flags(device):
     param, optimizer, scaler = ready(LANGUAGES["Python"], device)
     inverse, found_inf = torch.tensor(0.5, device=device), torch.zeros((), device=device)
 
@@ -108,7 +108,7 @@ def test_unscale_hook_is_torchs(device):
     assert (param.grad == 2).all()
 
 
-def test_subclasses_decide_whether_to_step(device):
+def test_a_subclass_may_override_maybe_opt_step(device):
     class Never(ampfuse.GradScaler):
         def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
             return "never"
@@ -121,7 +121,7 @@ def test_subclasses_decide_whether_to_step(device):
     assert param.item() == 1
 
 
-def test_old_protocol_gets_the_scaler_itself(device):
+def test_step_with_a_grad_scaler_argument_receives_the_scaler(device):
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -138,7 +138,7 @@ def test_old_protocol_gets_the_scaler_itself(device):
     assert optimizer.got is scaler
 
 
-def test_attributes_are_the_optimizers_for_the_step_alone(device):
+def test_optimizer_has_scale_and_flag_attributes_only_during_step(device):
     class Taking(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -179,7 +179,7 @@ def test_two_optimizers_share_a_scale_and_only_one_is_skipped(device):
     assert scaler.get_scale() == 2.0
 
 
-def test_several_outputs_are_scaled_as_torch_scales_them(device):
+def test_nested_outputs_are_scaled_and_other_types_are_refused(device):
     scaler = ampfuse.GradScaler(device.type, 4.0)
     one = torch.ones((), device=device)
 
@@ -191,8 +191,8 @@ def test_several_outputs_are_scaled_as_torch_scales_them(device):
 
 
 @EVERY_LANGUAGE
-def test_a_step_without_gradients_overflows_nothing(language, device):
-    """Also where the step before it, of another optimizer, was skipped."""
+def test_a_step_without_gradients_is_not_skipped(language, device):
+    """This holds even if the previous step, of another optimizer, was skipped."""
     param, spoiled, scaler = ready(language, device, allow_no_grads=True)
     param.grad[0] = float("inf")
     scaler.step(spoiled)
@@ -207,7 +207,7 @@ def test_a_step_without_gradients_overflows_nothing(language, device):
         assert not scaler.was_skipped()
 
 
-def test_an_optimizer_that_skips_itself_is_told_also_without_gradients(device):
+def test_an_optimizer_without_gradients_still_receives_scale_and_flag(device):
     class Taking(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -220,7 +220,7 @@ def test_an_optimizer_that_skips_itself_is_told_also_without_gradients(device):
     assert scaler.step(Taking([Parameter(torch.ones(1, device=device))], lr=1.0)) == (4.0, 0.0)
 
 
-def test_groups_may_have_their_parameters_in_a_tuple(device):
+def test_parameters_of_a_group_may_be_a_tuple(device):
     param, optimizer, scaler = ready(LANGUAGES["Python"], device)
     optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
 
@@ -229,7 +229,7 @@ def test_groups_may_have_their_parameters_in_a_tuple(device):
     assert (param.grad == 1).all()
 
 
-def test_the_scale_that_a_subclass_tells_is_the_one_that_is_stepped_with(device):
+def test_step_unscales_by_the_scale_that_a_subclass_returns(device):
     class Other(ampfuse.GradScaler):
         def _get_scale_async(self):
             return super()._get_scale_async() * 2
@@ -245,8 +245,8 @@ def test_the_scale_that_a_subclass_tells_is_the_one_that_is_stepped_with(device)
 
 
 @EVERY_LANGUAGE
-def test_a_norm_beyond_float32_of_scaled_gradients_clips_as_usual(language, device):
-    """No element overflows, only their norm times the scale would, in float32."""
+def test_gradients_are_clipped_if_their_scaled_norm_overflows_float32(language, device):
+    """No scaled element overflows float32, but the norm of the scaled gradients would."""
     outcomes = []
     for scale in (1.0, 2.0**120):
         param = Parameter(torch.zeros(1_000_000, device=device))
@@ -263,7 +263,7 @@ def test_a_norm_beyond_float32_of_scaled_gradients_clips_as_usual(language, devi
 
 
 @EVERY_LANGUAGE
-def test_large_finite_gradients_are_not_reported(language, device):
+def test_overflow_report_omits_large_finite_gradients(language, device):
     network = torch.nn.ParameterDict(
         {"finite": torch.zeros(4, device=device), "nan": torch.zeros(4, device=device)}
     )
@@ -279,7 +279,7 @@ def test_large_finite_gradients_are_not_reported(language, device):
 
 
 @EVERY_LANGUAGE
-def test_the_norm_of_gradients_that_are_sparse_is_not_told(language, device):
+def test_history_norm_of_sparse_gradients_is_nan(language, device):
     indices = torch.tensor([[0, 0]], device=device)
     param = Parameter(torch.zeros(2, device=device))
     param.grad = torch.sparse_coo_tensor(indices, torch.tensor([2.0, 2.0], device=device), (2,))
@@ -293,8 +293,8 @@ def test_the_norm_of_gradients_that_are_sparse_is_not_told(language, device):
 
 
 @pytest.mark.parametrize("make", [partial(torch.optim.AdamW, fused=True), ampfuse.AdamW])
-def test_a_compiled_iteration_steps_as_an_eager_one(device, make):
-    """What takes scale and flag as attributes cannot be traced: the graph ends there."""
+def test_a_compiled_iteration_equals_an_eager_one(device, make):
+    """A step that gets scale and flag as attributes cannot be traced: the graph breaks there."""
 
     def train(compiler):
         torch.manual_seed(0)

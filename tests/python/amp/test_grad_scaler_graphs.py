@@ -1,4 +1,4 @@
-"""Unscaling, step and update in a CUDA graph: the scale moves inside it, steps are skipped."""
+"""Unscaling, step and update in a CUDA graph: replays move the scale and skip steps."""
 
 import ampfuse
 import pytest
@@ -13,7 +13,7 @@ OPTIONS = {"growth_interval": 2, "history": 8, "max_consecutive_skips": 100}
 
 
 class Side:
-    """Parameters, whose gradients are given, their optimizer and scaler."""
+    """Parameters whose gradients are set by `feed`, their optimizer and scaler."""
 
     def __init__(self, language, clip, max_grad_norm):
         self.params, self.clip = parameters(CUDA), clip
@@ -25,7 +25,7 @@ class Side:
         self.grads = [param.grad for param in self.params]
 
     def feed(self, step, overflow=False):
-        """New gradients, in the same memory if there are some."""
+        """Set new gradients; existing ones are overwritten in place, as a graph requires."""
         grads = [param.grad for param in self.params]
         feed(self.params, step, scale=4.0)
         if overflow:
@@ -44,9 +44,9 @@ class Side:
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize(("clip", "max_grad_norm"), [(False, None), (False, 0.5), (True, None)])
-def test_replays_are_eager_steps_bit_by_bit(language, clip, max_grad_norm):
+def test_replays_equal_eager_steps_bit_by_bit(language, clip, max_grad_norm):
     replayed, eager = (Side(language, clip, max_grad_norm) for _ in range(2))
-    assert not replayed.scaler.was_skipped()  # from now on steps send their flags
+    assert not replayed.scaler.was_skipped()  # from here on, each step copies its flag to the host
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed.step()
@@ -67,11 +67,11 @@ def test_replays_are_eager_steps_bit_by_bit(language, clip, max_grad_norm):
 
 
 @EVERY_LANGUAGE
-def test_a_scale_made_before_capture_is_all_that_a_graph_needs(language):
+def test_step_can_be_captured_once_the_scale_tensor_exists(language):
     params = parameters(CUDA)
     optimizer = language.adamw(params)
     feed(params, 0)
-    optimizer.step()  # which makes its state
+    optimizer.step()  # creates the optimizer's state
     scaler = language.scaler(CUDA, 4.0, growth_interval=1)
     scaler.scale_tensor()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What a scaler costs besides the arithmetic: host waits, launches, allocations."""
+"""Cost of a scaler apart from its arithmetic: host waits, launches, allocations."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ PYTHON = LANGUAGES["Python"]
 
 
 class Dispatched(TorchDispatchMode):
-    """Notes the operators that are called, in Python or from C++."""
+    """Mode that counts the calls of each operator, from Python or from C++."""
 
     def __init__(self):
         super().__init__()
@@ -25,17 +25,17 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Through which the host gets to know what a tensor holds.
+# Operators by which the host reads the values of a tensor.
 WAITS = {"_local_scalar_dense", "is_nonzero", "item", "equal"}
 
 
-# And in Python, where on the CPU nothing is dispatched for it.
+# Python methods that read a tensor; on the CPU they dispatch no operator.
 READERS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
 
 @pytest.fixture
 def reading_is_an_error(monkeypatch):
-    """A function after which no tensor can be read, until the test is over."""
+    """A function that makes every read of a tensor raise until the test ends."""
 
     def refuse(*_):
         raise AssertionError("the host waits here")
@@ -44,7 +44,7 @@ def reading_is_an_error(monkeypatch):
 
 
 class Loop:
-    """The part of a training loop that the scaler has: gradients are there already."""
+    """The scaler's part of a training loop; the gradients exist already."""
 
     def __init__(self, device, make_scaler, make_optimizer, clip=None):
         self.params = [Parameter(torch.ones(5, device=device)) for _ in range(20)]
@@ -52,7 +52,7 @@ class Loop:
             param.grad = torch.ones(5, device=device)
         self.scaler, self.optimizer = make_scaler(device), make_optimizer(self.params)
         self.loss, self.clip = torch.ones((), device=device), clip
-        for _ in range(3):  # until nothing is made for the first time any more
+        for _ in range(3):  # later iterations create no state or cache
             self.iterate()
 
     def iterate(self):
@@ -72,7 +72,7 @@ def ours(language):
 
 
 def theirs(device):
-    """torch's scaler."""
+    """Return a scaler of torch."""
     return torch.amp.GradScaler(device.type)
 
 
@@ -83,7 +83,7 @@ EVERY_OPTIMIZER_OF_OURS = pytest.mark.parametrize("kind", ours(PYTHON))
 @EVERY_LANGUAGE
 @EVERY_OPTIMIZER_OF_OURS
 @CLIPS
-def test_nothing_is_waited_for_with_our_optimizers(
+def test_host_reads_no_tensor_with_our_optimizers(
     device, language, kind, clip, reading_is_an_error
 ):
     options = {"history": 4, "hysteresis": 2, "min_scale": 1.0}
@@ -98,7 +98,7 @@ def test_nothing_is_waited_for_with_our_optimizers(
 
 
 @CLIPS
-def test_nothing_is_waited_for_with_torchs_fused_optimizers(device, clip):
+def test_host_reads_no_tensor_with_torchs_fused_adamw(device, clip):
     loop = Loop(device, PYTHON.scaler, lambda params: torch.optim.AdamW(params, fused=True), clip)
 
     with Dispatched() as dispatched:
@@ -109,7 +109,7 @@ def test_nothing_is_waited_for_with_torchs_fused_optimizers(device, clip):
 
 @EVERY_LANGUAGE
 @CLIPS
-def test_other_optimizers_are_waited_for_once(device, language, clip):
+def test_host_reads_one_tensor_per_step_with_sgd(device, language, clip):
     loop = Loop(device, language.scaler, lambda params: language.sgd(params, lr=0.1), clip)
 
     with Dispatched() as dispatched:
@@ -122,11 +122,11 @@ def test_other_optimizers_are_waited_for_once(device, language, clip):
 @EVERY_LANGUAGE
 @EVERY_OPTIMIZER_OF_OURS
 @CLIPS
-def test_torch_sees_no_waiting(language, kind, clip):
+def test_iterations_pass_torchs_sync_debug_mode(language, kind, clip):
     options = {"history": 4, "max_consecutive_skips": 3}
     cuda = torch.device("cuda")
     loop = Loop(cuda, lambda d: language.scaler(d, **options), ours(language)[kind], clip)
-    loop.scaler.was_skipped()  # from now on each step sends its flag
+    loop.scaler.was_skipped()  # from here on, each step copies its flag to the host
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -141,7 +141,7 @@ def test_torch_sees_no_waiting(language, kind, clip):
 
 
 def launches(loop):
-    """On a GPU kernels and copies; on the CPU operators, of which each would be one at least."""
+    """Count kernels and copies on a GPU. On the CPU count operators: each launches at least one."""
     if loop.loss.is_cuda:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             loop.iterate()
@@ -166,15 +166,15 @@ def allocations(loop):
     )
 
 
-# Of an iteration on 20 tensors, the optimizer's own included: mul by the scale, two fills, a copy,
-# check and norm, Adam with its learning rate, update. And with clipping: mul, three for the
-# reciprocal, a fill, a copy, unscale and norm, the norm's copy, clip, Adam, update.
+# Operators of an iteration on 20 tensors, including the optimizer's: mul by the scale, two fills, a
+# copy, check and norm, Adam with its learning rate, update. With clipping: mul, three for the
+# reciprocal, a fill, a copy, unscale and norm, copy of the norm, clip, Adam, update.
 MOST = {None: 8, ampfuse.clip_grad_norm_: 12}
 
 
 @EVERY_LANGUAGE
 @CLIPS
-def test_launches_and_allocations_are_fewer_than_torchs(device, language, clip):
+def test_launches_are_fewer_than_torchs_and_allocations_at_most_4_more(device, language, clip):
     if device.type == "cuda":
         torch.cuda.synchronize()
     loop = Loop(device, language.scaler, lambda params: language.adamw(params), clip)
@@ -185,11 +185,11 @@ def test_launches_and_allocations_are_fewer_than_torchs(device, language, clip):
     if device.type == "cpu":
         assert allocations(loop) < allocations(other)
         assert launches(loop) <= MOST[clip]
-    else:  # kernels take room for what blocks tell one another from torch's cache
+    else:  # kernels allocate scratch memory for partial results of blocks
         assert allocations(loop) <= allocations(other) + 4
 
 
-def test_torchs_own_optimizers_cost_less_under_our_scaler(device):
+def test_torchs_optimizers_take_no_more_launches_under_our_scaler(device):
     for clip, torchs_clip in (
         (None, None),
         (ampfuse.clip_grad_norm_, torch.nn.utils.clip_grad_norm_),
@@ -200,14 +200,13 @@ def test_torchs_own_optimizers_cost_less_under_our_scaler(device):
         ):
             loop = Loop(device, PYTHON.scaler, make, clip)
             other = Loop(device, theirs, make, torchs_clip)
-            # On a GPU what looks at gradients also measures them, which is a launch more.
+            # On a GPU our check of gradients also computes their norm, in one more launch.
             most = launches(other) - (device.type == "cpu")
             assert launches(loop) <= most
 
 
 @EVERY_LANGUAGE
-def test_nothing_grows_from_step_to_step(device, language):
-    """Allocations of one iteration are those of the next."""
+def test_every_iteration_allocates_equally_often(device, language):
     loop = Loop(device, language.scaler, ours(language)["AdamW, clipping"])
 
     counts = {allocations(loop) for _ in range(20)}

@@ -1,4 +1,4 @@
-"""The scalers of Python, C++ and torch: the same training, states that move between them."""
+"""The scalers of Python, C++ and torch train identically and load each other's states."""
 
 import ampfuse
 import pytest
@@ -11,7 +11,7 @@ PYTHON, CPP = LANGUAGES["Python"], LANGUAGES["C++"]
 
 
 class Training:
-    """A regression whose gradients overflow at some steps; goes on with any scaler."""
+    """A regression whose gradients overflow at some steps; any scaler can continue it."""
 
     def __init__(self, device):
         generator = torch.Generator().manual_seed(0)
@@ -24,7 +24,7 @@ class Training:
         self.norms = []
 
     def step(self, scaler, optimizer, step, clip=None):
-        """One iteration; every fifth overflows."""
+        """Run one iteration; every fifth overflows."""
         optimizer.zero_grad()
         hidden = torch.tanh(self.inputs[step] @ self.weights[0] + self.weights[1])
         scaler.scale((hidden @ self.weights[2].T).square().mean()).backward()
@@ -38,7 +38,7 @@ class Training:
         self.scales.append(scaler.get_scale())
 
     def outcome(self):
-        """All numbers."""
+        """Return the weights, scales and norms."""
         return [*self.weights, torch.tensor(self.scales), torch.tensor(self.norms)]
 
 
@@ -52,7 +52,7 @@ OPTIONS = {"growth_interval": 3, "hysteresis": 2, "min_scale": 8.0, "history": 2
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_both_train_alike_to_the_last_bit(device, make, clip):
+def test_training_in_python_and_cpp_has_the_same_bits(device, make, clip):
     outcomes, histories = [], []
     for language in (PYTHON, CPP):
         training, scaler = Training(device), language.scaler(device, 64.0, **OPTIONS)
@@ -67,13 +67,13 @@ def test_both_train_alike_to_the_last_bit(device, make, clip):
 
 
 def through_file(before, of_before, after, of_after, folder):
-    """One scaler's state into another by a file."""
+    """Load one scaler's state into another through a file."""
     of_before.save(before, folder / "scaler.pt")
     of_after.load(after, folder / "scaler.pt")
 
 
 @pytest.mark.parametrize("languages", [(PYTHON, CPP), (CPP, PYTHON)], ids=["to C++", "to Python"])
-def test_training_goes_on_in_the_other_language_and_back(device, languages, tmp_path):
+def test_training_continues_in_the_other_language_and_back(device, languages, tmp_path):
     outcomes = []
     for route in (languages[:1] * 3, (languages[0], languages[1], languages[0])):
         training = Training(device)
@@ -92,7 +92,7 @@ def test_training_goes_on_in_the_other_language_and_back(device, languages, tmp_
 
 
 @EVERY_LANGUAGE
-def test_training_goes_on_with_torchs_scaler_and_back(language, device):
+def test_training_continues_with_torchs_scaler_and_back(language, device):
     def torchs():
         return torch.amp.GradScaler(device.type, 64.0, growth_interval=3)
 
@@ -117,7 +117,7 @@ def test_training_goes_on_with_torchs_scaler_and_back(language, device):
     assert_same_bits(outcomes[2], outcomes[0])
 
 
-def test_python_writes_what_torch_saved_for_cpp(tmp_path):
+def test_python_converts_a_state_of_torchs_scaler_for_cpp(tmp_path):
     theirs, scaler = torch.amp.GradScaler("cpu", 32, growth_interval=7), CPP.scaler()
     ampfuse.save_cpp_scaler_state(theirs.state_dict(), tmp_path / "scaler.pt")
 

@@ -1,4 +1,4 @@
-"""States that a scaler refuses, whole, in both languages; and what it saves."""
+"""Scalers of both languages refuse invalid states without a change, and save plain ones."""
 
 import io
 import pickle
@@ -30,7 +30,7 @@ SPOILED = {
 
 
 def used_scaler(language, device):
-    """One that has made its tensors."""
+    """Return a scaler that has created its tensors."""
     param = Parameter(torch.ones(2, device=device))
     optimizer = language.sgd([param], lr=0.5)
     scaler = language.scaler(device, 64.0, growth_interval=3, hysteresis=2, min_scale=8.0)
@@ -44,7 +44,7 @@ def used_scaler(language, device):
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("key", SPOILED)
-def test_a_state_with_an_entry_that_makes_no_sense_is_refused_whole(language, device, key):
+def test_a_state_with_an_invalid_entry_is_refused_as_a_whole(language, device, key):
     scaler = used_scaler(language, device)
     before = scaler.state_dict()
     different = before | {"scale": 1024.0, "growth_interval": 9, "_updates": 77, "hysteresis": 3}
@@ -60,7 +60,7 @@ def test_a_state_with_an_entry_that_makes_no_sense_is_refused_whole(language, de
 @pytest.mark.parametrize(
     "key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 )
-def test_a_truncated_state_is_refused_whole(language, device, key):
+def test_a_truncated_state_is_refused_as_a_whole(language, device, key):
     scaler = used_scaler(language, device)
     before = scaler.state_dict()
     truncated = before | {"growth_factor": 4.0, "scale": 1.0, "hysteresis": 5}
@@ -73,13 +73,13 @@ def test_a_truncated_state_is_refused_whole(language, device, key):
 
 
 @EVERY_LANGUAGE
-def test_an_empty_state_is_refused_in_torchs_words(language, device):
+def test_an_empty_state_raises_torchs_error(language, device):
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         language.scaler(device).load_state_dict({})
 
 
 @EVERY_LANGUAGE
-def test_a_state_without_our_entries_leaves_them(language, device):
+def test_loading_a_state_of_torchs_scaler_keeps_our_entries(language, device):
     scaler = used_scaler(language, device)
     before = scaler.state_dict()
 
@@ -90,7 +90,7 @@ def test_a_state_without_our_entries_leaves_them(language, device):
         assert scaler.state_dict()[key] == before[key]
 
 
-def test_garbage_is_not_unpickled(device):
+def test_incomplete_pickles_are_refused(device):
     pickled = pickle.dumps(ampfuse.GradScaler(device.type))
 
     with pytest.raises((pickle.UnpicklingError, EOFError)):
@@ -100,7 +100,7 @@ def test_garbage_is_not_unpickled(device):
         scaler.__setstate__({"_enabled": True, "_device": "cpu"})
 
 
-def test_cpp_archives_that_are_none_are_refused(tmp_path):
+def test_cpp_loads_none_of_the_entries_of_an_invalid_archive(tmp_path):
     scaler = CPP.scaler()
     before = scaler.state_dict()
     (tmp_path / "garbage").write_bytes(b"garbage")
@@ -114,7 +114,7 @@ def test_cpp_archives_that_are_none_are_refused(tmp_path):
     assert scaler.state_dict() == before
 
 
-def test_what_is_no_scalers_state_is_neither_written_nor_read(tmp_path):
+def test_archive_functions_refuse_states_of_the_wrong_kind(tmp_path):
     optimizer = ampfuse.AdamW([torch.zeros(2)])
     file = tmp_path / "scaler.pt"
     for state in (optimizer.state_dict(), {}, {"scale": 1.0}):
@@ -130,7 +130,7 @@ def test_what_is_no_scalers_state_is_neither_written_nor_read(tmp_path):
         ampfuse.load_cpp_optimizer_state(file)
 
 
-def test_states_are_plain(device):
+def test_saved_states_hold_plain_python_values(device):
     for language in LANGUAGES.values():
         file = io.BytesIO()
         torch.save(used_scaler(language, device).state_dict(), file)

@@ -1,4 +1,4 @@
-"""A scaler that is used in the wrong order, before it was used, or not at all: torch's words."""
+"""Misuse of a scaler raises torch's errors; a disabled scaler only steps the optimizer."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ MISUSE = {
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("words", MISUSE)
-def test_misuse_is_told_in_torchs_words(language, device, words):
+def test_calls_in_the_wrong_order_raise_torchs_errors(language, device, words):
     _, optimizer, scaler = ready(language, device)
     with pytest.raises((RuntimeError, language.misuse)) as refused:
         MISUSE[words](scaler, optimizer)
@@ -46,7 +46,7 @@ def test_misuse_is_told_in_torchs_words(language, device, words):
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("what", ["unscale_", "step", "update"])
-def test_nothing_works_before_something_was_scaled(language, device, what):
+def test_methods_raise_before_the_first_scale(language, device, what):
     _, optimizer, _ = ready(language, device)
     scaler = language.scaler(device)
     arguments = [] if what == "update" else [optimizer]
@@ -56,7 +56,7 @@ def test_nothing_works_before_something_was_scaled(language, device, what):
 
 
 @EVERY_LANGUAGE
-def test_a_disabled_scaler_does_nothing_but_step(language, device):
+def test_a_disabled_scaler_only_steps_the_optimizer(language, device):
     param = Parameter(torch.ones(1, device=device))
     scaler, optimizer = language.scaler(device, enabled=False), language.sgd([param], lr=0.5)
     loss = 2 * param.sum()
@@ -73,7 +73,7 @@ def test_a_disabled_scaler_does_nothing_but_step(language, device):
     scaler.load_state_dict({"anything": 1})
 
 
-def test_cpp_refuses_lbfgs_before_it_touches_a_gradient(device):
+def test_cpp_refuses_lbfgs_before_unscaling_gradients(device):
     param, _, scaler = ready(CPP, device)
 
     with pytest.raises(RuntimeError, match=r"Closure use is not currently supported.*LBFGS"):
@@ -84,7 +84,7 @@ def test_cpp_refuses_lbfgs_before_it_touches_a_gradient(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 @EVERY_LANGUAGE
-def test_a_scaler_for_a_gpu_that_is_not_there_is_disabled(language):
+def test_a_scaler_for_a_missing_gpu_warns_and_is_disabled(language):
     with pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available"):
         scaler = language.scaler(torch.device("cuda"))
     assert not scaler.is_enabled()

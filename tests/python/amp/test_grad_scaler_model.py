@@ -1,4 +1,4 @@
-"""Random sequences of everything one can do with a scaler, in both languages, against a model."""
+"""Random sequences of scaler calls, in both languages, compared with a model of the scaler."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 CPU = torch.device("cpu")
 GRADS = [0.5, 1.0, -2.0, 3.0]
 
-# What makes one, with which options, and whether it takes scale and flag as tensors.
+# Constructor of an optimizer, its options, and True if it takes scale and flag as tensors.
 KINDS = {
     "AdamW": (lambda language: language.adamw, {}, True),
     "AdamW, clipping": (lambda language: language.adamw, {"max_grad_norm": 1.0}, True),
@@ -63,7 +63,7 @@ class Run:
         self.steps = [0] * len(kinds)
 
     def do(self, command, index, value):
-        """The command, to the scaler and to the model; afterwards they agree."""
+        """Apply the command to the scaler and to the model, and check that they agree."""
         index %= len(self.optimizers)
         getattr(self, command.replace(" ", "_"))(index, value)
         assert self.scaler.get_scale() == self.model.get_scale()
@@ -75,11 +75,11 @@ class Run:
             assert count == optimizer.steps
 
     def counts(self):
-        """How often each optimizer has moved its parameters."""
+        """Return the number of steps of each optimizer, as copied from the model by `step`."""
         return self.steps
 
     def both(self, expected, call):
-        """Call it; it raises what the model says."""
+        """Run `call`; check that it raises the error that the model expects, if any."""
         if isinstance(expected, Expected):
             is_misuse = expected.error is AssertionError
             with pytest.raises(self.language.misuse if is_misuse else expected.error) as raised:
@@ -109,7 +109,7 @@ class Run:
         self.both(expected, lambda: self.scaler.unscale_(self.optimizers[index]))
 
     def clip(self, index, _):
-        """To a norm that is not reached, so that gradients stay what they are."""
+        """Clip to a norm that is not reached, so that gradients keep their values."""
         if all(g is None or abs(g) < 1e30 for g in self.model.optimizers[index].grads):
             ampfuse.clip_grad_norm_(self.params[index], 1e38)
 
@@ -121,14 +121,14 @@ class Run:
         self.both(expected, lambda: self.scaler.step(optimizer))
         moved = any(not torch.equal(*pair) for pair in zip(before, self.params[index], strict=True))
         grad = model.grads[0]
-        # Of tiny gradients there may be nothing to be seen, nor where nobody looked again at what
-        # has become infinite after unscale_().
+        # A tiny gradient may leave the parameter unchanged. A gradient that becomes infinite after
+        # unscale_() is not checked again and makes the parameter non-finite for good.
         if grad is not None and not abs(grad) < 1e-3 and before[0].isfinite().all():
             assert moved == (model.steps > had)
         if model.overflow is not None and expected is None:
             assert self.scaler.was_skipped() == model.overflow == self.scaler.step_skipped.item()
         self.steps[index] = model.steps
-        # What fused implementations of torch's leave in gradients is theirs to say.
+        # The model does not specify the gradients that remain after a step of torch's fused AdamW.
         for place, param in enumerate(self.params[index]):
             model.grads[place] = None if param.grad is None else param.grad.item()
 
@@ -151,7 +151,7 @@ class Run:
         self.scaler.load_state_dict(saved)
 
     def pickle(self, _, __):
-        """What Python has beside state dictionaries; C++ has archives."""
+        """Pickle a scaler of Python; save a scaler of C++ in an archive."""
         if isinstance(self.scaler, ampfuse.GradScaler):
             self.pickle_python()
         elif not self.model.is_between_updates():
@@ -171,7 +171,7 @@ class Run:
         assert copied.state_dict() == self.scaler.state_dict()
 
     def take(self, scaler):
-        """One that has the same state, but makes its tensors at the next scale()."""
+        """Continue with a copy of the scaler, which creates its tensors at the next scale()."""
         self.scaler = scaler
         if self.model.scale is not None:
             self.scaler.scale(torch.ones(()))
@@ -196,9 +196,11 @@ SEQUENCES = given(
     derandomize=True,
 )
 @SEQUENCES
-def test_sequences(language, kinds, init_scale, growth_interval, hysteresis, min_scale, commands):
+def test_random_sequences_of_calls_match_the_model(
+    language, kinds, init_scale, growth_interval, hysteresis, min_scale, commands
+):
     if language is LANGUAGES["C++"]:
-        kinds = [kind.replace("fused", "SGD") for kind in kinds]  # which its torch does not have
+        kinds = [kind.replace("fused", "SGD") for kind in kinds]  # LibTorch has no fused AdamW
     min_scale = min(min_scale, init_scale)
     run = Run(language, kinds, init_scale, growth_interval, hysteresis, min_scale)
     for command in commands:

@@ -1,4 +1,4 @@
-"""What GradScaler has beyond torch's, in both languages: limits, hysteresis, history, reports."""
+"""Features that torch's scaler lacks, in both languages: limits, hysteresis, history, reports."""
 
 import gc
 import math
@@ -21,7 +21,7 @@ class Run:
         self.scaler = language.scaler(device, init_scale, growth_interval=3, **options)
 
     def step(self, overflow=False):
-        """The scale afterwards."""
+        """Run one iteration and return the new scale."""
         self.optimizer.zero_grad()
         inputs = torch.ones(1, 3, device=self.model.weight.device)
         self.scaler.scale(self.model(inputs).sum()).backward()
@@ -34,7 +34,7 @@ class Run:
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("refill", REFERENCES)
-def test_scale_moves_as_in_the_library_that_has_the_policy(language, device, refill):
+def test_scale_moves_as_in_the_library_that_has_the_same_refill_policy(language, device, refill):
     flags = [bool(int(c)) for c in "0011010001110000101"]
     run = Run(language, device, hysteresis=2, hysteresis_refill=refill)
 
@@ -45,7 +45,7 @@ def test_scale_moves_as_in_the_library_that_has_the_policy(language, device, ref
 
 
 @EVERY_LANGUAGE
-def test_limits_and_fixed_scales(language, device):
+def test_scale_respects_min_and_max_and_is_constant_if_not_dynamic(language, device):
     limited = Run(language, device, 8.0, min_scale=3.0, max_scale=20.0)
     fixed = Run(language, device, 8.0, dynamic=False)
 
@@ -56,7 +56,7 @@ def test_limits_and_fixed_scales(language, device):
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("unscale", [False, True])
-def test_history_has_scale_skips_and_unscaled_norms(language, device, unscale):
+def test_history_has_scales_skips_and_unscaled_norms(language, device, unscale):
     run = Run(language, device, history=3)
     for flag in (False, True, False, False):
         run.optimizer.zero_grad()
@@ -78,7 +78,7 @@ def test_history_has_scale_skips_and_unscaled_norms(language, device, unscale):
 
 
 @EVERY_LANGUAGE
-def test_history_is_empty_unless_asked_for(language, device):
+def test_history_is_empty_by_default_and_before_the_first_update(language, device):
     run = Run(language, device)
     run.step()
 
@@ -87,7 +87,7 @@ def test_history_is_empty_unless_asked_for(language, device):
 
 
 @EVERY_LANGUAGE
-def test_history_begins_anew_where_a_state_is_loaded(language, device):
+def test_loading_a_state_clears_the_history(language, device):
     run = Run(language, device, history=4)
     for _ in range(6):
         run.step()
@@ -103,7 +103,7 @@ def test_history_begins_anew_where_a_state_is_loaded(language, device):
 
 
 @EVERY_LANGUAGE
-def test_norms_of_several_optimizers_are_one_in_the_history(language, device):
+def test_history_norm_covers_all_optimizers(language, device):
     params = [Parameter(torch.ones(1, device=device)) for _ in range(2)]
     optimizers = [language.sgd(params[:1], lr=0.1), language.adamw(params[1:])]
     scaler = language.scaler(device, 8.0, history=1)
@@ -116,7 +116,7 @@ def test_norms_of_several_optimizers_are_one_in_the_history(language, device):
 
 
 @EVERY_LANGUAGE
-def test_report_names_the_parameters_of_the_last_skipped_step(language, device):
+def test_overflow_report_names_parameters_of_the_last_skipped_step(language, device):
     run = Run(language, device)
     assert run.scaler.overflow_report(run.model) == []
 
@@ -130,7 +130,7 @@ def test_report_names_the_parameters_of_the_last_skipped_step(language, device):
 
 
 @EVERY_LANGUAGE
-def test_report_of_an_optimizer_that_is_not_ours(language, device):
+def test_overflow_report_works_for_an_optimizer_of_torch(language, device):
     run = Run(language, device)
     run.optimizer = language.sgd(list(run.model.parameters()), lr=0.1)
 
@@ -140,7 +140,7 @@ def test_report_of_an_optimizer_that_is_not_ours(language, device):
 
 
 @EVERY_LANGUAGE
-def test_a_model_that_is_gone_is_not_kept_by_the_scaler(language, device):
+def test_scaler_does_not_keep_a_deleted_model_alive(language, device):
     run = Run(language, device)
     run.step(overflow=True)
     ghost = weakref.ref(run.model.weight)
@@ -154,7 +154,7 @@ def test_a_model_that_is_gone_is_not_kept_by_the_scaler(language, device):
 
 
 @EVERY_LANGUAGE
-def test_too_many_skips_in_a_row_are_an_error_that_says_so(language, device):
+def test_too_many_consecutive_skips_raise_scale_collapse_error(language, device):
     run = Run(language, device, max_consecutive_skips=3)
 
     run.step(True)
@@ -162,7 +162,7 @@ def test_too_many_skips_in_a_row_are_an_error_that_says_so(language, device):
     run.step()
 
     def go_on():
-        for _ in range(3 if device.type == "cpu" else 100):  # a GPU may tell later
+        for _ in range(3 if device.type == "cpu" else 100):  # a GPU may report some steps later
             run.step(True)
 
     with pytest.raises(ampfuse.ScaleCollapseError, match=r"\d+ steps in a row were skipped"):
@@ -171,7 +171,7 @@ def test_too_many_skips_in_a_row_are_an_error_that_says_so(language, device):
 
 
 @EVERY_LANGUAGE
-def test_skipped_steps_are_told_on_the_device_and_on_the_host(language, device):
+def test_skipped_steps_are_reported_on_the_device_and_on_the_host(language, device):
     run = Run(language, device)
     assert run.scaler.was_skipped() is False
     assert run.scaler.step_skipped.item() is False
@@ -184,7 +184,7 @@ def test_skipped_steps_are_told_on_the_device_and_on_the_host(language, device):
 
 
 @EVERY_LANGUAGE
-def test_scale_tensor_is_the_live_one(language, device):
+def test_scale_tensor_is_updated_in_place(language, device):
     run = Run(language, device)
     scale = run.scaler.scale_tensor()
 
@@ -228,7 +228,7 @@ SENSELESS = [
 @pytest.mark.parametrize(
     ("options", "error", "words"), SENSELESS, ids=[str(o) for o, *_ in SENSELESS]
 )
-def test_options_that_make_no_sense_are_refused(language, device, options, error, words):
+def test_invalid_options_are_refused(language, device, options, error, words):
     error = language.misuse if error is AssertionError else error
     with pytest.raises(error, match=f"(?i){words}"):
         language.scaler(device, **options)
@@ -251,12 +251,12 @@ WRONG_TYPES = [
 
 
 @pytest.mark.parametrize(("options", "words"), WRONG_TYPES, ids=[str(o) for o, _ in WRONG_TYPES])
-def test_options_of_another_type_are_refused(device, options, words):
+def test_options_of_a_wrong_type_are_refused(device, options, words):
     with pytest.raises(TypeError, match=words):
         ampfuse.GradScaler(device.type, **options)
 
 
-def test_setters_refuse_what_makes_no_sense(device):
+def test_setters_refuse_invalid_values(device):
     scaler = ampfuse.GradScaler(device.type)
     before = scaler.state_dict()
 
@@ -274,8 +274,8 @@ def test_setters_refuse_what_makes_no_sense(device):
     assert scaler.state_dict() == before
 
 
-def test_factors_of_one_keep_the_scale_as_in_torch(device):
-    """torch's constructor refuses them, its setters and states do not."""
+def test_factors_of_one_keep_the_scale_constant(device):
+    """torch's constructor refuses factors of 1, but its setters and states accept them."""
     frozen = Run(LANGUAGES["Python"], device)
     frozen.scaler.set_growth_factor(1.0)
     frozen.scaler.set_backoff_factor(1.0)
@@ -290,7 +290,7 @@ def test_factors_of_one_keep_the_scale_as_in_torch(device):
 
 @EVERY_LANGUAGE
 @pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF, 1e39])
-def test_a_scale_that_makes_no_sense_is_not_set(language, device, new_scale):
+def test_update_refuses_an_invalid_new_scale(language, device, new_scale):
     run = Run(language, device)
     run.scaler.scale(torch.ones((), device=device))
 
@@ -300,8 +300,8 @@ def test_a_scale_that_makes_no_sense_is_not_set(language, device, new_scale):
     assert run.scaler.get_scale() == 64.0
 
 
-def test_options_of_other_libraries_numbers_are_saved_as_pythons(device):
-    """numpy's and tensors: torch.load takes plain ones alone from whom it does not trust."""
+def test_numpy_and_tensor_options_are_saved_as_python_numbers(device):
+    """torch.load(weights_only=True) accepts only plain Python numbers."""
     np = pytest.importorskip("numpy")
     given = {"min_scale": np.float32(1), "max_scale": torch.tensor(1e6), "hysteresis": np.int64(2)}
 
@@ -310,18 +310,18 @@ def test_options_of_other_libraries_numbers_are_saved_as_pythons(device):
     assert [type(state[name]) for name in given] == [float, float, int]
 
 
-def test_a_disabled_scaler_has_its_attributes(device):
+def test_a_disabled_scaler_has_max_consecutive_skips_and_process_group(device):
     scaler = ampfuse.GradScaler(device.type, enabled=False, max_consecutive_skips=3)
 
     assert (scaler.max_consecutive_skips, scaler.process_group) == (3, None)
 
 
-def test_options_are_keyword_only():
+def test_options_that_torch_lacks_are_keyword_only():
     with pytest.raises(TypeError):
         ampfuse.GradScaler("cpu", 1.0, 2.0, 0.5, 2000, True, 1.0)
 
 
-def test_torchs_arguments_are_torchs(device):
+def test_torchs_positional_arguments_have_torchs_meaning(device):
     scaler = ampfuse.GradScaler(device.type, 4.0, 3.0, 0.25, 7, True)
 
     assert isinstance(scaler, torch.amp.GradScaler)

@@ -1,4 +1,4 @@
-"""Gradients that a scaler meets twice: tied weights that a program lists with either layer."""
+"""Gradients that a scaler meets twice, such as tied weights that a program lists per layer."""
 
 import math
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter g
 
 
 @pytest.mark.parametrize("kind", ["twice", "view", "sparse"])
-def test_gradients_that_share_memory_are_unscaled_as_torchs(device, kind):
+def test_gradients_that_share_memory_are_unscaled_as_in_torch(device, kind):
     def unscaled(scaler):
         embedding = torch.nn.Embedding(4, 1, sparse=kind == "sparse").to(device)
         torch.nn.init.ones_(embedding.weight)
@@ -32,7 +32,7 @@ def test_gradients_that_share_memory_are_unscaled_as_torchs(device, kind):
     assert ours == torchs
 
 
-def test_gradients_that_are_there_twice_are_told_of(device):
+def test_overflow_report_names_a_parameter_that_is_listed_twice(device):
     once = torch.nn.Parameter(torch.ones(2, device=device))
     twice = torch.nn.Parameter(torch.ones(2, device=device))
     model = torch.nn.ParameterDict({"once": once, "twice": twice})
@@ -49,7 +49,7 @@ def test_gradients_that_are_there_twice_are_told_of(device):
     assert all(math.isnan(record.norm) for record in scaler.history())
 
 
-def test_all_that_share_memory_are_told_of(device):
+def test_overflow_report_checks_each_gradient_that_shares_memory(device):
     memory = torch.tensor([1.0, math.inf], device=device)
     model = torch.nn.ParameterDict(
         {"part": torch.nn.Parameter(torch.ones(1)), "whole": torch.nn.Parameter(torch.ones(2))}

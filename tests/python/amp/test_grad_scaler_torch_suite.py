@@ -1,7 +1,7 @@
 """The scenarios of PyTorch's own GradScaler tests, written anew for ampfuse.GradScaler.
 
-A run is compared with its control, which has torch's scaler, disabled, so that nothing is scaled or
-skipped, and leaves out what overflows. All scales of runs are powers of two: they round nothing.
+A run is compared with its control, which has a disabled scaler of torch, so never scales or skips,
+and omits batches that overflow in the run. Scales are powers of two, so scaling rounds nothing.
 """
 
 import pickle
@@ -18,7 +18,7 @@ from torch.nn import Linear, Parameter, Sequential, Tanh
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW
 
-MAX_NORM = 0.1  # less than the norm of any gradients below
+MAX_NORM = 0.1  # less than the norm of all gradients in these tests
 # With its usual eps, 1e-8, Adam does not notice gradients that are wrong by a factor.
 ADAM = {"lr": 0.1, "eps": 0.1}
 OF_TORCH = [(SGD, {"lr": 0.1, "momentum": 0.9}), (Adam, ADAM), (AdamW, ADAM)]
@@ -46,7 +46,7 @@ def loss_of(network, inputs, target):
 
 
 def clean_step(scaler, device):
-    """A step without overflow, of a new parameter, and where that is after it."""
+    """Take a step without overflow on a new parameter; return the parameter's value after it."""
     param = Parameter(torch.ones(1, device=device))
     scaler.scale(param.sum()).backward()
     scaler.step(SGD([param], lr=0.5))
@@ -55,7 +55,7 @@ def clean_step(scaler, device):
 
 
 def used(steps, device, *arguments, **options):
-    """A scaler after so many steps; None: not even its scale() was called."""
+    """Return a scaler after `steps` clean steps; with None, its scale() was never called."""
     scaler = ampfuse.GradScaler(device.type, *arguments, **options)
     if steps is not None:
         scaler.scale(torch.ones(1, device=device))
@@ -71,7 +71,7 @@ def settings(scaler):
 
 @pytest.mark.parametrize("steps", [None, 0, 1])
 @pytest.mark.parametrize("steps_of_other", [None, 0, 1])
-def test_scaler_that_was_pickled_or_saved_goes_on_where_it_was(device, steps, steps_of_other):
+def test_pickled_or_saved_scaler_continues_from_the_same_state(device, steps, steps_of_other):
     saved = used(steps, device, 2.0, 4.0, 0.25, 2)
     other = used(steps_of_other, device, 64.0, 8.0, 0.5, 7)
     tracker = steps or 0
@@ -83,13 +83,13 @@ def test_scaler_that_was_pickled_or_saved_goes_on_where_it_was(device, steps, st
     for scaler in (unpickled, other):
         assert settings(scaler) == settings(saved) == (2.0, 4.0, 0.25, 2, tracker)
         assert scaler._init_growth_tracker == tracker
-        for _ in range(2):  # a growth interval: the scale grows once, the tracker ends as it was
+        for _ in range(2):  # one growth interval: the scale grows once, the tracker ends as before
             clean_step(scaler, device)
         assert settings(scaler) == (8.0, 4.0, 0.25, 2, tracker)
 
 
 @pytest.mark.parametrize("shape", [None, (), (1,)], ids=["float", "0-dim", "one element"])
-def test_new_scale_is_copied_and_does_not_reset_the_growth_tracker(device, shape):
+def test_update_copies_the_new_scale_and_keeps_the_growth_tracker(device, shape):
     scaler = used(1, device, 4.0, growth_interval=2)
     new_scale = 32.0 if shape is None else torch.full(shape, 32.0, device=device)
 
@@ -102,7 +102,7 @@ def test_new_scale_is_copied_and_does_not_reset_the_growth_tracker(device, shape
 
 
 @pytest.mark.parametrize("wrong", [{"size": (2,)}, {"requires_grad": True}, {"device": "meta"}])
-def test_tensor_that_is_no_scale_is_refused_in_torchs_words(device, wrong):
+def test_update_refuses_an_invalid_tensor_with_torchs_error(device, wrong):
     scaler = used(1, device, 4.0)
 
     with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
@@ -117,19 +117,19 @@ def test_scale_stops_growing_before_it_is_infinite(device, init_scale, last):
     scaler = ampfuse.GradScaler(device.type, init_scale, growth_factor=16.0, growth_interval=1)
 
     for _ in range(3):
-        # 1/1.6e38 is a multiple of 2⁻¹⁴⁹, half of which is 1.1e-7 of it; two roundings follow.
+        # 1/1.6e38 is subnormal and rounds by up to 2⁻¹⁵⁰, 1.1e-7 of it. Two roundings follow.
         assert clean_step(scaler, device) == pytest.approx(0.5, rel=3e-7)
 
     assert scaler.get_scale() == pytest.approx(last, rel=2.0**-24)
 
 
-def test_outputs_of_an_iterator_are_scaled_as_they_are_asked_for_and_returned_if_disabled(device):
+def test_an_iterator_of_outputs_is_scaled_lazily_or_returned_if_disabled(device):
     scaler, one = ampfuse.GradScaler(device.type, 4.0), torch.ones((), device=device)
     outputs = iter([one, (one, [one]), 1.0])
     assert ampfuse.GradScaler(device.type, enabled=False).scale(outputs) is outputs
 
     lazy = scaler.scale(outputs)
-    assert scaler._scale is None  # nothing was scaled yet
+    assert scaler._scale is None  # no output is scaled yet
 
     assert next(lazy) == 4
     assert next(lazy) == (4, [4])
@@ -138,13 +138,13 @@ def test_outputs_of_an_iterator_are_scaled_as_they_are_asked_for_and_returned_if
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
-# Dense, transposed, strided; of 33 × 5 elements, an odd number that no vector's width divides.
+# Dense, transposed and strided gradients of 33 × 5 elements: no vector width divides 165.
 LAYOUTS = [lambda x: x[:33, :5].contiguous(), lambda x: x[:5, :33].t(), lambda x: x[:33, 1:15:3]]
 
 
 def mixture(device):
-    """Parameters of all dtypes with gradients of all layouts; and a quarter of those gradients."""
-    numbers = torch.arange(40 * 40).reshape(40, 40) % 255 - 127  # bfloat16 holds all to ±256
+    """Return parameters of all dtypes with gradients of all layouts, and these gradients / 4."""
+    numbers = torch.arange(40 * 40).reshape(40, 40) % 255 - 127  # exact in bfloat16 up to ±256
     params = [Parameter(torch.zeros(33, 5, device=device).to(d)) for d in DTYPES for _ in LAYOUTS]
     for param, layout in zip(params, LAYOUTS * len(DTYPES), strict=True):
         param.grad = layout(numbers.to(param))
@@ -152,21 +152,21 @@ def mixture(device):
 
 
 def unscale(params, allow_fp16=True):
-    """Divide by 4, which rounds nothing, and return the flag of the device."""
+    """Divide gradients by 4, which rounds nothing, and return the overflow flag of the device."""
     device = params[0].device
     scaler, optimizer = ampfuse.GradScaler(device.type), SGD(params, lr=1.0)
     inv_scale, found_inf = (torch.tensor(value, device=device) for value in (0.25, 0.0))
     flags = scaler._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-    assert found_inf == 0  # each device has a copy, which tells
+    assert found_inf == 0  # the flag is set in the device's copy, not here
     return flags[device].item()
 
 
-def test_mixture_is_unscaled_exactly_or_not_at_all_if_its_float16_is_refused(device):
+def test_gradients_are_unscaled_exactly_or_not_at_all_if_float16_is_refused(device):
     params, quarters = mixture(device)
     before = clones(gradients(params))
 
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        unscale(params[::-1], allow_fp16=False)  # those in float16 come last
+        unscale(params[::-1], allow_fp16=False)  # float16 gradients come last
     assert_same_bits(gradients(params), before)
 
     assert unscale(params) == 0.0
@@ -176,7 +176,7 @@ def test_mixture_is_unscaled_exactly_or_not_at_all_if_its_float16_is_refused(dev
 @pytest.mark.parametrize("value", [inf, nan])
 @pytest.mark.parametrize("place", [(0, 0), (16, 2), (32, 4)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("broken", range(len(DTYPES) * len(LAYOUTS)))
-def test_one_broken_element_is_found_and_all_others_unscaled(device, broken, place, value):
+def test_a_non_finite_element_is_found_and_the_rest_is_unscaled(device, broken, place, value):
     params, quarters = mixture(device)
     grad = params[broken].grad
     grad[place] = complex(1.0, value) if grad.is_complex() else value
@@ -189,7 +189,7 @@ def test_one_broken_element_is_found_and_all_others_unscaled(device, broken, pla
 
 
 def sparse(device, dtype, values):
-    """A parameter of 3 whose sparse gradient has values for the elements 0, 2 and 0 once more."""
+    """Return a parameter of 3 elements; its sparse gradient has `values` at indices 0, 2 and 0."""
     param = Parameter(torch.zeros(3, dtype=dtype, device=device))
     indices = torch.tensor([[0, 2, 0][: len(values)]])
     param.grad = torch.sparse_coo_tensor(indices, values, (3,), dtype=dtype, device=device)
@@ -198,12 +198,12 @@ def sparse(device, dtype, values):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values", [[inf], [8.0, nan], [2.0, 8.0, -inf], [inf, 8.0, -inf]])
-def test_what_is_not_finite_in_sparse_values_is_found(device, dtype, values):
+def test_non_finite_sparse_values_are_found(device, dtype, values):
     assert unscale([sparse(device, dtype, values), sparse(device, dtype, [2.0])]) == 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sparse_duplicates_are_unscaled_before_they_are_added_but_not_in_float16(device, dtype):
+def test_sparse_duplicates_are_unscaled_then_added_except_in_float16(device, dtype):
     largest = torch.finfo(dtype).max
     params = [sparse(device, dtype, values) for values in ([], [2, 8, 4], [largest, 8, largest])]
 
@@ -240,15 +240,15 @@ def clip_unscaled(clip_grad_norm_, scaler, optimizer, params):
     assert clip_grad_norm_(params, MAX_NORM) > MAX_NORM
 
 
-# How gradients come about, what is done to them, and how far from its control a run may end.
+# How gradients are computed, how they are clipped, and the tolerance between run and control.
 RECIPES = {
     "plain": (plainly, None, 0.0),
     "penalty": (penalized, None, 0.0),
     "accumulation": (accumulated, None, 0.0),
-    # The 1e-6 that clip_grad_norm_ adds to a norm above 0.1 is less of a scaled one.
+    # clip_grad_norm_ adds 1e-6: at most 1e-5 of a norm above 0.1, but less of a scaled norm.
     "clip scaled": (plainly, clip_scaled, 1e-5),
     "clip": (plainly, partial(clip_unscaled, torch.nn.utils.clip_grad_norm_), 0.0),
-    # A norm that was taken when unscaling may be the sum in another order.
+    # ampfuse may add up the squares for a norm in another order.
     "clip by ampfuse": (plainly, partial(clip_unscaled, ampfuse.clip_grad_norm_), 1e-6),
 }
 
@@ -269,7 +269,7 @@ def train(recipe, scaler, network, optimizer, batches, overflow_at=None):
 @EVERY_OPTIMIZER
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_run_with_an_overflow_and_a_pickled_scaler_is_its_control(device, make, recipe):
+def test_run_with_an_overflow_and_a_pickled_scaler_matches_the_control(device, make, recipe):
     networks, batches = [model(device), model(device)], data(device, 7)
     optimizer, of_control = (make(network.parameters()) for network in networks)
     scaler = ampfuse.GradScaler(device.type, 128.0, growth_interval=2)
@@ -280,9 +280,9 @@ def test_run_with_an_overflow_and_a_pickled_scaler_is_its_control(device, make, 
     train(recipe, scaler, networks[0], optimizer, batches[3:], overflow_at=1)
     train(recipe, unscaled, networks[1], of_control, batches[:4] + batches[5:])
 
-    # It grew after the second batch, the fourth and the seventh, and backed off at the fifth.
+    # The scale grew after the second, fourth and seventh batch, and backed off at the fifth.
     assert settings(scaler) == (512.0, 2.0, 0.5, 2, 0)
-    # torch's kernel of SGD that unscales has its products and sums joined otherwise.
+    # torch's SGD kernel fuses multiplications and additions differently when it unscales.
     is_joined = device.type == "cuda" and isinstance(optimizer, torch.optim.SGD)
     tolerance = max(RECIPES[recipe][-1], 1e-6 * is_joined)
     for param, expected in zip(*(network.parameters() for network in networks), strict=True):
@@ -291,7 +291,7 @@ def test_run_with_an_overflow_and_a_pickled_scaler_is_its_control(device, make, 
 
 @EVERY_OPTIMIZER
 @pytest.mark.parametrize("value", [inf, nan])
-def test_gradients_that_break_after_unscale_are_applied(device, make, value):
+def test_gradients_that_become_non_finite_after_unscale_are_applied(device, make, value):
     param, scaler = Parameter(torch.ones(2, device=device)), ampfuse.GradScaler(device.type, 4.0)
     optimizer = make([param])
     scaler.scale(param.sum()).backward()
@@ -306,7 +306,7 @@ def test_gradients_that_break_after_unscale_are_applied(device, make, value):
 
 
 @pytest.mark.parametrize("broken", [{0}, {1}, {0, 1}])
-def test_of_two_optimizers_those_that_overflow_are_skipped_and_the_scale_halves(device, broken):
+def test_only_optimizers_that_overflow_are_skipped_and_the_scale_halves(device, broken):
     def run(scaler):
         models = [model(device), model(device)]
         params = [list(network.parameters()) for network in models]
@@ -317,7 +317,7 @@ def test_of_two_optimizers_those_that_overflow_are_skipped_and_the_scale_halves(
             scaler.scale(mse_loss(3 * one - 5 * other, target)).backward()
             for index in broken if number == 2 else ():
                 params[index][0].grad[3, 3] = inf
-            scaler.unscale_(optimizers[0])  # and step() unscales for the other
+            scaler.unscale_(optimizers[0])  # step() unscales for the other optimizer
             for index, optimizer in enumerate(optimizers):
                 if scaler.is_enabled() or number != 2 or index not in broken:
                     scaler.step(optimizer)
@@ -331,7 +331,7 @@ def test_of_two_optimizers_those_that_overflow_are_skipped_and_the_scale_halves(
 
 
 @pytest.mark.parametrize("grad", [1.0, inf])
-def test_step_of_the_old_protocol_may_have_the_scaler_unscale_and_tell(device, grad):
+def test_step_with_a_grad_scaler_argument_may_unscale_and_read_the_flags(device, grad):
     class Asking(SGD):
         _step_supports_amp_scaling = True
 

@@ -1,4 +1,4 @@
-"""ampfuse.GraphedStep: a step that is taken eagerly on a CPU, and on a GPU is one graph."""
+"""ampfuse.GraphedStep runs a training step eagerly on a CPU and as one CUDA graph on a GPU."""
 
 import ampfuse
 import pytest
@@ -25,7 +25,7 @@ EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 
 
 @EVERY_KIND
-def test_every_step_is_the_eager_one_bit_by_bit(device, options, graphs_on_cpu):
+def test_every_step_equals_the_eager_step_bit_by_bit(device, options, graphs_on_cpu):
     ours, eager = Side(device, monkeypatch=graphs_on_cpu, **options), Side(device, **options)
     step = ours.graphed()
     torch.manual_seed(1)
@@ -40,7 +40,9 @@ def test_every_step_is_the_eager_one_bit_by_bit(device, options, graphs_on_cpu):
 
 @EVERY_KIND
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_rehearsals_change_nothing(device, options, steps_before, monkeypatch):
+def test_making_a_graphed_step_leaves_the_training_state_unchanged(
+    device, options, steps_before, monkeypatch
+):
     ours, other = Side(device, monkeypatch=monkeypatch, **options), Side(device, **options)
     for seed in range(steps_before):
         torch.manual_seed(seed)
@@ -71,7 +73,7 @@ def test_rehearsals_change_nothing(device, options, steps_before, monkeypatch):
         assert not any(value.any() for value in state.values())
 
 
-def test_overflow_skips_and_moves_the_scale(device, graphs_on_cpu):
+def test_overflow_is_reported_and_moves_the_scale_as_in_eager_steps(device, graphs_on_cpu):
     ours = Side(device, dtype=torch.float16, monkeypatch=graphs_on_cpu)
     eager = Side(device, dtype=torch.float16)
     step = ours.graphed()
@@ -89,7 +91,7 @@ def test_overflow_skips_and_moves_the_scale(device, graphs_on_cpu):
         assert ours.scaler.get_scale() == eager.scaler.get_scale()
 
 
-def test_collapse_raises_after_a_step(device, graphs_on_cpu):
+def test_too_many_consecutive_skips_raise_scale_collapse_error(device, graphs_on_cpu):
     ours = Side(device, scaler={"max_consecutive_skips": 2}, monkeypatch=graphs_on_cpu)
     step = ours.graphed()
     inputs, target = batch(device)
@@ -98,7 +100,7 @@ def test_collapse_raises_after_a_step(device, graphs_on_cpu):
     def steps():
         for _ in range(20):
             step(inputs, target)
-            if device.type == "cuda":  # the host hears of it when it has arrived
+            if device.type == "cuda":  # the host checks only flags that have arrived
                 torch.cuda.synchronize()
 
     with pytest.raises(ampfuse.ScaleCollapseError):
@@ -106,7 +108,7 @@ def test_collapse_raises_after_a_step(device, graphs_on_cpu):
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "scheduler"])
-def test_learning_rate_moves(device, kind, graphs_on_cpu):
+def test_learning_rate_may_change_between_steps(device, kind, graphs_on_cpu):
     ours, eager = Side(device, monkeypatch=graphs_on_cpu), Side(device)
     step = ours.graphed()
     schedulers = []
@@ -130,7 +132,7 @@ def test_learning_rate_moves(device, kind, graphs_on_cpu):
     ours.assert_same(eager)
 
 
-def test_learning_rate_in_a_tensor_stays_that_tensor(device):
+def test_a_learning_rate_tensor_stays_the_same_object(device):
     lr = torch.tensor(0.25, device=device)
     ours = Side(device, lr=lr)
     ours.graphed()
@@ -144,7 +146,7 @@ def test_batches_that_require_grad_are_refused(device, graphs_on_cpu):
         step(inputs.requires_grad_(), target)
 
 
-def test_losses_are_not_overwritten(device):
+def test_losses_are_not_overwritten_by_later_steps(device):
     ours = Side(device)
     step = ours.graphed()
     losses = [step(*batch(device, seed)) for seed in range(4)]
@@ -153,7 +155,7 @@ def test_losses_are_not_overwritten(device):
     assert not any(loss.requires_grad for loss in losses)
 
 
-def test_several_inputs(device):
+def test_a_model_may_have_several_inputs(device):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,7 +213,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_options_that_a_graph_has_for_good_are_looked_at(device, name):
+def test_step_refuses_options_that_changed_since_capture(device, name):
     ours = Side(device)
     step = ours.graphed()
     CHANGES[name](ours)
@@ -219,7 +221,7 @@ def test_options_that_a_graph_has_for_good_are_looked_at(device, name):
         step(*batch(device))
 
 
-def test_what_it_cannot_graph_is_refused(device):
+def test_unsupported_optimizers_scalers_and_samples_are_refused(device):
     side = Side(device)
     sample = batch(device)
     sgd = torch.optim.SGD(side.model.parameters())
@@ -248,13 +250,13 @@ def test_what_it_cannot_graph_is_refused(device):
 
 
 @pytest.mark.parametrize("parts", [0, 3])
-def test_parts_that_are_not_equal_are_refused(device, parts):
+def test_micro_batches_must_divide_the_batch_equally(device, parts):
     with pytest.raises(ValueError, match="micro_batches"):
         Side(device, parts=parts).graphed()
 
 
 @pytest.mark.needs_cuda
-def test_one_launch_and_no_waiting(device):
+def test_steps_pass_torchs_sync_debug_mode(device):
     ours = Side(device)
     step = ours.graphed()
     inputs = batch(device)
@@ -269,7 +271,7 @@ def test_one_launch_and_no_waiting(device):
 
 
 @pytest.mark.needs_cuda
-def test_batches_may_come_from_the_host(device):
+def test_batches_may_be_in_host_memory(device):
     ours, eager = Side(device), Side(device)
     step = ours.graphed()
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""What ampfuse.GraphedStep refuses, and how it says so."""
+"""Arguments that ampfuse.GraphedStep accepts or refuses, and its error messages."""
 
 import ampfuse
 import pytest
@@ -24,19 +24,19 @@ def made(side, device, model=None, loss_fn=functional.cross_entropy, **options):
         ({"max_grad_norm": torch.ones(())}, TypeError, "max_grad_norm: .* a number, got Tensor"),
     ],
 )
-def test_arguments_are_refused_by_name(device, options, error, words):
+def test_invalid_arguments_are_refused_by_name(device, options, error, words):
     with pytest.raises(error, match=words):
         made(Side(device), device, **options)
 
 
 def test_an_optimizer_of_another_model_is_refused(device):
     side = Side(device)
-    side.model = Side(device).model  # made anew
+    side.model = Side(device).model  # a second model with parameters of its own
     with pytest.raises(RuntimeError, match="no parameter of the optimizer's has a gradient"):
         made(side, device)(*batch(device))
 
 
-def test_parameters_may_be_anybodys(device):
+def test_parameters_need_not_belong_to_the_model(device):
     side = Side(device)
     side.model.requires_grad_(False)
     shift = nn.Parameter(torch.zeros(5, device=device))
@@ -52,7 +52,7 @@ def test_parameters_may_be_anybodys(device):
 
 
 class Alternating(nn.Module):
-    """Whose second layer has gradients every other time."""
+    """A model whose second layer gets gradients only in every other call."""
 
     def __init__(self):
         super().__init__()
@@ -65,8 +65,8 @@ class Alternating(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{"enabled": False}, {"allow_no_grads": True}])
-def test_a_step_may_be_one_of_others(options):
-    cpu = torch.device("cpu")  # a graph is for one kind of step
+def test_some_steps_may_have_no_gradients(options):
+    cpu = torch.device("cpu")  # a CUDA graph replays the same layer each time
     side = Side(cpu)
     side.model = Alternating()
     side.optimizer = ampfuse.AdamW(side.model.second.parameters())
@@ -84,18 +84,18 @@ def test_a_step_may_be_one_of_others(options):
         (lambda logits, _: logits.sum(1), r"got shape \(8,\)"),
     ],
 )
-def test_losses_are_one_number(device, loss_fn, got):
+def test_losses_that_are_not_one_number_are_refused(device, loss_fn, got):
     with pytest.raises(TypeError, match=f"loss_fn: expected it to return one number .* {got}"):
         made(Side(device), device, loss_fn=loss_fn)(*batch(device))
 
 
-def test_batches_are_of_tensors(device):
+def test_batches_with_an_element_that_is_no_tensor_are_refused(device):
     step = made(Side(device), device)
     with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor, got builtins.NoneType"):
         step(batch(device)[0], None)
 
 
-def test_what_changes_unawares_is_told_with_a_remedy(device):
+def test_errors_about_changed_settings_suggest_a_remedy(device):
     side = Side(device)
     step = made(side, device)
     side.model.eval()

@@ -1,4 +1,4 @@
-"""ampfuse.GraphedStep, and what is loaded, done, or goes wrong beside it."""
+"""ampfuse.GraphedStep together with checkpoints, eager steps, hooks, failures and user writes."""
 
 import copy
 import warnings
@@ -14,8 +14,10 @@ from torch.nn import functional
 
 @pytest.mark.parametrize("from_torch", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_checkpoints_load_into_it(device, graphs_on_cpu, steps_before, from_torch):
-    """Twice, of which the second finds what the first has left."""
+def test_checkpoints_load_into_the_objects_of_a_graphed_step(
+    device, graphs_on_cpu, steps_before, from_torch
+):
+    """The checkpoint is loaded twice; the second load meets the state that the first one left."""
     options = {"half": True, "max_grad_norm": 0.5}
     ours, other = (Side(device, monkeypatch=m, **options) for m in (graphs_on_cpu, None))
     step = ours.graphed()
@@ -42,7 +44,7 @@ def test_checkpoints_load_into_it(device, graphs_on_cpu, steps_before, from_torc
 
 
 @pytest.mark.parametrize("cls", [ampfuse.AdamW, torch.optim.AdamW])
-def test_checkpoints_load_before_it_is_made(device, graphs_on_cpu, cls):
+def test_checkpoints_load_before_a_graphed_step_is_made(device, graphs_on_cpu, cls):
     ours, other = (Side(device, monkeypatch=m) for m in (graphs_on_cpu, None))
     source = cls(other.model.parameters(), lr=1e-2)
     functional.cross_entropy(other.model(batch(device)[0]), batch(device)[1]).backward()
@@ -59,7 +61,7 @@ def test_checkpoints_load_before_it_is_made(device, graphs_on_cpu, cls):
     ours.assert_same(other)
 
 
-def test_two_of_them_and_an_eager_step_share_a_scaler(device, graphs_on_cpu):
+def test_two_graphed_steps_and_an_eager_step_may_share_a_scaler(device, graphs_on_cpu):
     ours, eager = Side(device, monkeypatch=graphs_on_cpu), Side(device)
     steps = [ours.graphed(), ours.graphed(), ours.step]
     for seed, overflows in enumerate((0, 1, 0, 0, 1, 1, 0, 0)):
@@ -81,7 +83,7 @@ def test_two_of_them_and_an_eager_step_share_a_scaler(device, graphs_on_cpu):
     assert ours.scaler.get_scale() == eager.scaler.get_scale()
 
 
-def test_making_one_is_no_step(device, graphs_on_cpu):
+def test_making_a_graphed_step_keeps_the_results_of_the_last_step(device, graphs_on_cpu):
     ours = Side(device, monkeypatch=graphs_on_cpu)
     inputs, target = batch(device)
     ours.step(inputs * float("nan"), target)
@@ -97,7 +99,7 @@ def test_making_one_is_no_step(device, graphs_on_cpu):
 
 
 class Broken(nn.Module):
-    """Puts another tensor in the place of its buffer, or raises, the second time."""
+    """A model whose forward raises in the second call or, without `raises`, replaces a buffer."""
 
     def __init__(self, side, raises):
         super().__init__()
@@ -120,7 +122,7 @@ class Broken(nn.Module):
     ("raises", "error", "words"),
     [(True, KeyError, "no such layer"), (False, RuntimeError, "mean: forward puts another tensor")],
 )
-def test_models_that_cannot_be_captured_are_left_as_they_were(
+def test_a_failed_capture_leaves_parameters_and_scaler_unchanged(
     device, monkeypatch, raises, error, words
 ):
     ours, other = Side(device, monkeypatch=monkeypatch), Side(device)
@@ -144,7 +146,7 @@ def test_models_that_cannot_be_captured_are_left_as_they_were(
 
 
 @pytest.mark.parametrize("put", ["number", "tensor", "number for one"])
-def test_groups_that_share_a_rate_may_part(device, graphs_on_cpu, put):
+def test_groups_that_share_a_learning_rate_may_get_separate_ones(device, graphs_on_cpu, put):
     sides = []
     for monkeypatch in (graphs_on_cpu, None):
         shared = torch.tensor(1e-2, device=device)
@@ -158,7 +160,7 @@ def test_groups_that_share_a_rate_may_part(device, graphs_on_cpu, put):
     ours_put, theirs_put = (torch.tensor(5e-2, device=device) for _ in range(2))
     for seed in range(6):
         if seed == 2:
-            our_rate.fill_(2e-2), rate.fill_(2e-2)  # of both groups
+            our_rate.fill_(2e-2), rate.fill_(2e-2)  # changes the rate of both groups
         if seed == 4 and put != "tensor":
             ours.optimizer.param_groups[0]["lr"] = eager.optimizer.param_groups[0]["lr"] = 0.5
         if seed == 4 and put == "tensor":
@@ -174,7 +176,7 @@ def test_groups_that_share_a_rate_may_part(device, graphs_on_cpu, put):
         ours.assert_same(eager)
 
 
-def test_a_tensor_is_no_sample(device):
+def test_a_single_tensor_is_refused_as_sample(device):
     side = Side(device)
     with pytest.raises(TypeError, match="expected a sequence of tensors, got a tensor"):
         ampfuse.GraphedStep(
@@ -183,7 +185,7 @@ def test_a_tensor_is_no_sample(device):
 
 
 @pytest.mark.parametrize("raises", ["a hook of the step", "the model"])
-def test_a_step_that_raises_does_not_stop_the_next(device, raises):
+def test_a_step_succeeds_after_a_step_that_raised(device, raises):
     if device.type == "cuda":
         pytest.skip("hooks are called when it is made, and never again")
     ours, other = Side(device, clip=0.5), Side(device, clip=0.5)
@@ -208,7 +210,7 @@ def test_a_step_that_raises_does_not_stop_the_next(device, raises):
 
 
 @pytest.mark.needs_cuda
-def test_rates_are_as_they_were_where_nothing_could_be_captured():
+def test_learning_rates_are_floats_again_after_a_failed_capture():
     ours = Side(torch.device("cuda"))
     with pytest.raises(KeyError, match="no such layer"):
         ours.graphed(Broken(ours, raises=True))
@@ -235,7 +237,7 @@ def test_a_target_out_of_range_is_reported_before_the_next_replay():
     step(inputs, target)
 
 
-def test_replays_look_for_targets_out_of_range(device, monkeypatch):
+def test_replays_check_for_targets_out_of_range(device, monkeypatch):
     if device.type == "cuda":
         pytest.skip("a GPU has graphs")
     side = Side(device, monkeypatch=monkeypatch)
@@ -249,9 +251,7 @@ def test_replays_look_for_targets_out_of_range(device, monkeypatch):
 
 
 @pytest.mark.parametrize("write", ["no_grad", "data"])
-def test_what_is_written_into_a_parameter_between_replays_is_taken_over(
-    device, graphs_on_cpu, write
-):
+def test_parameters_written_between_replays_keep_the_written_values(device, graphs_on_cpu, write):
     side = Side(device, half=True, monkeypatch=graphs_on_cpu)
     step = side.graphed()
     step(*batch(device, 1))

@@ -25,14 +25,14 @@ KINDS = {
     "checkpointed": {"model": partial(Transformer, checkpointing=True)},
 }
 EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-# torch's compiler takes 7 s for each; the others' graphs differ by operators that these have.
+# Inductor takes 7 s for each kind. Other kinds differ only by operators that these kinds have too.
 COMPILED = ["clipped by the optimizer", "fp16", "bf16 parameters with remainders", "linear loss"]
 
 CALLS = ["fused_adam", "multi_tensor_norm", "multi_tensor_unscale_norm", "update_scale"]
 
 
 @EVERY_KIND
-def test_one_graph_takes_every_step_as_it_is_taken_without(device, options):
+def test_steps_in_a_single_graph_equal_eager_steps_bit_by_bit(device, options):
     twins = Twins(device, **options)
     for seed in range(6):
         losses = twins.step(seed)
@@ -46,9 +46,7 @@ def test_one_graph_takes_every_step_as_it_is_taken_without(device, options):
     [({}, []), ({"clips_by_hand": True}, ["multi_tensor_clip", "multi_tensor_norm"])],
     ids=["clipped by the optimizer", "clipped by hand"],
 )
-def test_operators_are_called_in_the_graph_and_read_gradients_no_more_than_without(
-    device, options, more
-):
+def test_graph_calls_exactly_the_expected_operators(device, options, more):
     twins = Twins(device, **options)
     twins.step(0)
     assert twins.operators == sorted(["cross_entropy", *CALLS, *more])
@@ -72,7 +70,7 @@ def test_overflow_skips_the_step_and_moves_the_scale_in_the_graph(device):
     assert twins.counter.frame_count == 1
 
 
-def test_learning_rate_in_a_tensor_moves_without_another_graph(device):
+def test_learning_rate_in_a_tensor_changes_without_another_graph(device):
     twins = Twins(device)
     for seed, lr in enumerate((1e-2, 1e-3, 0.0, 0.1)):
         for side in twins.sides:
@@ -82,7 +80,7 @@ def test_learning_rate_in_a_tensor_moves_without_another_graph(device):
     assert twins.counter.frame_count == 1
 
 
-def test_learning_rate_in_a_number_has_one_more_graph_when_it_first_moves(device):
+def test_float_learning_rate_needs_a_second_graph_when_it_first_changes(device):
     twins = Twins(device, lr=1e-2)
     for seed, lr in enumerate((1e-2, 1e-3, 0.5, 0.1, 0.25)):
         for side in twins.sides:
@@ -93,7 +91,7 @@ def test_learning_rate_in_a_number_has_one_more_graph_when_it_first_moves(device
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler")
-def test_scheduler_between_steps(device):
+def test_scheduler_between_steps_needs_no_second_graph(device):
     twins = Twins(device)
     schedulers = [
         torch.optim.lr_scheduler.StepLR(side.optimizer, step_size=2, gamma=0.25)
@@ -107,7 +105,7 @@ def test_scheduler_between_steps(device):
     assert twins.counter.frame_count == 1
 
 
-def test_batches_of_other_shapes_are_trained_on(device):
+def test_batches_of_other_shapes_train_as_in_eager_steps(device):
     twins = Twins(device)
     for seed, rows in enumerate((4, 3, 7, 5)):
         twins.step(seed, rows)
@@ -116,7 +114,7 @@ def test_batches_of_other_shapes_are_trained_on(device):
 
 @pytest.mark.parametrize("way", ["by the optimizer", "by a list", "by the model"])
 def test_gradients_may_be_reset_in_any_way(device, way):
-    """Parameters that a compiler met in a list first were constants to it, without gradients."""
+    """torch.compile takes parameters first met in a list for constants without gradients."""
     twins = Twins(device)
     for side in twins.sides:
         side.resets = way
@@ -125,7 +123,7 @@ def test_gradients_may_be_reset_in_any_way(device, way):
         twins.assert_same()
 
 
-def test_optimizer_that_was_compiled_by_itself_before(device):
+def test_optimizer_step_may_be_compiled_alone_before_the_whole_step(device):
     twins = Twins(device)
     for side in twins.sides:
         side.loss(*batch(device, 0)).backward()
@@ -146,7 +144,7 @@ def test_eager_and_compiled_steps_may_alternate(device):
         twins.assert_same()
 
 
-def test_saved_in_one_and_loaded_in_the_other(device):
+def test_states_load_from_eager_training_into_the_graph_and_back(device):
     twins = Twins(device, half=True)
     for seed in range(3):
         twins.step(seed)
@@ -169,8 +167,8 @@ def test_gradients_of_several_batches_accumulate_in_one_graph(device):
 
 
 @pytest.mark.parametrize("options", [KINDS[kind] for kind in COMPILED], ids=COMPILED)
-def test_inductor_makes_no_copies_and_learns_the_same(device, options, missed_copies):
-    # A block less spares half of the compiler's time, which is most of this file's.
+def test_inductor_makes_no_copies_and_its_losses_match_eager_ones(device, options, missed_copies):
+    # One block instead of two saves half of the compile time, which is most of this file's time.
     model = partial(options.get("model", Transformer), blocks=1)
     twins = Twins(device, "inductor", **{**options, "model": model})
     losses = torch.stack([torch.stack(twins.step(seed % 2)) for seed in range(12)])
@@ -180,7 +178,7 @@ def test_inductor_makes_no_copies_and_learns_the_same(device, options, missed_co
     torch.testing.assert_close(losses[:, 0], losses[:, 1], rtol=0.02, atol=0.02)
 
 
-def test_without_traced_backward_the_graph_ends_there_and_nothing_else_changes(device):
+def test_training_is_unchanged_if_the_graph_breaks_at_backward(device):
     sides = [Training(device), Training(device)]
     with torch._dynamo.config.patch(trace_autograd_ops=False):
         compiled = torch.compile(sides[0].step, backend="aot_eager")
@@ -191,8 +189,8 @@ def test_without_traced_backward_the_graph_ends_there_and_nothing_else_changes(d
     assert sides[0].scaler.state_dict() == sides[1].scaler.state_dict()
 
 
-def test_patched_program_compiles_whole(device):
-    """Its own words are torch's; the operators in its graph are ours."""
+def test_patched_program_compiles_to_a_single_graph(device):
+    """The program calls torch's functions; its graph contains ampfuse's operators."""
     graphs = []
 
     def keep(graph, _):
@@ -224,7 +222,7 @@ def test_patched_program_compiles_whole(device):
     assert losses[-1] < losses[0] - 0.2
     (graph,) = graphs
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    # Of what writes its arguments, the operator is an argument.
+    # An operator that writes its arguments is not the target of its node but the first argument.
     operators = {str(what) for node in calls for what in (node.target, *node.args[:1])}
     assert operators >= {
         f"ampfuse.{name}.default"
@@ -239,7 +237,7 @@ def test_patched_program_compiles_whole(device):
     }
 
 
-def test_what_was_compiled_keeps_no_parameter_alive(device):
+def test_compiled_step_keeps_no_parameter_alive_after_reset(device):
     twins = Twins(device)
     twins.step(0)
     scaler = twins.compiled.scaler

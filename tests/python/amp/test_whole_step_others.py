@@ -1,4 +1,4 @@
-"""A whole step in torch.compile, and what others do to its optimizer."""
+"""A whole step in torch.compile whose optimizer is derived, hooked or changed between steps."""
 
 import ampfuse
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("traced_backward")
 
 
 class WritesGradients(ampfuse.AdamW):
-    """Whose step is not the one that is looked for."""
+    """An AdamW whose overridden step changes gradients before it calls AdamW.step."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -19,7 +19,7 @@ class WritesGradients(ampfuse.AdamW):
         return super().step(closure)
 
 
-def test_gradients_that_a_derived_step_writes_are_measured_as_they_are(device):
+def test_norm_is_computed_after_a_derived_step_changes_gradients(device):
     twins = Twins(device, max_grad_norm=0.25, optimizer=WritesGradients)
     for seed in range(3):
         twins.step(seed)
@@ -27,7 +27,7 @@ def test_gradients_that_a_derived_step_writes_are_measured_as_they_are(device):
         twins.assert_same_norms()
 
 
-def test_gradients_that_a_hook_writes_are_measured_as_they_are(device):
+def test_gradients_that_a_hook_changes_are_clipped_as_in_eager_steps(device):
     def halve(optimizer, args, kwargs):
         for param in optimizer._traced.param_groups[0]["params"]:
             param.grad.mul_(0.125)
@@ -43,7 +43,7 @@ def test_gradients_that_a_hook_writes_are_measured_as_they_are(device):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("kind", ["pre", "post"])
 @pytest.mark.filterwarnings("ignore")
-def test_hooks_that_cannot_be_traced_end_the_graph_and_nothing_else(device, kind, traced):
+def test_training_is_unchanged_if_a_hook_breaks_the_graph(device, kind, traced):
     calls = []
 
     def hook(optimizer, args, kwargs):
@@ -64,7 +64,7 @@ def test_hooks_that_cannot_be_traced_end_the_graph_and_nothing_else(device, kind
     assert (traced.grad_scale, traced.found_inf, traced.known_norms) == (None, None, {})
 
 
-def test_parameter_that_takes_the_place_of_another_has_state_of_its_own(device):
+def test_a_parameter_that_replaces_another_gets_state_of_its_own(device):
     twins = Twins(device)
     twins.step(0)
     for side in twins.sides:
@@ -77,7 +77,7 @@ def test_parameter_that_takes_the_place_of_another_has_state_of_its_own(device):
     assert twins.compiled.model.head.bias in twins.compiled.optimizer.state
 
 
-def test_norm_is_zero_where_nobody_shares_the_limit(device):
+def test_grad_norm_is_the_eager_one_if_every_group_has_its_own_limit(device):
     twins = Twins(device)
     for side in twins.sides:
         side.optimizer.param_groups[0]["max_grad_norm"] = 0.5
@@ -87,7 +87,7 @@ def test_norm_is_zero_where_nobody_shares_the_limit(device):
     twins.assert_same_norms()
 
 
-def test_limits_of_groups_may_change(device):
+def test_limit_of_a_group_may_change_between_steps(device):
     twins = Twins(device)
     for seed, limit in enumerate((0.5, 0.25, 0.75, 0.125, float("inf"))):
         for side in twins.sides:

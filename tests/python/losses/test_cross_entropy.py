@@ -1,4 +1,4 @@
-"""Values and gradients of cross_entropy, against float64 from the same rounded logits."""
+"""Tests of losses and gradients of cross_entropy, against float64 from the same rounded logits."""
 
 import ampfuse
 import pytest
@@ -7,8 +7,9 @@ from cross_entropy_reference import ULPS, exact, relatively_off, ulp, ulps_off
 from torch.nn import functional
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-# One class; fewer than a vector; warps' and vectors' multiples and neighbours; odd and prime ones
-# on both sides of a block of 2048; GPT-2's; the largest in use, with a neighbour.
+# One class; fewer than a vector holds; multiples of warps and vectors and their neighbours; odd and
+# prime numbers on both sides of a block of 2048; GPT-2's vocabulary; the largest one in use, and a
+# neighbour.
 CLASSES = [1, 2, 7, 31, 64, 128, 129, 1000, 2047, 2048, 2049, 4099, 50257, 262144, 262147]
 
 
@@ -47,7 +48,7 @@ def test_loss_and_gradient_are_the_exact_ones_rounded(device, dtype, classes, re
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_class_weights(device, dtype, reduction):
+def test_class_weights_give_the_exact_loss_and_gradient(device, dtype, reduction):
     logits, target = logits_of(6, 300, dtype, device), targets_of(6, 300, device)
     weight = torch.rand(300, generator=torch.Generator().manual_seed(2)).to(device)
     scale = torch.tensor(512.0, device=device)
@@ -67,7 +68,7 @@ def test_class_weights(device, dtype, reduction):
 
 
 def assert_gradient_is_close(result, expected, largest_term):
-    """Within an ulp of the result, and of float32 terms that cancel."""
+    """Allow an error of eps times the result, plus that of float32 terms that cancel."""
     allowed = torch.finfo(result.dtype).eps * expected.abs() + 4e-7 * largest_term
     assert ((result.double() - expected).abs() <= allowed).all()
 
@@ -77,7 +78,9 @@ def assert_gradient_is_close(result, expected, largest_term):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["indices", "probabilities", "half probabilities"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_label_smoothing_and_probabilities(device, dtype, classes, weighted, kind, reduction):
+def test_label_smoothing_and_probabilities_give_the_exact_results(
+    device, dtype, classes, weighted, kind, reduction
+):
     logits = logits_of(4, classes, dtype, device)
     generator = torch.Generator().manual_seed(3)
     target = targets_of(4, classes, device)
@@ -104,7 +107,7 @@ def test_label_smoothing_and_probabilities(device, dtype, classes, weighted, kin
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_z_loss_and_softcap(device, dtype):
+def test_z_loss_and_softcap_give_the_exact_loss_and_gradient(device, dtype):
     logits, target = logits_of(6, 500, dtype, device, scale=20.0), targets_of(6, 500, device)
     target[2] = -100
     scale = torch.tensor(8.0, device=device)
@@ -115,14 +118,14 @@ def test_z_loss_and_softcap(device, dtype):
 
     expected, gradient = exact(logits, target, scale, **options)
     assert relatively_off(loss, expected) <= 2e-6
-    # z is rounded to float32 before the exponential: 15 has an ulp of 1e-6.
+    # z is rounded to float32 before the exponential; at 15 an ulp is 1e-6.
     off = (logits.grad.double() - gradient).abs()
     assert (off <= ulp(dtype, gradient) + 4e-6 * gradient.abs()).all()
     assert (logits.grad[2] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_softcap_of_minus_infinity_is_a_number_like_others(device, dtype):
+def test_softcap_makes_a_logit_of_minus_infinity_finite(device, dtype):
     nothing = -torch.inf
     logits = torch.tensor([[nothing, 2, 1, nothing, 0], [nothing] * 5], dtype=dtype, device=device)
     logits.requires_grad_()
@@ -141,8 +144,8 @@ def test_softcap_of_minus_infinity_is_a_number_like_others(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_sums_of_a_row_of_equal_numbers_keep_their_digits(device, dtype):
-    """Where what each addition rounds away does not average out."""
+def test_sums_over_many_equal_logits_keep_their_digits(device, dtype):
+    """The rounding errors of the additions do not average out here."""
     for other in (-0.0048, -0.3, 0.77):
         logits = torch.full((1, 2048), other, dtype=dtype, device=device)
         logits[0, 5] = 15
@@ -153,8 +156,8 @@ def test_sums_of_a_row_of_equal_numbers_keep_their_digits(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_rows_that_are_sure_of_their_target(device, dtype):
-    """1 - p is what the other classes have, and not what rounding leaves of 1 - 1."""
+def test_loss_and_gradient_of_confident_rows_keep_their_digits(device, dtype):
+    """1 - p must be computed as the other classes' sum: 1 - 1 leaves only rounding errors."""
     margin = torch.tensor([10.0, 30.0, 60.0, 80.0])
     logits = torch.zeros(4, 1000, dtype=dtype)
     logits[torch.arange(4), torch.arange(4)] = margin.to(dtype)
@@ -168,7 +171,7 @@ def test_rows_that_are_sure_of_their_target(device, dtype):
     assert torch.allclose(loss.cpu().double(), expected, rtol=1e-6, atol=0)
     of_target = -(others / (1 + others))
     diagonal = logits.grad[target, target].cpu()
-    if dtype != torch.float16:  # where it is zero below 6e-8
+    if dtype != torch.float16:  # float16's smallest positive number is 6e-8
         assert ((diagonal.double() / of_target - 1).abs() <= 32 * torch.finfo(dtype).eps).all()
 
 
@@ -184,7 +187,7 @@ EXTREMES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("classes", [3, 3000])
 @pytest.mark.parametrize("change", EXTREMES.values(), ids=list(EXTREMES))
-def test_extreme_logits(device, dtype, classes, change):
+def test_extreme_logits_give_the_exact_loss_and_gradient(device, dtype, classes, change):
     logits = change(logits_of(4, classes, torch.float32, device).detach())
     logits, target = logits.to(dtype).requires_grad_(), targets_of(4, classes, device)
 
@@ -212,7 +215,7 @@ ROWS = {
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("padding", [0, 5000])
 @pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
-def test_infinities_are_torchs(device, dtype, padding, row):
+def test_rows_with_infinities_and_nans_give_torchs_results(device, dtype, padding, row):
     values, target = row
     logits = torch.tensor([values + [-INFINITY] * padding], dtype=dtype, device=device)
     logits.requires_grad_()
@@ -228,7 +231,7 @@ def test_infinities_are_torchs(device, dtype, padding, row):
 
 @pytest.mark.parametrize("payload", [0x7FC00001, 0x7FFFFFFF, 0xFFC12345 - 2**32])
 @pytest.mark.parametrize("place", [0, 17, 2999])
-def test_every_nan_is_one(device, payload, place):
+def test_nan_with_any_payload_makes_loss_and_gradient_nan(device, payload, place):
     logits = torch.zeros(1, 3000)
     logits.view(torch.int32)[0, place] = payload
     logits = logits.to(device).requires_grad_()
@@ -238,7 +241,7 @@ def test_every_nan_is_one(device, payload, place):
     assert logits.grad.isnan().all()
 
 
-def test_ignored_rows_have_zeros_also_where_logits_are_no_numbers(device):
+def test_gradient_of_an_ignored_row_is_zero_even_for_nan_logits(device):
     logits = torch.full((2, 40), float("nan"), device=device)
     logits[0] = 0
     logits.requires_grad_()
@@ -255,8 +258,8 @@ def test_ignore_index_may_be_a_class(device):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_nothing_to_add_up(device, reduction):
-    """An empty batch, and one of ignored rows."""
+def test_batch_without_counted_rows_gives_torchs_loss_and_a_zero_gradient(device, reduction):
+    """The cases are an empty batch and a batch of ignored rows."""
     for rows in (0, 3):
         logits = torch.randn(rows, 5, device=device, requires_grad=True)
         target = torch.full((rows,), -100, device=device)
@@ -268,7 +271,7 @@ def test_nothing_to_add_up(device, reduction):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_integer_targets(device, dtype):
+def test_integer_targets_of_any_dtype_give_the_same_loss(device, dtype):
     logits, target = logits_of(6, 200, torch.float32, device), targets_of(6, 200, device)
     loss = ampfuse.cross_entropy(logits, target.to(dtype))
     assert torch.equal(loss, ampfuse.cross_entropy(logits, target))
@@ -281,7 +284,9 @@ SHAPES = [(3,), (4, 3), (2, 3, 1), (2, 3, 4), (2, 3, 4, 5), (2, 3, 0), (0, 3, 2)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("memory", ["contiguous", "channels last", "strided"])
-def test_shapes(device, shape, reduction, probabilities, memory):
+def test_loss_and_gradient_equal_torchs_for_any_shape_and_strides(
+    device, shape, reduction, probabilities, memory
+):
     logits = torch.randn(shape, device=device)
     if memory == "channels last" and len(shape) > 2:
         logits = logits.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -303,8 +308,8 @@ def test_shapes(device, shape, reduction, probabilities, memory):
     assert torch.allclose(grad, reference, atol=1e-6)
 
 
-def test_rows_with_room_behind_them(device):
-    """A vocabulary that is padded in memory: rows that begin anywhere."""
+def test_rows_of_a_padded_vocabulary_give_the_exact_loss_and_gradient(device):
+    """Rows of a padded vocabulary begin at any alignment."""
     for width, skip in ((1003, 0), (1003, 3), (5007, 1)):
         room = torch.randn(7, width, device=device).bfloat16()
         logits = room[:, skip : width - 2].detach().requires_grad_()

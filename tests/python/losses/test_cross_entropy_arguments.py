@@ -1,4 +1,4 @@
-"""Arguments of cross_entropy at their limits: weights, targets, scales, denominators, metrics."""
+"""Tests of unusual and invalid arguments of cross_entropy."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def batch(device, *shape, dtype=torch.float32):
 
 
 def results(function, logits, target, upstream=1.0, **options):
-    """The loss and the gradient."""
+    """Return the loss and the gradient."""
     loss = function(logits, target, **options)
     return loss.detach(), *torch.autograd.grad(loss, logits, torch.full_like(loss, upstream))
 
@@ -33,16 +33,16 @@ def assert_as_in_torch(logits, target, **options):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_targets_that_weigh_nothing(device, reduction):
-    """A mean of them is no number, as in torch."""
+def test_targets_of_zero_weight_give_torchs_loss_and_gradient(device, reduction):
+    """Their mean is NaN, as in torch."""
     logits, target = batch(device, 6, 50)
     weight = torch.rand(50, device=device)
     weight[target] = 0
     assert_as_in_torch(logits, target, weight=weight, reduction=reduction)
 
 
-def test_nor_is_a_mean_whose_divisor_leaves_smoothing_out(device):
-    """Something is divided by nothing; torch adds 0 / 0 to that."""
+def test_mean_over_targets_of_zero_weight_is_not_finite_with_smoothing(device):
+    """The smoothing terms are divided by a zero weight. torch adds 0 / 0 to the result."""
     logits, target = batch(device, 6, 50)
     weight = torch.rand(50, device=device)
     weight[target] = 0
@@ -54,7 +54,7 @@ def test_nor_is_a_mean_whose_divisor_leaves_smoothing_out(device):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_smoothing_that_leaves_nothing_of_the_target(device, reduction, probabilities):
+def test_label_smoothing_of_one_gives_torchs_loss_and_gradient(device, reduction, probabilities):
     logits, target = batch(device, 6, 50)
     options = {"label_smoothing": 1.0, "reduction": reduction}
     if probabilities:
@@ -66,14 +66,14 @@ def test_smoothing_that_leaves_nothing_of_the_target(device, reduction, probabil
         assert_as_in_torch(logits, target, **options)
 
 
-def test_smoothed_targets_that_are_ignored_count_nothing(device):
+def test_ignored_targets_do_not_count_with_smoothing_and_weights(device):
     logits, target = batch(device, 6, 50)
     target[1:3] = -100
     options = {"label_smoothing": 0.3, "weight": torch.rand(50, device=device)}
     assert_as_in_torch(logits, target, **options)
 
 
-def test_weights_of_other_dtypes_are_read_as_they_are(device):
+def test_weight_may_have_another_dtype_than_the_logits(device):
     logits, target = batch(device, 6, 50)
     weight = torch.rand(50, device=device)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
@@ -86,22 +86,22 @@ def test_weights_of_other_dtypes_are_read_as_they_are(device):
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 255, 156, 7])
-def test_bytes_are_compared_as_numbers(device, ignore_index):
-    """-100 is no byte, and none is taken for it: as one it would be 156."""
+def test_uint8_targets_are_compared_with_ignore_index_as_integers(device, ignore_index):
+    """No byte equals -100. If -100 were cast to a byte, it would be 156."""
     logits, _ = batch(device, 6, 300)
     target = torch.tensor([255, 156, 7, 200, 0, 255], dtype=torch.uint8, device=device)
     assert_as_in_torch(logits, target, ignore_index=ignore_index)
 
 
 @pytest.mark.parametrize("ignore_index", [2**32 + 1, -(2**32) + 1, 2**63 - 1])
-def test_an_index_to_ignore_may_be_out_of_a_targets_range(device, ignore_index):
+def test_ignore_index_may_be_out_of_range_of_the_target_dtype(device, ignore_index):
     logits, _ = batch(device, 6, 50)
     for dtype in (torch.int32, torch.uint8):
-        target = torch.ones(6, dtype=dtype, device=device)  # which is 2³² + 1, cut to 32 bits
+        target = torch.ones(6, dtype=dtype, device=device)  # 2³² + 1 is 1, too, if cut to 32 bits
         assert_as_in_torch(logits, target, ignore_index=ignore_index)
 
 
-def test_targets_elsewhere_are_refused(device):
+def test_targets_on_another_device_are_refused(device):
     logits, target = batch(device, 6, 50)
     for elsewhere in (target.to("meta"), torch.rand(6, 50, device="meta")):
         with pytest.raises(ValueError, match=rf"target: expected device {device}.*, got meta"):
@@ -120,8 +120,8 @@ def test_an_empty_batch_may_have_any_strides(device, which):
 
 
 @pytest.mark.parametrize("name", ["target", "weight"])
-def test_tensors_whose_memory_is_gone_are_refused(name):
-    """In a process of its own, which does not survive where they are read."""
+def test_target_or_weight_whose_storage_was_freed_is_refused(name):
+    """The call runs in a subprocess, which would crash if it read the freed memory."""
     program = f"""
 import torch, ampfuse
 target, weight = torch.zeros(3, dtype=torch.long), torch.ones(5)
@@ -138,7 +138,7 @@ ampfuse.cross_entropy(torch.zeros(3, 5), target, weight)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_one_number_of_any_dtype_and_place(device, dtype, shape):
+def test_grad_scale_and_denominator_may_have_any_dtype_and_device(device, dtype, shape):
     logits, target = batch(device, 6, 50, dtype=torch.bfloat16)
     for place in {device.type, "cpu"}:
         number = torch.full(shape, 8, dtype=dtype, device=place)
@@ -150,7 +150,7 @@ def test_one_number_of_any_dtype_and_place(device, dtype, shape):
         assert ulps_off(grad, gradient) <= ULPS
 
 
-def test_numbers_of_the_hosts(device):
+def test_grad_scale_and_denominator_may_be_python_numbers(device):
     logits, target = batch(device, 6, 50, dtype=torch.bfloat16)
     _, grad = results(ampfuse.cross_entropy, logits, target, 8.0, grad_scale=8.0, denominator=3)
     _, gradient = exact(logits, target, 8.0, denominator=3.0)
@@ -167,7 +167,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", ["grad_scale", "denominator"])
 @pytest.mark.parametrize(("number", "words"), REFUSED.values(), ids=list(REFUSED))
-def test_what_is_not_one_constant_number_is_refused(device, name, number, words):
+def test_grad_scale_and_denominator_must_be_one_constant_number(device, name, number, words):
     logits, target = batch(device, 6, 50)
     number = number().to(device).detach().requires_grad_(number().requires_grad)
     for function in (ampfuse.cross_entropy, ampfuse.cross_entropy_):
@@ -177,7 +177,7 @@ def test_what_is_not_one_constant_number_is_refused(device, name, number, words)
 
 @pytest.mark.parametrize("denominator", [3, 3.0, -0.5, 1e-30, 1e300, True])
 @pytest.mark.parametrize("shape", [(6, 50), (2, 50, 3, 4)], ids=str)
-def test_denominators_that_are_no_tensors(device, denominator, shape):
+def test_denominator_may_be_any_python_number(device, denominator, shape):
     logits, target = batch(device, *shape, dtype=torch.float64)
     target.view(-1)[0] = -100
     found = results(ampfuse.cross_entropy, logits, target, denominator=denominator)
@@ -185,7 +185,7 @@ def test_denominators_that_are_no_tensors(device, denominator, shape):
     torch.testing.assert_close(found, [x / denominator for x in total], rtol=1e-12, atol=0)
 
 
-def test_a_denominator_counts_in_place_of_weights(device):
+def test_denominator_replaces_the_weight_of_the_targets(device):
     logits, target = batch(device, 6, 50)
     weight = torch.rand(50, device=device)
     found = results(ampfuse.cross_entropy, logits, target, weight=weight, denominator=4.0)
@@ -194,8 +194,8 @@ def test_a_denominator_counts_in_place_of_weights(device):
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_nothing_is_divided_by_zero_unnoticed(device, as_tensor):
-    """Not a finite number, which a scaler would step with."""
+def test_zero_denominator_makes_loss_and_gradient_infinite_or_nan(device, as_tensor):
+    """With a finite gradient, a scaler would not skip the step."""
     logits, target = batch(device, 6, 50)
     zero = torch.zeros((), device=device) if as_tensor else 0
     loss, grad = results(ampfuse.cross_entropy, logits, target, denominator=zero)
@@ -203,15 +203,15 @@ def test_nothing_is_divided_by_zero_unnoticed(device, as_tensor):
     assert not grad.isfinite().any()
 
 
-def test_a_part_that_is_all_ignored_adds_nothing(device):
-    """To a batch whose other parts have targets."""
+def test_micro_batch_of_ignored_rows_adds_zero_with_a_denominator(device):
+    """Other micro-batches of the same batch have targets."""
     logits, target = batch(device, 6, 50)
     loss, grad = results(ampfuse.cross_entropy, logits, target.fill_(-100), denominator=5.0)
     assert loss == 0
     assert (grad == 0).all()
 
 
-def test_what_is_taken_for_a_number_is_told(device):
+def test_arguments_of_a_wrong_type_are_refused(device):
     logits, target = batch(device, 2, 3)
     one = torch.ones((), device=device)
     for scaler in (ampfuse.GradScaler(device.type), torch.amp.GradScaler(device.type)):
@@ -230,7 +230,7 @@ def test_what_is_taken_for_a_number_is_told(device):
 
 @pytest.mark.parametrize("shape", [(4, 0), (2, 0, 16), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_rows_without_classes(device, shape, probabilities):
+def test_rows_of_zero_classes_give_results_of_the_right_shape(device, shape, probabilities):
     logits = torch.empty(shape, device=device)
     target = torch.full((shape[0], *shape[2:]), -100, device=device)
     target = torch.empty(shape, device=device) if probabilities else target

@@ -1,4 +1,4 @@
-"""cross_entropy.as_torch replaces torch's own function: it is differentiable twice."""
+"""Tests of cross_entropy.as_torch, a replacement of torch's function with second derivatives."""
 
 import pytest
 import torch
@@ -30,7 +30,10 @@ def as_torch(logits, target, weight=None, reduction="mean", smoothing=0.0, ignor
 
 
 def twice(loss, logits):
-    """The gradient of the squared norm of the loss's gradient, weighted so that all differ."""
+    """Return the gradient of the loss, and the gradient of that gradient's squared norm.
+
+    The elements of `loss` get different upstream gradients.
+    """
     upstream = torch.linspace(0.5, 1.5, loss.numel(), device=loss.device, dtype=loss.dtype)
     (grad,) = torch.autograd.grad(
         loss, logits, upstream.reshape(loss.shape), create_graph=True, retain_graph=True
@@ -43,7 +46,7 @@ def twice(loss, logits):
 @EVERY_REDUCTION
 @EVERY_SHAPE
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_second_derivatives_are_torchs(device, dtype, reduction, shape, smoothing):
+def test_first_and_second_derivatives_equal_torchs(device, dtype, reduction, shape, smoothing):
     logits, target = batch(device, dtype, shape)
     weight = torch.linspace(0.5, 1.5, 11, device=device, dtype=torch.float64)
     wide = logits.detach().double().requires_grad_()
@@ -63,7 +66,7 @@ def test_second_derivatives_are_torchs(device, dtype, reduction, shape, smoothin
 
 
 @EVERY_REDUCTION
-def test_second_derivatives_of_probabilities(device, reduction):
+def test_second_derivatives_for_probability_targets_equal_torchs(device, reduction):
     logits, _ = batch(device, torch.float64)
     target = torch.rand(6, 11, device=device, dtype=torch.float64).softmax(1)
     expected = twice(functional.cross_entropy(logits, target, reduction=reduction), logits)
@@ -72,7 +75,7 @@ def test_second_derivatives_of_probabilities(device, reduction):
         torch.testing.assert_close(grad, right, rtol=1e-12, atol=1e-14)
 
 
-def test_gradgradcheck():
+def test_second_derivatives_pass_gradgradcheck():
     logits, target = batch(torch.device("cpu"), torch.float64)
     for reduction in REDUCTIONS:
         assert torch.autograd.gradgradcheck(
@@ -81,7 +84,7 @@ def test_gradgradcheck():
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.uint8])
-def test_second_derivatives_for_other_integers(device, index_dtype):
+def test_second_derivatives_for_int32_and_uint8_targets_equal_torchs(device, index_dtype):
     logits, target = batch(device, torch.float64)
     target = target.clamp(min=0)
     expected = twice(functional.cross_entropy(logits, target), logits)
@@ -91,7 +94,7 @@ def test_second_derivatives_for_other_integers(device, index_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_may_be_overwritten_before_a_first_backward(device, dtype):
+def test_overwriting_the_logits_prevents_only_second_derivatives(device, dtype):
     leaf, target = batch(device, dtype)
     logits = leaf * 1
     loss = as_torch(logits, target)
@@ -104,7 +107,7 @@ def test_logits_may_be_overwritten_before_a_first_backward(device, dtype):
         torch.autograd.grad(loss, leaf, create_graph=True)
 
 
-def test_a_graph_that_is_done_with_lets_go_of_the_logits(device):
+def test_backward_releases_the_logits_unless_the_graph_is_kept(device):
     leaf, target = batch(device, torch.float32)
     logits = leaf * 1
     storage = logits.untyped_storage()
@@ -124,7 +127,7 @@ def test_a_graph_that_is_done_with_lets_go_of_the_logits(device):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_inside_of_a_checkpoint(device, use_reentrant):
+def test_gradient_inside_a_checkpoint_equals_torchs(device, use_reentrant):
     leaf, target = batch(device, torch.float32)
 
     def loss_of(leaf):
@@ -142,8 +145,8 @@ def backward(loss, leaf):
     return leaf.grad
 
 
-def test_a_checkpoint_keeps_no_logits(device):
-    """Hooks see all that is saved, so that they may let go of it."""
+def test_saved_tensor_hooks_receive_the_logits(device):
+    """Hooks, for example of a checkpoint, can only release tensors that they receive."""
     leaf, target = batch(device, torch.float32)
     logits = leaf * 1
     saved = []
@@ -155,7 +158,7 @@ def test_a_checkpoint_keeps_no_logits(device):
     torch.testing.assert_close(again, expected)
 
 
-def test_compiled_whole(device):
+def test_gradient_of_a_fully_compiled_call_equals_torchs(device):
     torch._dynamo.reset()
     logits, target = batch(device, torch.float32)
     compiled = torch.compile(as_torch, fullgraph=True, backend="aot_eager")
@@ -164,7 +167,7 @@ def test_compiled_whole(device):
     torch.testing.assert_close(grad, expected)
 
 
-def test_targets_have_no_derivative(device):
+def test_targets_that_require_grad_are_refused(device):
     logits, _ = batch(device, torch.float32)
     target = torch.rand(6, 11, device=device, requires_grad=True)
     with pytest.raises(ValueError, match="target: has no derivative here"):

@@ -1,4 +1,4 @@
-"""Where cross_entropy forms its gradient, what backward does with it, and compilation."""
+"""Tests of where cross_entropy computes its gradient, of backward, and of torch.compile."""
 
 import ampfuse
 import pytest
@@ -14,7 +14,7 @@ def batch(device, dtype=torch.bfloat16, rows=8, classes=300):
 
 
 def ops_of(call):
-    """The names of our operators that it calls."""
+    """Return the names of ampfuse's operators that `call` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return [event.name for event in profile.events() if event.name.startswith("ampfuse::")]
@@ -23,14 +23,14 @@ def ops_of(call):
 IN_FORWARD = ["ampfuse::cross_entropy", "ampfuse::cross_entropy_forward"]
 
 
-def test_a_mean_has_its_gradient_from_forward(device):
+def test_gradient_of_a_mean_is_computed_in_forward(device):
     logits, target = batch(device)
     names = ops_of(lambda: ampfuse.cross_entropy(logits, target).backward())
     assert names == [*IN_FORWARD, "ampfuse::cross_entropy_rescale_"]
 
 
 @pytest.mark.parametrize("case", ["none", "half without a scale", "probabilities that need one"])
-def test_others_have_it_from_backward(device, case):
+def test_gradient_is_computed_in_backward_if_not_possible_in_forward(device, case):
     logits, target = batch(device, torch.float16 if "half" in case else torch.float32)
     if "probabilities" in case:
         target = torch.rand(logits.shape, device=device, requires_grad=True)
@@ -41,7 +41,7 @@ def test_others_have_it_from_backward(device, case):
     assert names == [*IN_FORWARD, "ampfuse::cross_entropy_backward"]
 
 
-def test_without_a_gradient_nothing_is_kept(device):
+def test_loss_has_no_grad_fn_if_no_gradient_is_needed(device):
     logits, target = batch(device)
     with torch.no_grad():
         assert ampfuse.cross_entropy(logits, target).grad_fn is None
@@ -51,19 +51,21 @@ def test_without_a_gradient_nothing_is_kept(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("upstream", [3.7, 1e-3, 1.0, 0.0, -2.0])
-def test_another_upstream_gradient_than_was_expected(device, dtype, reduction, upstream):
+def test_gradient_is_rescaled_if_the_upstream_gradient_is_not_grad_scale(
+    device, dtype, reduction, upstream
+):
     logits, target = batch(device, dtype)
     scale = torch.tensor(16.0, device=device)
     loss = ampfuse.cross_entropy(logits, target, reduction=reduction, grad_scale=scale)
     loss.backward(torch.tensor(upstream, device=device))
     _, gradient = exact(logits, target, upstream, reduction=reduction)
-    # Rounded once for the scale that was expected and once for this, each half an ulp at most,
-    # and the first one's may double where the second is just below a power of two.
+    # The gradient is rounded for grad_scale and again for the upstream gradient, by half an ulp at
+    # most. The first error may double, if the second result is just below a power of two.
     assert ulps_off(logits.grad, gradient) <= (1.5 if ULPS == 1 else 2.5)
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
-def test_a_scale_that_nothing_can_be_divided_by_is_one(device, scale):
+def test_grad_scale_of_zero_infinity_or_nan_is_replaced_by_one(device, scale):
     logits, target = batch(device)
     expected = torch.tensor(scale, device=device)
     (grad,) = torch.autograd.grad(
@@ -74,7 +76,7 @@ def test_a_scale_that_nothing_can_be_divided_by_is_one(device, scale):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_a_graph_that_is_kept_may_be_gone_through_again(device, reduction):
+def test_backward_may_run_again_only_if_the_graph_is_kept(device, reduction):
     logits, target = batch(device)
     loss = ampfuse.cross_entropy(logits, target, reduction=reduction).sum()
     (first,) = torch.autograd.grad(
@@ -82,7 +84,7 @@ def test_a_graph_that_is_kept_may_be_gone_through_again(device, reduction):
     )
     first_again = first.clone()
     (second,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    second.mul_(0)  # what is handed out is nobody else's
+    second.mul_(0)  # the caller owns the gradient that it got
     (third,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, first_again)
     assert ulps_off(third, exact(logits, target, reduction=reduction)[1]) <= ULPS
@@ -91,7 +93,7 @@ def test_a_graph_that_is_kept_may_be_gone_through_again(device, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_there_is_no_second_derivative(device, reduction):
+def test_second_derivative_is_refused(device, reduction):
     logits, target = batch(device, torch.float32)
     loss = ampfuse.cross_entropy(logits, target, reduction=reduction).sum()
     (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
@@ -102,7 +104,7 @@ def test_there_is_no_second_derivative(device, reduction):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "softcap": 3.0}])
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_gradients_are_those_of_finite_differences(device, reduction, options, probabilities):
+def test_gradients_equal_finite_differences(device, reduction, options, probabilities):
     logits, target = batch(device, torch.float64, rows=3, classes=5)
     weight = torch.rand(5, dtype=torch.float64, device=device)
     if probabilities:
@@ -115,7 +117,7 @@ def test_gradients_are_those_of_finite_differences(device, reduction, options, p
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_probabilities_have_their_gradient_in_every_dtype(device, dtype, softcap):
+def test_gradient_of_probability_targets_is_correct(device, dtype, softcap):
     logits, _ = batch(device, dtype)
     target = torch.rand(logits.shape, device=device).softmax(1).requires_grad_()
 
@@ -128,8 +130,8 @@ def test_probabilities_have_their_gradient_in_every_dtype(device, dtype, softcap
     torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_float16_gradients_of_many_rows_survive_by_the_scale(device):
-    """Formed without it they are zeros: p / 8192 is below float16's smallest number."""
+def test_float16_gradients_of_many_rows_do_not_underflow_with_grad_scale(device):
+    """Without grad_scale most would be 0: p / 8192 is below float16's smallest number."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8192, 1000, generator=generator) * 3
     logits = logits.to(device, torch.float16).requires_grad_()
@@ -147,7 +149,7 @@ def test_float16_gradients_of_many_rows_survive_by_the_scale(device):
     assert (grad == 0).float().mean() < 0.01
 
 
-def test_parts_of_a_batch_add_up_to_it(device):
+def test_micro_batches_with_one_denominator_add_up_to_the_batch(device):
     logits, target = batch(device, torch.float32, rows=12)
     target[::5] = -100
     count = (target != -100).sum()
@@ -162,7 +164,7 @@ def test_parts_of_a_batch_add_up_to_it(device):
     assert torch.equal(of_parts, grad)
 
 
-def test_a_row_does_not_depend_on_the_batch_around_it(device):
+def test_results_of_a_row_do_not_depend_on_other_rows(device):
     logits, target = batch(device, torch.float32, rows=9, classes=5000)
     whole = ampfuse.cross_entropy(logits, target, reduction="none")
     (grad,) = torch.autograd.grad(whole.sum(), logits)
@@ -174,10 +176,10 @@ def test_a_row_does_not_depend_on_the_batch_around_it(device):
         assert torch.equal(alone.grad, grad[row : row + 1])
 
 
-def test_nor_on_the_number_of_threads(set_threads):
+def test_results_do_not_depend_on_the_number_of_threads(set_threads):
     logits, target = batch(torch.device("cpu"), torch.float32, rows=3, classes=9000)
     results = []
-    for threads in (1, 2, 4):  # fewer than rows, as many, and more: these share a row
+    for threads in (1, 2, 4):  # 1 and 2 are fewer than rows; 4 are more, and share each row
         set_threads(threads)
         for _ in range(2):
             loss = ampfuse.cross_entropy(logits, target)
@@ -187,7 +189,7 @@ def test_nor_on_the_number_of_threads(set_threads):
         assert torch.equal(grad, results[0][1])
 
 
-def test_logits_are_left_alone(device):
+def test_logits_are_not_overwritten(device):
     logits, target = batch(device)
     before = logits.detach().clone()
     ampfuse.cross_entropy(logits, target).backward()
@@ -196,7 +198,7 @@ def test_logits_are_left_alone(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("upstream", [8.0, 3.0])
-def test_in_place_logits_become_their_gradient(device, dtype, upstream):
+def test_in_place_logits_are_overwritten_with_their_gradient(device, dtype, upstream):
     leaf, target = batch(device, dtype)
     scale = torch.tensor(8.0, device=device)
     expected = ampfuse.cross_entropy(leaf, target, grad_scale=scale)
@@ -213,7 +215,7 @@ def test_in_place_logits_become_their_gradient(device, dtype, upstream):
     assert torch.equal(logits, reference)
 
 
-def test_in_place_is_not_for_all(device):
+def test_in_place_call_is_refused_if_logits_cannot_be_overwritten(device):
     leaf, target = batch(device)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         ampfuse.cross_entropy_(leaf, target)
@@ -227,9 +229,9 @@ def test_in_place_is_not_for_all(device):
         )(leaf)
 
 
-def test_what_else_needs_the_logits_notices_that_they_are_gone(device):
+def test_backward_of_an_op_that_needs_overwritten_logits_raises(device):
     leaf, target = batch(device, torch.float32)
-    logits = leaf.exp()  # whose backward wants its result
+    logits = leaf.exp()  # its backward reads its result
     loss = ampfuse.cross_entropy_(logits, target)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -237,7 +239,9 @@ def test_what_else_needs_the_logits_notices_that_they_are_gone(device):
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_for_any_batch(device, reduction, backend):
+def test_compiled_loss_is_correct_for_any_batch_size_without_recompiling(
+    device, reduction, backend
+):
     weight = torch.rand(300, device=device)
 
     def loss_of(logits, target, scale):
@@ -265,8 +269,8 @@ def test_compiled_for_any_batch(device, reduction, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_casts_nothing_and_is_nearer_than_torchs(device, dtype):
-    """torch under CUDA's autocast rounds log-probabilities to 16 bits, and without it here."""
+def test_autocast_casts_nothing_and_the_loss_is_more_exact_than_torchs(device, dtype):
+    """torch rounds log-probabilities to 16 bits: here, and also under CUDA's autocast."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(64, 5000, generator=generator) * 3).to(device, dtype).requires_grad_()
     target = torch.randint(5000, (64,), generator=generator).to(device)
@@ -280,7 +284,7 @@ def test_autocast_casts_nothing_and_is_nearer_than_torchs(device, dtype):
     assert (loss.double() - expected).abs() * 100 < (rounded.double() - expected).abs()
 
 
-def test_loss_module(device):
+def test_loss_module_with_a_scaler_computes_its_gradient_in_forward(device):
     logits, target = batch(device, torch.float16)
     scaler = ampfuse.GradScaler(device.type, 1024.0)
     criterion = ampfuse.CrossEntropyLoss(label_smoothing=0.1, scaler=scaler)
@@ -291,7 +295,7 @@ def test_loss_module(device):
     assert ulps_off(logits.grad, gradient) <= 1.1 * ULPS
 
 
-def test_metrics(device):
+def test_metrics_equal_those_computed_from_the_logits(device):
     logits, target = batch(device, torch.float32)
     target[2] = -100
     target[3] = logits[3].argmax()

@@ -1,4 +1,4 @@
-"""torch's own checks of the operators of cross-entropy."""
+"""Tests of the operators of cross-entropy: torch's own checks, and invalid arguments."""
 
 import pytest
 import torch
@@ -15,21 +15,21 @@ EVERY_DTYPE = pytest.mark.parametrize(
 @EVERY_OP
 @EVERY_DTYPE
 @pytest.mark.parametrize("count", [4, 0])
-def test_opcheck(device, op, dtype, count):
+def test_operators_pass_opcheck(device, op, dtype, count):
     torch.library.opcheck(overload(op), CROSS_ENTROPY_SAMPLES[op](dtype, device, count))
 
 
 @pytest.mark.parametrize("op", ["cross_entropy", "cross_entropy.metrics"])
 @EVERY_DTYPE
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_opcheck_with_gradients(device, op, dtype, reduction):
+def test_public_operators_pass_opcheck_with_gradients(device, op, dtype, reduction):
     logits, target = rows(dtype, device)
     torch.library.opcheck(overload(op), (logits.requires_grad_(), target, None, reduction))
 
 
 @EVERY_OP
 @EVERY_DTYPE
-def test_fake_results_look_like_real_ones(device, op, dtype):
+def test_fake_results_have_the_metadata_of_real_ones(device, op, dtype):
     sample = CROSS_ENTROPY_SAMPLES[op](dtype, device, 4)
     real = overload(op)(*sample)
     with FakeTensorMode() as mode:
@@ -37,7 +37,7 @@ def test_fake_results_look_like_real_ones(device, op, dtype):
         assert looks(overload(op)(*fakes)) == looks(real)
 
 
-def test_backward_takes_what_forward_returned_alone(device):
+def test_backward_refuses_tensors_that_forward_cannot_have_returned(device):
     logits, target = rows(torch.float32, device)
     forward = torch.ops.ampfuse.cross_entropy_forward.default
     backward = torch.ops.ampfuse.cross_entropy_backward.default
@@ -63,7 +63,7 @@ def test_backward_takes_what_forward_returned_alone(device):
             grad(**wrong)
 
 
-def test_only_rows_with_memory_of_their_own_are_rescaled(device):
+def test_rescale_refuses_gradients_without_rows_in_memory_of_their_own(device):
     rescale = torch.ops.ampfuse.cross_entropy_rescale_.default
     one = torch.ones((), device=device)
     whole = torch.ones(4, 6, device=device)
@@ -74,7 +74,7 @@ def test_only_rows_with_memory_of_their_own_are_rescaled(device):
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
-def test_forward_leaves_one_of_four_things(device, wrong):
+def test_forward_refuses_unknown_values_of_for_backward(device, wrong):
     logits, target = rows(torch.float32, device)
     with pytest.raises(ValueError, match=f"for_backward: expected 0 .*, got {wrong}"):
         torch.ops.ampfuse.cross_entropy_forward(

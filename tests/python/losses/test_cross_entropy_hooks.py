@@ -1,4 +1,4 @@
-"""cross_entropy in graphs that others look into: hooks, checkpoints, gradients that add up."""
+"""Tests of cross_entropy with hooks, checkpoints and accumulated gradients."""
 
 import ampfuse
 import pytest
@@ -7,7 +7,7 @@ from cross_entropy_reference import ULPS, exact, ulps_off
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-# Where the gradient comes from: forward, backward, and forward in place of the logits.
+# The gradient is computed in forward, in backward, or in forward in place of the logits.
 KINDS = {
     "mean": lambda logits, target: ampfuse.cross_entropy(logits, target),
     "none": lambda logits, target: ampfuse.cross_entropy(logits, target, reduction="none").mean(),
@@ -17,7 +17,7 @@ EVERY_KIND = pytest.mark.parametrize("loss_of", KINDS.values(), ids=list(KINDS))
 
 
 class Head:
-    """Hidden states, the layer that makes logits of them, and targets."""
+    """Hidden states, the layer that maps them to logits, and targets."""
 
     def __init__(self, device):
         torch.manual_seed(0)
@@ -30,7 +30,7 @@ class Head:
         return torch.autograd.grad(loss, of, torch.tensor(upstream, device=loss.device), **options)
 
     def expected(self, loss_of, upstream=1.0):
-        """Those of an ordinary graph."""
+        """Return the gradients of a graph without hooks."""
         return self.gradients(loss_of(self.layer(self.hidden), self.target), upstream)
 
 
@@ -39,7 +39,7 @@ def assert_same(results, expected):
 
 
 def rows_of(device, dtype=torch.float32, seed=0):
-    """A leaf, and targets."""
+    """Return leaf logits and targets."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, 300, generator=generator).to(device, dtype).requires_grad_()
     return logits, torch.randint(300, (8,), generator=generator).to(device)
@@ -47,12 +47,12 @@ def rows_of(device, dtype=torch.float32, seed=0):
 
 @EVERY_KIND
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_what_is_saved_may_be_stored_elsewhere(device, loss_of, upstream):
+def test_hooks_may_store_saved_tensors_elsewhere(device, loss_of, upstream):
     head, packed = Head(device), []
 
     def pack(tensor):
         packed.append(tuple(tensor.shape))
-        # The bits of a product depend on how its factors lie in memory.
+        # The bits of a product depend on the strides of its factors, so keep them.
         return tensor.detach().cpu().numpy().copy(order="K")
 
     def unpack(array):
@@ -60,7 +60,7 @@ def test_what_is_saved_may_be_stored_elsewhere(device, loss_of, upstream):
 
     with saved_tensors_hooks(pack, unpack):
         loss = loss_of(head.layer(head.hidden), head.target)
-    assert packed.count((8, 300)) == 1  # logits or their gradient, not both
+    assert packed.count((8, 300)) == 1  # either the logits or their gradient
     first = head.gradients(loss, upstream, retain_graph=True)
     second = head.gradients(loss, upstream)
 
@@ -70,7 +70,7 @@ def test_what_is_saved_may_be_stored_elsewhere(device, loss_of, upstream):
 
 
 @EVERY_KIND
-def test_what_is_saved_may_come_back_with_other_strides(device, loss_of):
+def test_hooks_may_return_saved_tensors_with_other_strides(device, loss_of):
     head = Head(device)
 
     def by_columns(tensor):
@@ -80,7 +80,7 @@ def test_what_is_saved_may_come_back_with_other_strides(device, loss_of):
         logits = head.layer(head.hidden)
     with saved_tensors_hooks(lambda tensor: tensor.clone(), by_columns):
         loss = loss_of(logits, head.target)
-    # A GPU's product of other strides adds in another order.
+    # With other strides, a GPU's product adds in another order.
     tolerance = {"rtol": 0, "atol": 0} if device.type == "cpu" else {}
     for result, expected in zip(
         head.gradients(loss, 3.0), head.expected(loss_of, 3.0), strict=True
@@ -89,7 +89,7 @@ def test_what_is_saved_may_come_back_with_other_strides(device, loss_of):
 
 
 @EVERY_KIND
-def test_what_is_saved_may_wait_in_host_memory(device, loss_of):
+def test_saved_tensors_may_be_moved_to_host_memory(device, loss_of):
     head = Head(device)
     with save_on_cpu(pin_memory=device.type == "cuda"):
         loss = loss_of(head.layer(head.hidden), head.target)
@@ -98,7 +98,7 @@ def test_what_is_saved_may_wait_in_host_memory(device, loss_of):
 
 @EVERY_KIND
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_forms_the_same_gradient(device, loss_of, use_reentrant):
+def test_checkpoint_gives_the_same_gradients(device, loss_of, use_reentrant):
     head = Head(device)
 
     def block(hidden):
@@ -112,7 +112,7 @@ def test_a_checkpoint_forms_the_same_gradient(device, loss_of, use_reentrant):
 
 
 @EVERY_KIND
-def test_a_checkpoint_may_be_gone_through_again(device, loss_of):
+def test_backward_through_a_checkpoint_may_run_again(device, loss_of):
     head = Head(device)
     loss = checkpoint(
         lambda hidden: loss_of(head.layer(hidden), head.target), head.hidden, use_reentrant=False
@@ -122,7 +122,7 @@ def test_a_checkpoint_may_be_gone_through_again(device, loss_of):
 
 
 @EVERY_KIND
-def test_hooks_of_logits_see_their_gradient_and_may_change_it(device, loss_of):
+def test_hook_of_the_logits_receives_their_gradient_and_may_change_it(device, loss_of):
     leaf, target = rows_of(device)
     logits, seen = leaf * 1, []
 
@@ -139,7 +139,7 @@ def test_hooks_of_logits_see_their_gradient_and_may_change_it(device, loss_of):
 
 
 @EVERY_KIND
-def test_a_gradient_that_is_kept_for_logits_is_that_of_the_leaf(device, loss_of):
+def test_retained_gradient_of_the_logits_equals_that_of_the_leaf(device, loss_of):
     leaf, target = rows_of(device)
     logits = leaf * 1
     logits.retain_grad()
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_kept_for_logits_is_that_of_the_leaf(device, loss_of)
 
 
 @EVERY_KIND
-def test_backward_may_be_for_some_inputs_alone(device, loss_of):
+def test_backward_may_be_restricted_to_some_inputs(device, loss_of):
     head = Head(device)
     loss = loss_of(head.layer(head.hidden), head.target)
     loss.backward(inputs=[head.layer.bias])
@@ -157,7 +157,7 @@ def test_backward_may_be_for_some_inputs_alone(device, loss_of):
 
 
 @pytest.mark.parametrize("kind", ["mean", "none"])
-def test_losses_of_the_same_logits_add_up(device, kind):
+def test_gradients_of_two_losses_of_the_same_logits_add_up(device, kind):
     logits, first = rows_of(device, torch.float64)
     _, second = rows_of(device, seed=1)
     loss = KINDS[kind](logits, first) + 2 * KINDS[kind](logits, second)
@@ -169,7 +169,7 @@ def test_losses_of_the_same_logits_add_up(device, kind):
 
 
 @EVERY_KIND
-def test_an_upstream_gradient_may_come_from_the_loss_itself(device, loss_of):
+def test_upstream_gradient_may_depend_on_the_loss(device, loss_of):
     leaf, target = rows_of(device, torch.float64)
     loss_of(leaf * 1, target).square().backward()
     loss, _ = exact(leaf, target)
@@ -180,7 +180,7 @@ def test_an_upstream_gradient_may_come_from_the_loss_itself(device, loss_of):
 @EVERY_KIND
 @pytest.mark.parametrize("retain_graph", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_of_two_batches_accumulate(device, loss_of, retain_graph, dtype):
+def test_gradients_of_two_batches_accumulate_in_a_leaf(device, loss_of, retain_graph, dtype):
     leaf, target = rows_of(device, dtype)
     other = rows_of(device, seed=1)[1]
     grads = [torch.autograd.grad(loss_of(leaf * 1, t), leaf)[0] for t in (target, other)]
@@ -196,8 +196,8 @@ def test_gradients_of_two_batches_accumulate(device, loss_of, retain_graph, dtyp
 
 @pytest.mark.parametrize("kind", ["mean", "none"])
 @pytest.mark.parametrize("retain_graph", [True, False])
-def test_a_gradient_belongs_to_its_leaf_alone(device, kind, retain_graph):
-    """Later calls leave it as it is, and so do later passes through the graph that made it."""
+def test_gradient_of_a_leaf_is_not_changed_by_later_passes(device, kind, retain_graph):
+    """The later passes are through new graphs, or through the graph that made the gradient."""
     logits, target = rows_of(device)
     loss = KINDS[kind](logits, target)
     loss.backward(retain_graph=retain_graph)
@@ -213,7 +213,7 @@ def test_a_gradient_belongs_to_its_leaf_alone(device, kind, retain_graph):
 
 
 @EVERY_KIND
-def test_leaves_behind_the_same_logits_share_no_memory(device, loss_of):
+def test_gradients_of_two_leaves_of_the_same_logits_share_no_memory(device, loss_of):
     leaf, target = rows_of(device)
     other = torch.zeros_like(leaf, requires_grad=True)
     loss_of(leaf + other, target).backward()

@@ -1,4 +1,4 @@
-"""cross_entropy on a GPU: nothing waits, a graph replays it, and it is a few launches."""
+"""Tests of cross_entropy on a GPU: synchronisation, CUDA graphs, launches and streams."""
 
 import ampfuse
 import pytest
@@ -20,7 +20,7 @@ def probabilities():
     return torch.full(SHAPE, 1 / SHAPE[1], device=CUDA)
 
 
-# What the gradient comes from, and what else there is to be read or copied.
+# Calls that compute the gradient in forward or backward, and read or copy other tensors.
 CALLS = {
     "mean": {},
     "sum": {"reduction": "sum", "grad_scale": lambda: on_gpu(8.0)},
@@ -44,7 +44,7 @@ EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
 
 
 class Step:
-    """A call with its backward, on the same memory again and again."""
+    """A call with its backward, which may be repeated on the same memory."""
 
     def __init__(self, dtype=torch.bfloat16, function=ampfuse.cross_entropy, **options):
         self.function = function
@@ -56,7 +56,7 @@ class Step:
         self.upstream = torch.ones(SHAPE[:1] if each else (), device=CUDA)
 
     def fill(self, seed):
-        """Other logits, indices and numbers in the memory that is read."""
+        """Write new logits, indices and numbers into the memory that the call reads."""
         generator = torch.Generator().manual_seed(seed)
         self.logits.data.copy_(torch.randn(SHAPE, generator=generator) * 3)
         if not self.target.is_floating_point():
@@ -65,12 +65,12 @@ class Step:
             tensor.copy_(torch.rand(tensor.shape, generator=generator) * 8 + (name != "weight"))
 
     def tensors(self):
-        """What else is on the GPU."""
+        """Return the other tensors on the GPU."""
         found = {"upstream": self.upstream} | self.options
         return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) and x.is_cuda}
 
     def __call__(self):
-        """The loss, its gradient, and metrics if there are any."""
+        """Return the loss, its gradient, and the metrics if requested."""
         metrics = ()
         logits = self.logits
         if self.function is ampfuse.cross_entropy_:
@@ -82,7 +82,7 @@ class Step:
 
 
 @EVERY_CALL
-def test_nothing_is_waited_for(waits_are_errors, options):
+def test_call_and_backward_do_not_sync_the_host(waits_are_errors, options):
     step = Step(**options)
     step.fill(0)
     torch.cuda.synchronize()
@@ -92,24 +92,24 @@ def test_nothing_is_waited_for(waits_are_errors, options):
         step()
 
 
-def test_nor_with_a_scaler(waits_are_errors):
+def test_call_and_backward_with_a_scaler_do_not_sync_the_host(waits_are_errors):
     logits = torch.randn(SHAPE, device=CUDA).half().requires_grad_()
     target = torch.zeros(SHAPE[0], dtype=torch.long, device=CUDA)
     scaler = ampfuse.GradScaler("cuda")
     criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
-    scaler.scale(criterion(logits, target)).backward()  # which makes the scale
+    scaler.scale(criterion(logits, target)).backward()  # creates the scale
     torch.cuda.synchronize()
     waits_are_errors()
 
     scaler.scale(criterion(logits, target)).backward()
 
 
-# A copy from the host is not captured where its memory may be gone later.
+# A graph cannot capture copies of numbers on the host, which may be freed before a replay.
 CAPTURED = [call for name, call in CALLS.items() if name != "numbers on the host"]
 
 
 @pytest.mark.parametrize("options", CAPTURED, ids=[n for n in CALLS if "on the host" not in n])
-def test_replays_are_calls_with_what_is_in_memory_then(options):
+def test_graph_replay_equals_a_call_with_the_current_contents_of_memory(options):
     step = Step(**options)
     step.fill(0)
     graph, results = capture(step)
@@ -121,8 +121,8 @@ def test_replays_are_calls_with_what_is_in_memory_then(options):
         assert all(map(torch.equal, replayed, step()))
 
 
-def test_a_graph_follows_the_scale():
-    """Gradients that were expected to have one scale are formed with another, not rescaled."""
+def test_graph_replay_uses_the_current_scale():
+    """A replay computes the gradient with the new scale; it does not rescale an old gradient."""
     scale = on_gpu(8.0)
     step = Step(torch.float16, grad_scale=lambda: scale)
     step.upstream = scale
@@ -135,14 +135,14 @@ def test_a_graph_follows_the_scale():
         assert torch.equal(grad, step()[1])
 
 
-# Launches: what the sum is divided by, rows, their sum, and in backward one that finds nothing to
-# do. Where the gradient is formed in backward, upstream as float64 and the gradient. And three for
-# which rows are correct.
+# Launches of a step: one each for the divisor, the rows and the sum of their losses, and one in
+# backward, which finds nothing to rescale. If the gradient is computed in backward: one each for
+# the upstream gradient as float64 and for the gradient. Metrics need three more, for `correct`.
 MOST = {"mean": 4, "sum": 4, "none": 5, "weights": 4, "probabilities": 4, "metrics": 7}
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_launches_are_few(name):
+def test_call_and_backward_launch_few_kernels(name):
     step = Step(**CALLS[name])
     step.fill(0)
     step()
@@ -156,7 +156,7 @@ def test_launches_are_few(name):
     assert 0 < len(launched) <= MOST[name], "\n".join(launched)
 
 
-def test_work_is_queued_on_the_current_stream():
+def test_kernels_run_on_the_current_stream():
     step = Step(torch.float32)
     step.fill(0)
     expected = step()
@@ -166,7 +166,7 @@ def test_work_is_queued_on_the_current_stream():
     stream.wait_stream(torch.cuda.current_stream())
 
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # what is not on this stream runs ahead of the copy
+        torch.cuda._sleep(100_000_000)  # work on another stream would run before the copy
         step.logits.data.copy_(logits)
         results = step()
     torch.cuda.synchronize()

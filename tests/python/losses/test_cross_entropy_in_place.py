@@ -1,4 +1,4 @@
-"""cross_entropy_ and memory: what it writes, what it may not, and who notices."""
+"""Tests of cross_entropy_: memory that it overwrites, and logits that it refuses."""
 
 import ampfuse
 import pytest
@@ -21,7 +21,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
-def test_what_is_around_a_view_stays(device, view):
+def test_memory_around_a_view_is_not_overwritten(device, view):
     whole, target = batch(device, rows=12, classes=57)
     before = whole.clone()
     expected, target = view(before), target[: len(view(whole))] % 50
@@ -36,7 +36,7 @@ def test_what_is_around_a_view_stays(device, view):
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
-def test_gradients_of_a_view_reach_the_leaf(device, view):
+def test_gradient_of_a_view_reaches_the_leaf(device, view):
     leaf, target = batch(device, rows=12, classes=57)
     leaf.requires_grad_()
     target = target[: len(view(leaf))] % 50
@@ -49,7 +49,7 @@ def test_gradients_of_a_view_reach_the_leaf(device, view):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_logits_that_need_no_gradient_become_it_all_the_same(device, mode):
+def test_logits_without_requires_grad_are_overwritten_with_their_gradient(device, mode):
     logits, target = batch(device)
     _, gradient = exact(logits, target, 8.0)
     with mode():
@@ -58,7 +58,7 @@ def test_logits_that_need_no_gradient_become_it_all_the_same(device, mode):
     assert ulps_off(logits, gradient) <= ULPS
 
 
-def test_without_gradients_a_leaf_may_be_overwritten(device):
+def test_leaf_may_be_overwritten_under_no_grad(device):
     leaf, target = batch(device)
     _, gradient = exact(leaf, target)
     leaf.requires_grad_()
@@ -67,7 +67,7 @@ def test_without_gradients_a_leaf_may_be_overwritten(device):
     assert ulps_off(leaf, gradient) <= ULPS
 
 
-def test_versions_move_in_forward_and_backward(device):
+def test_version_counter_rises_in_forward_and_in_backward(device):
     leaf, target = batch(device)
     logits = leaf.requires_grad_() * 1
     before = logits._version
@@ -84,7 +84,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_a_gradient_that_was_overwritten_is_noticed(device, change):
+def test_backward_raises_if_the_gradient_was_overwritten(device, change):
     leaf, target = batch(device)
     logits = leaf.requires_grad_() * 1
     loss = ampfuse.cross_entropy_(logits, target)
@@ -93,7 +93,7 @@ def test_a_gradient_that_was_overwritten_is_noticed(device, change):
         loss.backward()
 
 
-def test_probabilities_may_lie_in_the_logits_own_memory(device):
+def test_probabilities_may_share_the_memory_of_the_logits(device):
     logits = batch(device)[0].softmax(1)
     _, gradient = exact(logits, logits.clone())
     ampfuse.cross_entropy_(logits, logits)
@@ -124,7 +124,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("overlapping", OVERLAPS.values(), ids=list(OVERLAPS))
-def test_logits_that_share_memory_with_each_other_are_refused(device, overlapping):
+def test_logits_that_overlap_in_memory_are_refused(device, overlapping):
     logits, target = batch(device)
     before = logits.clone()
     with pytest.raises((RuntimeError, ValueError), match="memory"):
@@ -132,7 +132,7 @@ def test_logits_that_share_memory_with_each_other_are_refused(device, overlappin
     assert torch.equal(logits, before)
 
 
-def test_a_view_of_a_leaf_is_no_better_than_the_leaf(device):
+def test_view_of_a_leaf_is_refused_and_not_overwritten(device):
     logits, target = batch(device)
     leaf = logits.clone().view(2, 3, 50).requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
@@ -140,7 +140,7 @@ def test_a_view_of_a_leaf_is_no_better_than_the_leaf(device):
     assert torch.equal(leaf.view(6, 50), logits)
 
 
-def test_a_lazy_clone_is_copied_first():
+def test_lazy_clone_is_copied_before_it_is_overwritten():
     logits, target = batch(torch.device("cpu"))
     before = logits.clone()
     clone = torch._lazy_clone(logits)
@@ -155,7 +155,7 @@ def test_negative_views_are_refused(device):
         ampfuse.cross_entropy_(torch._neg_view(logits), target)
 
 
-def test_targets_that_need_a_gradient_are_refused(device):
+def test_targets_that_require_grad_are_refused_except_under_no_grad(device):
     logits, _ = batch(device)
     target = torch.softmax(logits, 1).requires_grad_()
     with pytest.raises(ValueError, match="target: has no derivative here"):
@@ -164,8 +164,8 @@ def test_targets_that_need_a_gradient_are_refused(device):
         assert ampfuse.cross_entropy_(logits.clone(), target).isfinite()
 
 
-def test_half_logits_need_the_scale_that_is_to_come(device):
-    """Their gradient was mostly zeros, and nobody noticed."""
+def test_float16_logits_that_require_grad_need_a_grad_scale(device):
+    """Without grad_scale most of their gradient would be 0, and nobody would notice."""
     logits, target = batch(device)
     logits = logits.half().requires_grad_()
     with pytest.raises(ValueError, match="grad_scale: expected the loss scale, or 1"):
@@ -175,7 +175,7 @@ def test_half_logits_need_the_scale_that_is_to_come(device):
         ampfuse.cross_entropy_(logits * 1, target)
 
 
-def test_inference_tensors_are_taken_as_others_are(device):
+def test_inference_tensors_give_the_same_loss_and_refusals(device):
     logits, target = batch(device)
     weight = torch.rand(50, dtype=torch.float64, device=device)
     options = {"weight": weight, "denominator": torch.tensor(3.0)}

@@ -1,4 +1,4 @@
-"""What cross_entropy allocates: the gradient, in place of the logits not even that."""
+"""Tests of the memory of cross_entropy: only a gradient, and not even that in place."""
 
 import ampfuse
 import pytest
@@ -11,13 +11,13 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
 def few(device):
-    """Bytes of numbers for each row, and on the CPU of a row's exponentials for each thread."""
+    """Return bytes for some numbers per row, and on a CPU for a row's exponentials per thread."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return 96 * ROWS + 8 * CLASSES * threads + 2**14
 
 
 def batch(device, dtype):
-    """Logits, their size in bytes, and targets."""
+    """Return logits, their size in bytes, and targets."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, CLASSES, generator=generator).to(device, dtype).requires_grad_()
     target = torch.randint(CLASSES, (ROWS,), generator=generator).to(device)
@@ -28,7 +28,7 @@ def batch(device, dtype):
 CALLS = {
     "mean": {},
     "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},  # whose gradient comes from backward, and so the next one's
+    "none": {"reduction": "none"},  # its gradient is computed in backward
     "class weights": {"weight": torch.ones(CLASSES), "label_smoothing": 0.1},
     "metrics": {"return_metrics": True, "z_loss": 1e-4, "softcap": 30.0},
 }
@@ -36,7 +36,7 @@ EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
 
 
 def loss_of(logits, target, options):
-    """The loss, without metrics if there are any."""
+    """Return the loss without the metrics."""
     options = {
         name: value.to(logits.device) if isinstance(value, torch.Tensor) else value
         for name, value in options.items()
@@ -48,7 +48,7 @@ def loss_of(logits, target, options):
 @DTYPES
 @EVERY_CALL
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_forward_and_backward_hold_the_gradient_and_no_more(device, dtype, options, upstream):
+def test_forward_and_backward_allocate_only_the_gradient(device, dtype, options, upstream):
     logits, size, target = batch(device, dtype)
 
     def step():
@@ -58,7 +58,7 @@ def test_forward_and_backward_hold_the_gradient_and_no_more(device, dtype, optio
     assert size <= peak(device, step) <= size + few(device)
 
 
-def test_so_do_half_logits_without_a_scale(device):
+def test_float16_loss_without_grad_scale_allocates_only_the_gradient(device):
     logits, size, target = batch(device, torch.float16)
     needed = peak(device, lambda: ampfuse.cross_entropy(logits, target).backward())
     assert size <= needed <= size + few(device)
@@ -74,7 +74,7 @@ def test_probabilities_are_not_copied(device, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_in_place_there_is_nothing_but_the_logits(device, dtype, upstream):
+def test_in_place_loss_and_backward_allocate_no_gradient(device, dtype, upstream):
     leaf, _, target = batch(device, dtype)
     logits = leaf * 1
     upstream = torch.tensor(upstream, device=device)
@@ -89,7 +89,7 @@ def test_in_place_there_is_nothing_but_the_logits(device, dtype, upstream):
 
 @DTYPES
 @EVERY_CALL
-def test_without_a_gradient_there_is_none_either(device, dtype, options):
+def test_none_of_the_gradients_memory_is_allocated_if_it_is_not_needed(device, dtype, options):
     logits, _, target = batch(device, dtype)
 
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_without_a_gradient_there_is_none_either(device, dtype, options):
 
 
 @DTYPES
-def test_nothing_of_a_step_is_left_but_the_gradient(device, dtype):
+def test_repeated_steps_hold_no_more_than_one_gradient(device, dtype):
     logits, size, target = batch(device, dtype)
 
     def steps():
@@ -111,6 +111,6 @@ def test_nothing_of_a_step_is_left_but_the_gradient(device, dtype):
 
 
 @DTYPES
-def test_torchs_would_be_seen_to_need_more(device, dtype):
+def test_peak_of_torchs_loss_is_measured_as_at_least_two_gradients(device, dtype):
     logits, size, target = batch(device, dtype)
     assert peak(device, lambda: functional.cross_entropy(logits, target).backward()) >= 2 * size

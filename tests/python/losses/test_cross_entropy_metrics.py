@@ -1,4 +1,4 @@
-"""What return_metrics tells of rows: of every shape and dtype, and of rows that do not count."""
+"""Tests of return_metrics: every shape and dtype, ignored rows and extreme rows."""
 
 import math
 
@@ -17,7 +17,7 @@ def batch(device, shape, dtype=torch.float32):
 
 
 def expected_of(logits):
-    """lse, entropy and argmax, in float64."""
+    """Return lse, entropy and argmax, computed in float64."""
     x = logits.detach().double()
     classes = min(1, x.dim() - 1)
     log_p = x.log_softmax(classes)
@@ -32,7 +32,7 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.sanitizer
 @EVERY_SHAPE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_metrics_of_indices(device, shape, dtype):
+def test_metrics_for_index_targets_are_exact(device, shape, dtype):
     logits, target = batch(device, shape, dtype)
     target.view(-1)[::3] = -100
 
@@ -51,7 +51,7 @@ def test_metrics_of_indices(device, shape, dtype):
 
 @EVERY_SHAPE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_metrics_of_probabilities(device, shape, dtype):
+def test_metrics_for_probability_targets_are_exact(device, shape, dtype):
     logits, _ = batch(device, shape, dtype)
     target = torch.rand(shape, device=device).to(dtype)
 
@@ -66,8 +66,8 @@ def test_metrics_of_probabilities(device, shape, dtype):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_gradient_is_the_same_with_metrics(device, reduction, dtype):
-    """From forward and from backward, where the loss has a shape of its own."""
+def test_gradient_has_the_same_bits_with_and_without_metrics(device, reduction, dtype):
+    """The gradient comes from forward or from backward, and the loss has one or many elements."""
     logits, target = batch(device, (2, 50, 3, 4), dtype)
     target[0, 1] = -100
     grads = []
@@ -80,14 +80,14 @@ def test_a_gradient_is_the_same_with_metrics(device, reduction, dtype):
     assert torch.equal(*grads)
 
 
-def test_metrics_have_no_derivative(device):
+def test_metrics_do_not_require_grad(device):
     logits, target = batch(device, (2, 5, 3))
     _, metrics = ampfuse.cross_entropy(logits, target, return_metrics=True)
     assert [x.requires_grad for x in metrics] == [False] * 4
 
 
-def test_metrics_are_of_soft_capped_logits(device):
-    """Which have the same order, and the same largest one."""
+def test_metrics_are_computed_from_soft_capped_logits(device):
+    """Soft-capped logits have the same order as the logits, and so the same argmax."""
     logits, target = batch(device, (6, 50))
     _, metrics = ampfuse.cross_entropy(logits, target, softcap=2.0, return_metrics=True)
     capped = 2.0 * torch.tanh(logits.detach().double() / 2.0)
@@ -97,7 +97,7 @@ def test_metrics_are_of_soft_capped_logits(device):
     assert torch.equal(metrics.argmax, logits.argmax(1))
 
 
-def test_neither_weights_nor_smoothing_are_in_metrics(device):
+def test_metrics_do_not_depend_on_weights_smoothing_and_z_loss(device):
     logits, target = batch(device, (6, 50))
     weight = torch.rand(50, device=device)
     plain = ampfuse.cross_entropy(logits, target, return_metrics=True)[1]
@@ -109,7 +109,7 @@ def test_neither_weights_nor_smoothing_are_in_metrics(device):
 
 
 @pytest.mark.parametrize("classes", [7, 5000])
-def test_the_first_of_equal_logits_is_the_largest(device, classes):
+def test_argmax_is_the_first_of_equal_logits(device, classes):
     logits = torch.zeros(3, classes, device=device)
     logits[1, classes // 2 :] = 1
     logits[2, classes - 1] = 1
@@ -120,8 +120,8 @@ def test_the_first_of_equal_logits_is_the_largest(device, classes):
 
 
 @pytest.mark.parametrize("classes", [4, 5000])
-def test_metrics_of_extreme_rows(device, classes):
-    """Sure of one class, sure of none, with infinities, and no distribution at all."""
+def test_metrics_of_certain_uniform_infinite_and_nan_rows_are_exact(device, classes):
+    """The rows are certain of one class, uniform, -inf except for one class, and NaN."""
     logits = torch.zeros(4, classes, device=device)
     logits[0, 3] = 500
     logits[2, 1:] = -math.inf
@@ -139,7 +139,7 @@ def test_metrics_of_extreme_rows(device, classes):
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 50, 7])
-def test_ignored_rows_are_told_of_but_never_correct(device, ignore_index):
+def test_metrics_of_ignored_rows_are_reported_but_never_correct(device, ignore_index):
     logits, target = batch(device, (6, 50))
     logits.data[2, 7] = 9.0
     target[:] = logits.argmax(1)
@@ -157,7 +157,7 @@ def test_ignored_rows_are_told_of_but_never_correct(device, ignore_index):
     torch.testing.assert_close(metrics.entropy, expected.entropy)
 
 
-def test_metrics_in_a_compiled_function(device):
+def test_metrics_in_a_compiled_function_equal_eager_ones(device):
     logits, target = batch(device, (6, 50))
 
     def of(logits, target):
@@ -171,8 +171,8 @@ def test_metrics_in_a_compiled_function(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_no_class_is_taken_for_the_ignored_one_in_a_narrow_dtype(device, dtype):
-    # In bytes -100 is 156, and in 32 bits 2³² + 7 is 7.
+def test_target_of_a_narrow_dtype_is_not_mistaken_for_ignore_index(device, dtype):
+    # Cast to a byte -100 is 156, and cut to 32 bits 2³² + 7 is 7.
     for index, ignored in ((156, -100), (7, 2**32 + 7)):
         logits = torch.zeros(1, 200, device=device)
         logits[0, index] = 1

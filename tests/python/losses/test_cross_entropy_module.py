@@ -1,4 +1,4 @@
-"""CrossEntropyLoss as a module: copied, saved, moved, and in torch's place."""
+"""Tests of CrossEntropyLoss as a module: options, copies, state, scalers and torch.compile."""
 
 import copy
 import io
@@ -44,7 +44,7 @@ COPIES = {
 EVERY_COPY = pytest.mark.parametrize("copied", COPIES.values(), ids=list(COPIES))
 
 
-def test_every_option_counts(device):
+def test_module_uses_every_option(device):
     logits, target = batch(device)
     target[0] = 3
     module = ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS)
@@ -53,7 +53,7 @@ def test_every_option_counts(device):
 
 
 @EVERY_COPY
-def test_copies_compute_the_same(device, copied):
+def test_copies_of_the_module_compute_the_same_loss(device, copied):
     logits, target = batch(device)
     target[0] = 3
     module = ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS)
@@ -61,7 +61,7 @@ def test_copies_compute_the_same(device, copied):
 
 
 @EVERY_COPY
-def test_copies_bring_their_scaler(device, copied):
+def test_copies_of_the_module_include_its_scaler(device, copied):
     scaler = ampfuse.GradScaler(device.type, 1024.0)
     module = copied(ampfuse.CrossEntropyLoss(scaler=scaler))
     assert module.scaler.get_scale() == 1024.0
@@ -73,8 +73,8 @@ def test_copies_bring_their_scaler(device, copied):
     torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-3, atol=0)
 
 
-def test_what_is_copied_with_its_scaler_shares_it(device):
-    """A training state of its own, and not a criterion that follows another's scale."""
+def test_module_and_scaler_that_are_copied_together_stay_connected(device):
+    """A copied criterion must not follow the scale of the original training state."""
     state = {"scaler": ampfuse.GradScaler(device.type, 8.0)}
     state["criterion"] = ampfuse.CrossEntropyLoss(scaler=state["scaler"])
     for copied in COPIES.values():
@@ -84,19 +84,19 @@ def test_what_is_copied_with_its_scaler_shares_it(device):
 
 
 @pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
-def test_a_scaler_may_be_ours_or_torchs(device, kind):
+def test_scaler_may_be_ampfuses_or_torchs(device, kind):
     logits, target = batch(device, torch.float16)
     scaler = kind(device.type, 1024.0)
     criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
     loss = criterion(logits, target)
-    # Formed in forward, from one gradient that is saved: with the scale, that is.
+    # Forward computes a float16 gradient only if it knows the scale.
     assert "GradientInForward" in loss.grad_fn.name()
     scaler.scale(loss).backward()
     _, gradient = exact(logits, target, upstream=1024.0)
     assert ulps_off(logits.grad, gradient) <= ULPS
 
 
-def test_a_scaler_that_is_not_enabled_scales_nothing(device):
+def test_disabled_scaler_scales_nothing(device):
     logits, target = batch(device)
     scaler = ampfuse.GradScaler(device.type, 1024.0, enabled=False)
     ampfuse.CrossEntropyLoss(scaler=scaler)(logits, target).backward()
@@ -104,10 +104,10 @@ def test_a_scaler_that_is_not_enabled_scales_nothing(device):
     assert torch.equal(logits.grad, expected)
 
 
-def test_the_scale_is_the_one_of_the_moment(device):
-    """Not of when the module was made: float16 gradients show with what they were rounded."""
+def test_module_uses_the_scale_at_the_time_of_the_call(device):
+    """The rounding of float16 gradients shows which scale they were computed with."""
     logits, target = batch(device, torch.float16)
-    logits.data += 15 * functional.one_hot(target, 50)  # the others' p are about 1e-7
+    logits.data += 15 * functional.one_hot(target, 50)  # p of other classes is about 1e-7
     scaler = ampfuse.GradScaler(device.type, 1.0)
     module = ampfuse.CrossEntropyLoss(scaler=scaler, reduction="sum")
     scaler.scale(module(logits, target))
@@ -120,7 +120,7 @@ def test_the_scale_is_the_one_of_the_moment(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_weight_moves_to_a_dtype(device, dtype):
+def test_weight_of_the_module_may_be_converted_to_another_dtype(device, dtype):
     logits, target = batch(device)
     module = ampfuse.CrossEntropyLoss(weight_of(device)).to(dtype)
     assert module.weight.dtype == dtype
@@ -130,7 +130,7 @@ def test_weight_moves_to_a_dtype(device, dtype):
     assert relatively_off(loss, expected) <= 1e-6
 
 
-def test_weight_moves_to_a_device(device):
+def test_weight_of_the_module_moves_to_another_device(device):
     logits, target = batch(device)
     module = ampfuse.CrossEntropyLoss(weight_of("cpu")).to(device)
     expected = ampfuse.cross_entropy(logits, target, weight_of(device))
@@ -141,7 +141,7 @@ def test_weight_moves_to_a_device(device):
 
 
 @pytest.mark.parametrize("other", [torch.nn.CrossEntropyLoss, ampfuse.CrossEntropyLoss])
-def test_state_is_the_weight_as_in_torch(device, other):
+def test_state_dict_contains_only_the_weight_as_in_torch(device, other):
     weight = weight_of(device)
     module = ampfuse.CrossEntropyLoss(torch.ones(50, device=device))
     assert list(module.state_dict()) == ["weight"]
@@ -154,13 +154,13 @@ def test_state_is_the_weight_as_in_torch(device, other):
     assert torch.equal(back.weight, weight)
 
 
-def test_weight_is_no_parameter(device):
+def test_weight_is_a_buffer_and_not_a_parameter(device):
     module = ampfuse.CrossEntropyLoss(weight_of(device))
     assert list(module.parameters()) == []
     assert [name for name, _ in module.named_buffers()] == ["weight"]
 
 
-def test_inside_of_a_compiled_module(device):
+def test_gradient_of_a_compiled_function_with_the_module_equals_eager(device):
     logits, target = batch(device)
     model = torch.nn.Linear(50, 50).to(device)
     module = ampfuse.CrossEntropyLoss(weight_of(device), label_smoothing=0.1)
@@ -175,7 +175,7 @@ def test_inside_of_a_compiled_module(device):
 
 
 @pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
-def test_a_loss_with_a_scaler_is_compiled_whole(device, kind):
+def test_loss_with_a_scaler_is_compiled_into_one_graph(device, kind):
     torch._dynamo.reset()
     logits, target = batch(device, torch.float16)
     scaler = kind(device.type, 1024.0)
@@ -188,7 +188,7 @@ def test_a_loss_with_a_scaler_is_compiled_whole(device, kind):
     assert ulps_off(logits.grad, gradient) <= ULPS
 
 
-def test_a_denominator_of_the_hosts_is_not_compiled_anew(device):
+def test_python_denominator_is_not_compiled_anew_for_each_value(device):
     torch._dynamo.reset()
     logits, target = batch(device)
     compiled = torch.compile(
@@ -205,7 +205,7 @@ def test_a_denominator_of_the_hosts_is_not_compiled_anew(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_parts_of_a_batch_add_up_to_it_with_their_denominator(device, dtype):
+def test_micro_batches_with_a_scaler_and_one_denominator_add_up_to_the_batch(device, dtype):
     logits, target = batch(device)
     logits = logits.detach().to(dtype).requires_grad_()
     scaler = ampfuse.GradScaler(device.type, 1024.0)
@@ -218,7 +218,7 @@ def test_parts_of_a_batch_add_up_to_it_with_their_denominator(device, dtype):
     assert torch.equal(logits.grad, whole)
 
 
-def test_it_tells_what_differs_from_the_defaults():
+def test_repr_shows_options_that_differ_from_the_defaults():
     assert repr(ampfuse.CrossEntropyLoss()) == "CrossEntropyLoss()"
     module = ampfuse.CrossEntropyLoss(
         reduction="sum", softcap=30.0, scaler=ampfuse.GradScaler("cpu")
@@ -226,7 +226,7 @@ def test_it_tells_what_differs_from_the_defaults():
     assert repr(module) == "CrossEntropyLoss(reduction=sum, softcap=30.0, scaler=GradScaler)"
 
 
-def test_options_are_named():
-    """Behind weight, torch's next one is `size_average`."""
+def test_options_are_keyword_only():
+    """torch's next positional argument after weight is `size_average`."""
     with pytest.raises(TypeError, match="positional"):
         ampfuse.CrossEntropyLoss(None, True)

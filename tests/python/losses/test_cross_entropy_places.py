@@ -1,4 +1,4 @@
-"""cross_entropy where classes are far apart in memory, as pixels' are: nothing is copied."""
+"""Tests of cross_entropy for images, whose classes are far apart in memory and are not copied."""
 
 import ampfuse
 import pytest
@@ -8,8 +8,8 @@ from harness.memory import extra_peak as peak
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-# Places of half a tile, of one with a row more, and of some with a few more, in one dimension or
-# two; one class, a few, and more than the CPU takes of rows in one piece.
+# Positions: half a tile of 32, a tile and one more, and several tiles, in one dimension or two.
+# Classes: one, a few, and more than the 128 up to which a CPU takes contiguous rows by tile.
 SHAPES = [(3, 1, 16), (2, 5, 33), (2, 21, 7, 15), (1, 150, 4, 20), (3, 2, 64)]
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -27,7 +27,7 @@ def weights(device, classes):
 
 
 def of_rows(logits, target, upstream, **options):
-    """The same by way of rows in one piece, whose values have tests of their own."""
+    """Return loss and gradient of a copy with contiguous rows. Other tests check these."""
     rows = logits.detach().movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_()
     loss = ampfuse.cross_entropy(rows, target, **options)
     return loss, torch.autograd.grad(loss, rows, upstream.expand(loss.shape))[0]
@@ -76,7 +76,9 @@ EVERYTHING = {
 @pytest.mark.parametrize("options", EVERYTHING.values(), ids=list(EVERYTHING))
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("kind", ["indices", "probabilities", "half probabilities"])
-def test_whatever_the_loss_is_made_of(device, shape, dtype, options, reduction, kind):
+def test_results_with_any_option_equal_those_of_contiguous_rows(
+    device, shape, dtype, options, reduction, kind
+):
     logits, target = batch(device, shape, dtype)
     if kind != "indices":
         target = torch.rand(shape, device=device).softmax(1)
@@ -98,7 +100,7 @@ def test_whatever_the_loss_is_made_of(device, shape, dtype, options, reduction, 
 
 
 @EVERY_DTYPE
-def test_metrics(device, dtype):
+def test_metrics_of_positions_are_exact(device, dtype):
     logits, target = batch(device, (2, 21, 7, 15), dtype)
     logits.data.view(-1)[::9] = 1.0  # some are equal
     logits.data[0, :, 0, 0] = torch.nan
@@ -117,7 +119,7 @@ def test_metrics(device, dtype):
 
 
 @EVERY_DTYPE
-def test_infinities_are_torchs(device, dtype):
+def test_positions_with_infinities_and_nans_give_torchs_results(device, dtype):
     infinity = torch.inf
     rows = torch.tensor(
         [
@@ -143,7 +145,7 @@ def test_infinities_are_torchs(device, dtype):
     assert torch.allclose(logits.grad.double(), gradient, rtol=1e-2, equal_nan=True)
 
 
-def test_ignored_places_have_zeros_also_where_logits_are_no_numbers(device):
+def test_gradient_of_an_ignored_position_is_zero_even_for_nan_logits(device):
     logits = torch.full((1, 3, 40), torch.nan, device=device)
     logits[:, :, 0] = 0
     logits.requires_grad_()
@@ -156,7 +158,7 @@ def test_ignored_places_have_zeros_also_where_logits_are_no_numbers(device):
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 2**40])
-def test_a_target_that_is_no_class_is_told(bad):
+def test_error_names_the_target_that_is_out_of_range_and_its_row(bad):
     logits, target = batch(torch.device("cpu"), (2, 3, 20))
     target[1, 7] = bad
     with pytest.raises(IndexError, match=rf"Target {bad} is out of bounds. It is row 27's"):
@@ -178,7 +180,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_views(device, view, reduction):
+def test_views_of_a_batch_give_torchs_loss_and_gradient(device, view, reduction):
     whole, _ = batch(device, (4, 7, 6, 22))
     logits = view(whole)
     target = torch.randint(logits.shape[1], (logits.shape[0], *logits.shape[2:]), device=device)
@@ -195,7 +197,7 @@ def test_views(device, view, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_a_place_does_not_depend_on_those_around_it(device, dtype, reduction):
+def test_results_of_a_position_do_not_depend_on_other_positions(device, dtype, reduction):
     logits, target = batch(device, (3, 21, 100), dtype)
     scale = torch.ones((), device=device)
     options = {"reduction": reduction, "denominator": scale if reduction == "mean" else None}
@@ -211,7 +213,7 @@ def test_a_place_does_not_depend_on_those_around_it(device, dtype, reduction):
             assert torch.equal(loss, whole[part])
 
 
-def test_nor_on_the_number_of_threads(set_threads):
+def test_results_do_not_depend_on_the_number_of_threads(set_threads):
     logits, target = batch(torch.device("cpu"), (2, 21, 90, 90))
     results = []
     for threads in (1, 2, 3):
@@ -223,12 +225,14 @@ def test_nor_on_the_number_of_threads(set_threads):
         assert torch.equal(grad, results[0][1])
 
 
-# As many classes as go with so many places, and one more; and as many places as there have to be.
+# Logits are read in place if a class has at least max(16, classes / 16) positions. The shapes have
+# the most classes for 16 positions, one class more, one position too few, far too many classes, and
+# enough positions for many classes.
 EDGES = [(2, 256, 16), (2, 257, 16), (2, 3, 15), (1, 4000, 16), (1, 5000, 400)]
 
 
 @pytest.mark.parametrize("shape", EDGES, ids=str)
-def test_what_is_copied_has_the_same_results(device, shape):
+def test_results_are_exact_whether_logits_are_copied_or_not(device, shape):
     logits, target = batch(device, shape)
     loss = ampfuse.cross_entropy(logits, target)
     loss.backward()
@@ -239,7 +243,7 @@ def test_what_is_copied_has_the_same_results(device, shape):
 
 @pytest.mark.parametrize(("softcap", "scale"), [(1.0, 1.0), (30.0, 1.0)])
 @pytest.mark.parametrize("shape", [(4, 10, 40), (4, 10)], ids=str)
-def test_targets_gradients_keep_their_digits_under_a_softcap(device, softcap, scale, shape):
+def test_gradient_of_the_target_keeps_its_digits_under_a_softcap(device, softcap, scale, shape):
     logits, target = batch(device, shape, scale=scale)
     loss = ampfuse.cross_entropy(logits, target, reduction="sum", softcap=softcap)
     loss.backward()
@@ -252,7 +256,7 @@ def test_targets_gradients_keep_their_digits_under_a_softcap(device, softcap, sc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_gradient_is_all_that_is_allocated(device, dtype):
+def test_only_the_gradient_is_allocated(device, dtype):
     logits, target = batch(device, (4, 21, 128, 128), dtype)
     size = logits.numel() * logits.element_size()
     loss_of = ampfuse.cross_entropy

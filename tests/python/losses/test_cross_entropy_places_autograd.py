@@ -1,4 +1,4 @@
-"""Derivatives of cross_entropy where classes are far apart in memory, and its operators there."""
+"""Tests of derivatives and operators of cross_entropy for images, whose classes are far apart."""
 
 import ampfuse
 import pytest
@@ -9,7 +9,7 @@ from test_cross_entropy_places import EVERY_DTYPE, batch, weights
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_gradients_are_those_of_finite_differences(device, reduction, probabilities):
+def test_gradients_equal_finite_differences(device, reduction, probabilities):
     logits, target = batch(device, (2, 3, 16), torch.float64)
     weight = weights(device, 3).double()
     if probabilities:
@@ -24,7 +24,7 @@ def test_gradients_are_those_of_finite_differences(device, reduction, probabilit
     assert torch.autograd.gradcheck(loss_of, (logits, target))
 
 
-def test_a_graph_that_is_kept_may_be_gone_through_again(device):
+def test_backward_may_run_again_if_the_graph_is_kept(device):
     logits, target = batch(device, (2, 5, 33))
     loss = ampfuse.cross_entropy(logits, target)
     grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2)]
@@ -35,7 +35,7 @@ def test_a_graph_that_is_kept_may_be_gone_through_again(device):
 
 @pytest.mark.parametrize("shape", [(1, 2, 90, 91), (3, 5, 33)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_another_upstream_gradient_than_was_expected(device, shape, dtype):
+def test_gradient_is_doubled_by_an_upstream_gradient_of_two(device, shape, dtype):
     logits, target = batch(device, shape, dtype)
     loss = ampfuse.cross_entropy(logits, target)
     (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
@@ -43,7 +43,7 @@ def test_another_upstream_gradient_than_was_expected(device, shape, dtype):
     assert torch.equal(doubled, 2 * grad)
 
 
-def test_hooks_may_bring_back_other_strides(device):
+def test_hooks_may_return_saved_tensors_with_other_strides(device):
     logits, target = batch(device, (2, 5, 33))
     for reduction in ("none", "mean"):
         loss = ampfuse.cross_entropy(logits, target, reduction=reduction)
@@ -60,7 +60,7 @@ def test_hooks_may_bring_back_other_strides(device):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("batch_size", [2, 0])
-def test_opcheck(device, dtype, batch_size):
+def test_operators_pass_opcheck_with_positions(device, dtype, batch_size):
     logits, target = batch(device, (batch_size, 5, 33), dtype)
     rows, target = logits.detach(), target.view(-1)
     ops = torch.ops.ampfuse
@@ -80,7 +80,7 @@ def test_opcheck(device, dtype, batch_size):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_compiled_for_any_size(device, reduction):
+def test_compiled_loss_is_correct_for_any_size_without_recompiling(device, reduction):
     def loss_of(logits, target):
         return ampfuse.cross_entropy(logits * 2, target, reduction=reduction).sum()
 

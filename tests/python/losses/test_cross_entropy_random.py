@@ -1,4 +1,4 @@
-"""Random calls of cross_entropy, against float64 from the same rounded logits."""
+"""Tests of random calls of cross_entropy, against float64 from the same rounded logits."""
 
 import ampfuse
 import torch
@@ -12,8 +12,8 @@ LAYOUTS = st.sampled_from(["contiguous", "transposed", "behind another", "stride
 
 
 def laid_out(tensor, layout):
-    """The same values, elsewhere in memory."""
-    if tensor.numel() == 0:  # test_an_empty_batch_may_have_any_strides
+    """Return the same values with another memory layout."""
+    if tensor.numel() == 0:  # see test_an_empty_batch_may_have_any_strides
         return tensor
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
@@ -26,7 +26,7 @@ def laid_out(tensor, layout):
 
 @st.composite
 def indices(draw, shape, classes, generator):
-    """Classes, some of them ignored, and the ignore_index."""
+    """Draw class targets, some of them ignored, and the ignore_index."""
     target = torch.randint(classes, shape, generator=generator)
     ignore_index = draw(st.sampled_from([-100, 0, classes - 1, classes, 255]))
     dtype = draw(st.sampled_from(INDICES if ignore_index >= 0 else INDICES[:2]))
@@ -36,7 +36,7 @@ def indices(draw, shape, classes, generator):
 
 @st.composite
 def calls(draw, in_place=False):
-    """Logits, targets and options, on the CPU."""
+    """Draw logits, targets and options, on the CPU."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     batch, classes = draw(st.integers(0, 9)), draw(st.integers(1, 70))
     extra = draw(st.lists(st.integers(0, 3), max_size=2))
@@ -62,7 +62,7 @@ def calls(draw, in_place=False):
 
 
 def divisor_of(logits, target, options):
-    """What the sum of the rows' losses is divided by."""
+    """Return the number that divides the sum of the rows' losses."""
     if options["reduction"] != "mean":
         return 1.0
     if target.is_floating_point():
@@ -72,10 +72,10 @@ def divisor_of(logits, target, options):
 
 
 def tolerance(logits, target, options):
-    """Of a row's gradient in ulps of its own and as a number, which the row's loss has too.
+    """Return the allowed error of a row's gradient: in ulps, and as an absolute error.
 
-    The number is for terms that cancel: in float32 those of smoothed targets and probabilities,
-    and in the reference all.
+    The absolute error is for terms that cancel: float32 terms of smoothed targets and
+    probabilities, and all terms of the reference. It holds for the loss of a row, too.
     """
     weight = options["weight"].max().item() if "weight" in options else 1.0
     largest = torch.tensor(weight).double() / divisor_of(logits, target, options)
@@ -87,7 +87,7 @@ def tolerance(logits, target, options):
 
 
 def assert_near(result, expected, allowed):
-    """Where one is no number, the other is none either."""
+    """Check that the error is allowed, and that both have NaNs at the same indices."""
     assert result.shape == expected.shape
     assert torch.equal(result.isnan(), expected.isnan())
     off = (result.detach().double() - expected).abs()
@@ -95,7 +95,7 @@ def assert_near(result, expected, allowed):
 
 
 def on(device, call, scale):
-    """Logits, targets and options there."""
+    """Return the logits, targets and options of a call, on the device."""
     logits, target, options = call
     options["grad_scale"] = None if scale is None else torch.tensor(scale)
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
@@ -113,7 +113,7 @@ SETTINGS = settings(
 
 @settings(SETTINGS, max_examples=500)
 @given(calls(), SCALES)
-def test_loss_and_gradient(device, call, scale):
+def test_random_calls_give_the_exact_loss_and_gradient(device, call, scale):
     logits, target, options = on(device, call, scale)
 
     loss = ampfuse.cross_entropy(logits, target, **options)
@@ -135,7 +135,7 @@ def test_loss_and_gradient(device, call, scale):
 
 @settings(SETTINGS, max_examples=200)
 @given(calls(in_place=True), SCALES)
-def test_in_place_results_are_the_same(device, call, scale):
+def test_random_in_place_calls_give_the_same_results(device, call, scale):
     leaf, target, options = on(device, call, scale or 1.0)
     upstream = torch.tensor(scale or 1.0, device=device)
 

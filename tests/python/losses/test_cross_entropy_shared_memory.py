@@ -1,6 +1,7 @@
-"""Rows that are kept in all of the shared memory that CUDA gives to blocks without being asked.
+"""Tests of rows that need all the shared memory that CUDA gives a block by default: 48 KiB.
 
-What a kernel once asked for it has for good, so that each of these is a new process' first.
+Once a kernel has requested more, it keeps that limit, so each case is the first launch of a new
+process.
 """
 
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.needs_cuda
 
-# 48 KiB in packs of 16 bytes: of eight warps' rows, of a block's row, of a place for each thread.
+# 48 KiB in packs of 16 bytes: the rows of eight warps, the row of a block, a position per thread.
 SHAPES = {
     "float16": [(9, 3072), (2, 24576), (2, 96, 300)],
     "bfloat16": [(9, 3072), (2, 24576), (2, 96, 300)],
@@ -39,7 +40,7 @@ for options in ({{}}, {{"label_smoothing": 0.125}}):  # kernels of their own
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(dtype, shape) for dtype, shapes in SHAPES.items() for shape in shapes]
 )
-def test_a_first_launch_gets_what_it_needs(dtype, shape):
+def test_first_launch_with_48_kib_of_shared_memory_gives_torchs_results(dtype, shape):
     program = FIRST_LAUNCH.format(dtype=dtype, shape=shape, classes=shape[1])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

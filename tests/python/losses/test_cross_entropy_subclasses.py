@@ -1,4 +1,4 @@
-"""Logits that are no plain tensors: shards of a DTensor, wrappers, layouts without strides."""
+"""Tests of logits that are not plain tensors: DTensors, wrappers, layouts without strides."""
 
 import ampfuse
 import pytest
@@ -19,7 +19,7 @@ def batch(device, rows=6, classes=50):
 
 @pytest.fixture
 def mesh(device):
-    """Of two processes, of which there is one: nothing is sent."""
+    """Yield a mesh of two ranks. Only one rank exists, and its process group sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh(device.type, (2,))
     dist.destroy_process_group()
@@ -36,7 +36,7 @@ PLACEMENTS = {
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_dtensor_logits_are_refused(device, mesh, placements, reduction, requires_grad):
-    """torch knows of no rule for the operator, so that nothing is computed from one shard alone."""
+    """torch has no sharding rule for the operator, so it cannot compute a loss of one shard."""
     logits, target = (
         DTensor.from_local(local, mesh, [placement])
         for local, placement in zip(batch(device), placements, strict=True)
@@ -46,7 +46,7 @@ def test_dtensor_logits_are_refused(device, mesh, placements, reduction, require
         ampfuse.cross_entropy(logits, target, reduction=reduction)
 
 
-def test_dtensor_logits_are_not_overwritten(device, mesh):
+def test_in_place_dtensor_logits_are_refused_and_not_overwritten(device, mesh):
     logits, target = (DTensor.from_local(x, mesh, [Shard(0)]) for x in batch(device))
     before = logits.to_local().clone()
     with pytest.raises(NotImplementedError, match="cross_entropy_: input"):
@@ -64,14 +64,14 @@ def test_dtensors_beside_plain_logits_are_refused(device, mesh, name):
         ampfuse.cross_entropy(logits, **arguments)
 
 
-def test_local_shards_of_rows_add_up_with_the_denominator_of_all(device, mesh):
+def test_losses_of_local_row_shards_add_up_with_one_denominator(device, mesh):
     whole, target = batch(device, rows=8)
     whole.requires_grad_()
     expected = functional.cross_entropy(whole, target)
     expected.backward()
 
     losses, grads = [], []
-    for x, t in zip(whole.detach().chunk(2), target.chunk(2), strict=True):  # of each process
+    for x, t in zip(whole.detach().chunk(2), target.chunk(2), strict=True):  # of each rank
         logits = DTensor.from_local(x, mesh, [Shard(0)]).requires_grad_()
         loss = ampfuse.cross_entropy(logits.to_local(), t, denominator=len(target))
         loss.backward()
@@ -84,7 +84,7 @@ def test_local_shards_of_rows_add_up_with_the_denominator_of_all(device, mesh):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_wrappers_are_looked_into(device, reduction):
+def test_wrapper_gives_the_results_of_its_inner_tensors(device, reduction):
     logits, target = batch(device)
     wrapper = TwoTensor(logits, -logits).requires_grad_()
 
@@ -103,17 +103,17 @@ def test_wrappers_are_looked_into(device, reduction):
 
 
 class Named(torch.Tensor):
-    """What libraries hang attributes on."""
+    """A subclass, as libraries define it to set attributes on tensors."""
 
 
-def test_subclasses_without_operators_of_their_own_are_kept(device):
+def test_loss_of_a_subclass_without_torch_dispatch_has_its_type(device):
     logits, target = batch(device)
     loss = ampfuse.cross_entropy(logits.as_subclass(Named), target)
     assert type(loss) is Named
     assert torch.equal(loss.as_subclass(torch.Tensor), ampfuse.cross_entropy(logits, target))
 
 
-def test_meta_tensors_have_shapes_alone():
+def test_meta_tensors_give_results_of_the_right_shape_and_dtype():
     logits = torch.empty(6, 50, dtype=torch.bfloat16, device="meta", requires_grad=True)
     target = torch.empty(6, dtype=torch.long, device="meta")
     loss, metrics = ampfuse.cross_entropy(logits, target, return_metrics=True)
@@ -132,7 +132,7 @@ LAYOUTS = {
 
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors).*:UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_layouts_without_strides_are_refused_by_name(device, layout):
+def test_layouts_without_strides_are_refused(device, layout):
     logits, target = batch(device)
     with pytest.raises(ValueError, match="expected strided tensors"):
         ampfuse.cross_entropy(layout(logits), target)

@@ -1,4 +1,4 @@
-"""torch's own samples of cross-entropy, and arguments that it refuses."""
+"""Tests with torch's own samples of cross-entropy, and of arguments that are refused."""
 
 import ampfuse
 import pytest
@@ -9,7 +9,7 @@ from torch.testing._internal.common_nn import cross_entropy_loss_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_sample_of_torchs_is_the_same(device, dtype):
+def test_every_sample_of_torchs_suite_gives_torchs_loss_and_gradient(device, dtype):
     samples = list(sample_inputs_cross_entropy(None, device, dtype, requires_grad=True))
     assert len(samples) > 20
     for sample in samples:
@@ -26,7 +26,7 @@ def test_every_sample_of_torchs_is_the_same(device, dtype):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5)])
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_torchs_reference_implementation(device, reduction, shape, probabilities):
+def test_loss_equals_torchs_reference_implementation(device, reduction, shape, probabilities):
     logits = torch.randn(shape, dtype=torch.float64, device=device)
     target = torch.randint(3, shape[:1] + shape[2:], device=device)
     if probabilities:
@@ -80,7 +80,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
-def test_arguments_that_do_not_fit_are_refused(device, case):
+def test_invalid_arguments_are_refused(device, case):
     logits, target, options, error, words = case
     options = {
         name: value.to(device).detach().requires_grad_(value.requires_grad)
@@ -93,7 +93,7 @@ def test_arguments_that_do_not_fit_are_refused(device, case):
 
 
 @pytest.mark.parametrize("target", [5, -1, 2**40, -(2**40)])
-def test_a_target_that_is_no_class_is_named(target):
+def test_error_names_the_target_that_is_out_of_range_and_its_row(target):
     with pytest.raises(IndexError, match=rf"Target {target} is out of bounds.* row 1's"):
         ampfuse.cross_entropy(torch.zeros(3, 5), torch.tensor([0, target, 1]))
     logits = torch.zeros(3, 5)
@@ -103,7 +103,7 @@ def test_a_target_that_is_no_class_is_named(target):
 
 
 @pytest.mark.needs_cuda
-def test_on_a_gpu_a_later_call_names_it():
+def test_target_out_of_range_on_a_gpu_is_named_by_a_later_call():
     logits = torch.zeros(3, 5, device="cuda")
     loss = ampfuse.cross_entropy(logits, torch.tensor([0, 7, 1], device="cuda"))
     assert loss.isnan()

@@ -1,4 +1,4 @@
-"""cross_entropy under what transforms functions or graphs: torch.func, compiled autograd, modes."""
+"""Tests of cross_entropy with torch.func, compiled autograd, and modes that see operators."""
 
 import ampfuse
 import pytest
@@ -28,7 +28,7 @@ def torchs_gradient(logits, target, upstream=1.0):
 
 
 @EVERY_KIND
-def test_vmap_is_a_loop(device, reduction):
+def test_vmap_equals_a_loop(device, reduction):
     logits, target = batch(device, 3, 6, 50)
     logits.requires_grad_()
 
@@ -45,7 +45,7 @@ def test_vmap_is_a_loop(device, reduction):
     assert torch.equal(grad, torch.autograd.grad(sum(loss.sum() for loss in each), logits)[0])
 
 
-def test_vmap_inside_of_torch_compile_is_one_graph(device):
+def test_vmap_inside_torch_compile_is_one_graph(device):
     logits, target = batch(device, 3, 6, 50)
 
     def losses_of(logits):
@@ -64,7 +64,7 @@ def test_in_place_vmap_is_refused(device):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", [*KINDS, "metrics"])
-def test_transforms_are_refused_with_the_name_of_the_function(device, kind, transform):
+def test_error_for_unsupported_transforms_names_the_function(device, kind, transform):
     logits, target = batch(device, 6, 50)
 
     def loss_of(x):
@@ -74,7 +74,7 @@ def test_transforms_are_refused_with_the_name_of_the_function(device, kind, tran
 
     with pytest.raises(NotImplementedError, match=r"^cross_entropy: torch\.func .* use torch\.nn"):
         TRANSFORMS[transform](loss_of, logits)
-    TRANSFORMS[transform](lambda x: functional.cross_entropy(x, target), logits)  # the advice holds
+    TRANSFORMS[transform](lambda x: functional.cross_entropy(x, target), logits)  # the advice works
 
 
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS.keys() - {"grad of vmap"}))
@@ -92,7 +92,7 @@ def test_forward_mode_is_refused_in_place_before_the_logits_are_overwritten(devi
     assert torch.equal(logits, before)
 
 
-def test_what_is_not_differentiated_is_served_inside_of_transforms(device):
+def test_losses_that_are_not_differentiated_work_inside_transforms(device):
     logits, target = batch(device, 6, 50)
     expected = ampfuse.cross_entropy(logits, target)
 
@@ -112,7 +112,7 @@ def test_what_is_not_differentiated_is_served_inside_of_transforms(device):
 
 @pytest.mark.parametrize("vectorize", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_jacobians(device, reduction, vectorize):
+def test_jacobians_equal_torchs(device, reduction, vectorize):
     logits, target = batch(device, 6, 50)
 
     def jacobian(function):
@@ -123,7 +123,7 @@ def test_jacobians(device, reduction, vectorize):
     torch.testing.assert_close(jacobian(ampfuse.cross_entropy), jacobian(functional.cross_entropy))
 
 
-# What differentiates with respect to the logits alone, and passes by what they are not behind.
+# Autograd is called for the logits only, and skips nodes from which they cannot be reached.
 DERIVATIVES = {
     "grad": lambda total, logits: torch.autograd.grad(total, logits),
     "backward": lambda total, logits: total.backward(inputs=[logits]),
@@ -132,7 +132,7 @@ DERIVATIVES = {
 
 @EVERY_KIND
 @pytest.mark.parametrize("differentiate", DERIVATIVES.values(), ids=list(DERIVATIVES))
-def test_a_second_derivative_is_not_left_out(device, reduction, differentiate):
+def test_second_derivative_is_refused_and_not_left_out(device, reduction, differentiate):
     logits, target = batch(device, 6, 50)
     logits.requires_grad_()
     loss = ampfuse.cross_entropy(logits, target, reduction=reduction).sum()
@@ -142,7 +142,7 @@ def test_a_second_derivative_is_not_left_out(device, reduction, differentiate):
 
 
 @EVERY_KIND
-def test_a_hessian_is_not_zero(device, reduction):
+def test_hessian_is_refused(device, reduction):
     logits, target = batch(device, 6, 50)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.functional.hessian(
@@ -151,7 +151,7 @@ def test_a_hessian_is_not_zero(device, reduction):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in place"])
-def test_compiled_backward_of_an_eager_forward(device, kind):
+def test_compiled_backward_of_an_eager_forward_gives_torchs_gradient(device, kind):
     logits, target = batch(device, 6, 50)
     logits.requires_grad_()
     if kind == "in place":
@@ -167,7 +167,7 @@ def test_compiled_backward_of_an_eager_forward(device, kind):
 
 
 @EVERY_KIND
-def test_backward_inside_of_torch_compile(device, reduction):
+def test_backward_inside_torch_compile_gives_torchs_gradient(device, reduction):
     logits, target = batch(device, 6, 50)
     logits.requires_grad_()
 
@@ -183,7 +183,7 @@ def test_backward_inside_of_torch_compile(device, reduction):
 
 
 @EVERY_KIND
-def test_modes_that_watch_operators_change_no_result(device, reduction):
+def test_gradient_under_a_mode_that_sees_operators_equals_torchs(device, reduction):
     logits, target = batch(device, 6, 50)
     logits.requires_grad_()
     with FlopCounterMode(display=False):
@@ -191,7 +191,7 @@ def test_modes_that_watch_operators_change_no_result(device, reduction):
     torch.testing.assert_close(logits.grad, torchs_gradient(logits, target))
 
 
-def test_a_mode_that_watched_the_forward_of_a_checkpoint_alone(device):
+def test_checkpoint_whose_forward_ran_under_a_mode_gives_torchs_gradient(device):
     logits, target = batch(device, 6, 50)
     logits.requires_grad_()
     with FlopCounterMode(display=False):
@@ -201,7 +201,7 @@ def test_a_mode_that_watched_the_forward_of_a_checkpoint_alone(device):
 
 
 @EVERY_KIND
-def test_anomaly_detection_finds_none(device, reduction):
+def test_anomaly_detection_finds_none_in_backward(device, reduction):
     logits, target = batch(device, 6, 50)
     logits.requires_grad_()
     with torch.autograd.set_detect_anomaly(True):

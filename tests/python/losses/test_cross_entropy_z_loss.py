@@ -1,4 +1,4 @@
-"""What reduction="mean" divides the z-loss by, for both losses."""
+"""Tests of the number by which reduction="mean" divides the z-loss, for both losses."""
 
 import ampfuse
 import pytest
@@ -8,12 +8,12 @@ ROWS, CLASSES = 4, 10
 
 
 def z_loss_of(loss_of):
-    """The z-loss's part of a mean, for a factor of 1."""
+    """Return the z-loss's part of a mean, for a factor of 1."""
     return (loss_of(z_loss=1.0) - loss_of()).item()
 
 
 def batch(device):
-    """Logits, class weights, and the square of each row's log-sum-exp."""
+    """Return logits, class weights, and the square of each row's log-sum-exp."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, CLASSES, generator=generator, dtype=torch.float64).to(device)
     weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64, device=device)
@@ -40,7 +40,7 @@ def test_mean_divides_the_z_loss_by_the_class_weights_of_the_counted_targets(dev
     z_loss = z_loss_of(lambda **options: loss(logits, target, weight, **options))
 
     counted = target != -100
-    divisor = weight[target[counted]].sum()  # neither 3, the number of rows, nor 1
+    divisor = weight[target[counted]].sum()  # neither 3, the number of counted rows, nor 1
     assert z_loss == pytest.approx((squares[counted].sum() / divisor).item())
 
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against float64: losses and gradients of all that a loss may be made of."""
+"""Tests of losses and gradients of linear_cross_entropy with all options, against float64."""
 
 import ampfuse
 import pytest
@@ -16,7 +16,8 @@ EVERY_REDUCTION = pytest.mark.parametrize("reduction", REDUCTIONS)
 @EVERY_DTYPE
 @EVERY_REDUCTION
 @pytest.mark.parametrize("bias", [True, False])
-# One row at a time, a ragged last chunk, two whole ones, a chunk with room for more, the default.
+# One row at a time, a shorter last chunk, three whole chunks, a chunk with room for more rows, and
+# the default.
 @pytest.mark.parametrize("chunk_rows", [1, 8, 7, 64, None])
 def test_loss_and_gradients_are_the_exact_ones(device, dtype, reduction, bias, chunk_rows):
     check(head(device, dtype, bias=bias), reduction=reduction, chunk_rows=chunk_rows)
@@ -45,7 +46,7 @@ def with_class_weight(options, batch):
 @EVERY_DTYPE
 @EVERY_REDUCTION
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_options_mean_what_they_mean_for_cross_entropy(device, dtype, reduction, options):
+def test_loss_and_gradients_with_any_option_are_exact(device, dtype, reduction, options):
     batch = head(device, dtype)
     if "ignore_index" in options:
         batch.target.clamp_(min=0)
@@ -64,7 +65,7 @@ def test_targets_may_be_probabilities(device, dtype, reduction, smoothing):
 
 
 @pytest.mark.parametrize("target_dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_probabilities_may_be_of_any_dtype(device, target_dtype):
+def test_probabilities_may_have_any_floating_dtype(device, target_dtype):
     batch = head(device, torch.float32)
     target = torch.rand(21, 101, generator=torch.Generator().manual_seed(5)).softmax(1)
     batch.target = target.to(device, target_dtype)
@@ -73,7 +74,7 @@ def test_probabilities_may_be_of_any_dtype(device, target_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target_dtype", [torch.int32, torch.uint8])
-def test_targets_may_be_of_other_integers(device, dtype, target_dtype):
+def test_targets_may_be_int32_or_uint8(device, dtype, target_dtype):
     batch = head(device, dtype)
     batch.target = batch.target.clamp(min=0).to(target_dtype)
     check(batch, chunk_rows=8, ignore_index=-100)
@@ -97,7 +98,7 @@ def test_hidden_states_may_have_any_shape(device, dtype, reduction, shape):
     assert all(metric.shape == shape for metric in metrics)
 
 
-def test_a_single_row_may_have_its_target_in_a_list(device):
+def test_target_of_a_single_row_may_have_one_dimension(device):
     batch = head(device, torch.float32, rows=1)
     hidden = batch.hidden.detach()[0]
     loss = ampfuse.linear_cross_entropy(hidden, batch.weight, batch.target, batch.bias)
@@ -124,29 +125,29 @@ def test_tensors_may_be_strided(device, dtype):
 @pytest.mark.sanitizer
 @EVERY_DTYPE
 @pytest.mark.parametrize("classes", [1, 2, 63, 64, 257, 1031])
-def test_any_number_of_classes(device, dtype, classes):
+def test_any_number_of_classes_gives_exact_results(device, dtype, classes):
     check(head(device, dtype, rows=9, classes=classes), chunk_rows=4)
 
 
-# Pairs of numbers, and blocks of 1024, are added up at a time.
+# Products add up pairs of features, in blocks of 1024.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("features", [1, 2, 3, 17, 1023, 1025, 2050])
 @pytest.mark.parametrize("rows", [1, 50])
-def test_any_number_of_features(device, dtype, features, rows):
+def test_any_number_of_features_gives_exact_results(device, dtype, features, rows):
     batch = head(device, dtype, rows=rows, features=features, classes=59)
     batch.weight = (batch.weight.detach() / features**0.5).requires_grad_()
     check(batch, chunk_rows=33)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_classes_of_many_blocks(device, dtype):
-    # Blocks of classes of which CPUs have products are of 8192. Some libraries' products add up
-    # so many terms of float32 with an error of 4e-6, eager torch's among them.
+def test_classes_of_several_blocks_give_exact_results(device, dtype):
+    # CPUs multiply blocks of 8192 classes. For so many float32 terms the products of some libraries
+    # have an error of 4e-6, also in eager torch.
     check(head(device, dtype, rows=5, features=8, classes=20011), chunk_rows=2, tolerance=4)
 
 
 @EVERY_DTYPE
-def test_no_features_leave_the_bias(device, dtype):
+def test_logits_equal_the_bias_for_zero_features(device, dtype):
     check(head(device, dtype, features=0))
     batch = head(device, dtype, features=0, bias=False)
     torch.testing.assert_close(batch.loss(), torch.full_like(batch.loss(), 101.0).log())
@@ -154,7 +155,7 @@ def test_no_features_leave_the_bias(device, dtype):
 
 @EVERY_DTYPE
 @EVERY_REDUCTION
-def test_no_rows(device, dtype, reduction):
+def test_empty_batch_has_a_nan_mean_and_zero_gradients(device, dtype, reduction):
     batch = head(device, dtype, rows=0)
     loss = batch.loss(reduction=reduction)
     if reduction == "mean":
@@ -168,13 +169,13 @@ def test_no_rows(device, dtype, reduction):
 
 
 @pytest.mark.sanitizer
-def test_no_rows_of_a_part_weigh_nothing(device):
+def test_empty_micro_batch_has_zero_loss_with_a_denominator(device):
     batch = head(device, torch.float32, rows=0)
     assert batch.loss(denominator=8.0) == 0
 
 
 @EVERY_DTYPE
-def test_all_rows_ignored(device, dtype):
+def test_batch_of_ignored_rows_has_a_nan_mean_but_otherwise_zeros(device, dtype):
     batch = head(device, dtype)
     batch.target.fill_(-100)
     assert batch.loss(chunk_rows=8).isnan()
@@ -185,7 +186,7 @@ def test_all_rows_ignored(device, dtype):
 
 
 @EVERY_DTYPE
-def test_metrics_are_those_of_the_logits(device, dtype):
+def test_metrics_equal_those_of_the_exact_logits(device, dtype):
     batch = head(device, dtype)
     loss, metrics = batch.loss(return_metrics=True, chunk_rows=8)
     wide = batch.as_leaves(torch.float64)
@@ -201,7 +202,7 @@ def test_metrics_are_those_of_the_logits(device, dtype):
     assert not any(metric.requires_grad for metric in metrics)
 
 
-def test_correct_predictions_of_probabilities(device):
+def test_correct_compares_argmax_with_the_most_probable_class(device):
     batch = head(device, torch.float32)
     batch.target = torch.eye(101, device=device)[batch.target.clamp(min=0)]
     _, metrics = batch.loss(return_metrics=True)
@@ -209,7 +210,7 @@ def test_correct_predictions_of_probabilities(device):
 
 
 @EVERY_DTYPE
-def test_parts_with_one_denominator_add_up(device, dtype):
+def test_micro_batches_with_one_denominator_add_up(device, dtype):
     batch = head(device, dtype, rows=24)
     count = float((batch.target != -100).sum())
     whole = exactly(batch)
@@ -227,7 +228,7 @@ def test_parts_with_one_denominator_add_up(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_cross_entropy_of_the_product(device, dtype):
+def test_loss_equals_cross_entropy_of_the_logits(device, dtype):
     batch = head(device, dtype)
     wide = batch.as_leaves(torch.float32)
     logits = functional.linear(wide.hidden, wide.weight, wide.bias)
@@ -236,8 +237,8 @@ def test_it_is_cross_entropy_of_the_product(device, dtype):
 
 
 @EVERY_REDUCTION
-def test_threads_may_be_more_than_rows(set_threads, reduction):
-    """They share a row where they can: not where its narrower gradient replaces its logits."""
+def test_results_are_exact_with_more_threads_than_rows(set_threads, reduction):
+    """Threads share a row, unless its 16-bit gradient overwrites its float32 logits."""
     set_threads(4)
     for _ in range(5):
         batch = head(torch.device("cpu"), torch.bfloat16, rows=3, classes=40000)
@@ -245,7 +246,7 @@ def test_threads_may_be_more_than_rows(set_threads, reduction):
 
 
 @pytest.mark.parametrize(("classes", "rows"), [(50257, 320), (200_000, 128)])
-def test_a_chunk_has_room_for_64_mib_of_logits_on_a_cpu_or_128_rows(classes, rows):
+def test_default_chunk_on_a_cpu_has_64_mib_of_logits_or_128_rows(classes, rows):
     device = torch.device("cpu")
     batch = head(device, torch.bfloat16, 400, 4, classes, bias=False)
 

@@ -1,4 +1,4 @@
-"""Gradients of a weight that are added up in float32: in a buffer, or where grad_dtype asks."""
+"""Tests of weight gradients in float32, by accumulate_into or by weight.grad_dtype."""
 
 import ampfuse
 import pytest
@@ -17,7 +17,7 @@ def buffer_for(weight):
 
 @EVERY_REDUCTION
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_weights_gradient_is_added_to_the_buffer(device, dtype, reduction):
+def test_weight_gradient_is_added_to_the_buffer_in_backward(device, dtype, reduction):
     batch = head(device, dtype)
     buffer = buffer_for(batch.weight) + 1
     loss = batch.loss(reduction=reduction, chunk_rows=8, accumulate_into=buffer)
@@ -31,7 +31,7 @@ def test_the_weights_gradient_is_added_to_the_buffer(device, dtype, reduction):
     assert off(batch.bias.grad, right.grads[2]) <= TOLERANCE[dtype]
 
 
-def test_batches_add_up_without_being_rounded(device):
+def test_buffer_accumulates_more_accurately_than_a_bfloat16_gradient(device):
     batches = [head(device, torch.bfloat16, seed=seed) for seed in range(32)]
     weight = batches[0].weight
     buffer = buffer_for(weight)
@@ -41,13 +41,13 @@ def test_batches_add_up_without_being_rounded(device):
         batch.loss(accumulate_into=buffer).backward()
         batch.loss().backward()
         expected = expected + exactly(batch).grads[1]
-    # The gradient of logits is rounded; sums are not, other than those of a bfloat16 gradient.
+    # Logit gradients are rounded. Only a bfloat16 gradient is rounded at each accumulation, too.
     assert off(buffer, expected) <= 2e-3
     assert off(weight.grad, expected) >= 2 * off(buffer, expected)
 
 
 @EVERY_REDUCTION
-def test_each_backward_adds(device, reduction):
+def test_each_backward_adds_to_the_buffer(device, reduction):
     batch = head(device, torch.float32)
     buffer = buffer_for(batch.weight)
     loss = batch.loss(reduction=reduction, accumulate_into=buffer).sum()
@@ -58,7 +58,7 @@ def test_each_backward_adds(device, reduction):
 
 
 @pytest.mark.parametrize("first", [0, 1, 100])
-def test_a_buffer_may_lie_beside_a_weight_but_not_on_it(device, first):
+def test_buffer_may_lie_beside_the_weight_but_not_overlap_it(device, first):
     memory = torch.zeros(300, 24, device=device)
     batch = head(device, torch.float32, bias=False)
     weight = memory[:101].requires_grad_()
@@ -70,7 +70,7 @@ def test_a_buffer_may_lie_beside_a_weight_but_not_on_it(device, first):
     assert weight.grad is None
 
 
-def test_a_buffer_may_not_be_hidden_states(device):
+def test_buffer_may_not_overlap_the_hidden_states(device):
     memory = torch.zeros(150, 24, device=device)
     batch = head(device, torch.float32, bias=False)
     batch.hidden = memory[100:121].requires_grad_()
@@ -79,7 +79,7 @@ def test_a_buffer_may_not_be_hidden_states(device):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_adds_once(device, use_reentrant):
+def test_checkpoint_adds_to_the_buffer_once(device, use_reentrant):
     batch = head(device, torch.float32)
     buffer = buffer_for(batch.weight)
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_adds_once(device, use_reentrant):
     assert off(buffer, exactly(batch).grads[1]) <= TOLERANCE[torch.float32]
 
 
-def test_nothing_is_added_without_a_backward(device):
+def test_buffer_is_unchanged_without_a_backward(device):
     batch = head(device, torch.float32)
     buffer = buffer_for(batch.weight)
     batch.loss(accumulate_into=buffer)
@@ -99,14 +99,14 @@ def test_nothing_is_added_without_a_backward(device):
     assert (buffer == 0).all()
 
 
-def test_the_buffer_may_be_strided(device):
+def test_buffer_may_be_strided(device):
     batch = head(device, torch.float32)
     buffer = torch.zeros(24, 101, device=device).t()
     batch.loss(accumulate_into=buffer).backward()
     assert off(buffer, exactly(batch).grads[1]) <= TOLERANCE[torch.float32]
 
 
-def test_buffers_that_do_not_fit_are_refused(device):
+def test_buffer_that_does_not_fit_the_weight_is_refused(device):
     batch = head(device, torch.bfloat16)
     good = buffer_for(batch.weight)
     for wrong in (good.bfloat16(), good[:100], good.to("meta")):
@@ -125,7 +125,9 @@ def test_buffers_that_do_not_fit_are_refused(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("asked", [torch.float32, None], ids=["float32", "any"])
 @pytest.mark.parametrize("chunk_rows", [8, 21])
-def test_a_weight_may_have_float32_gradients(device, dtype, reduction, asked, chunk_rows):
+def test_weight_gets_float32_gradients_if_grad_dtype_allows_them(
+    device, dtype, reduction, asked, chunk_rows
+):
     batch = head(device, dtype)
     batch.weight.grad_dtype = asked
     options = {"reduction": reduction, "chunk_rows": chunk_rows}
@@ -134,12 +136,12 @@ def test_a_weight_may_have_float32_gradients(device, dtype, reduction, asked, ch
     grad = batch.weight.grad.clone()
     batch.loss(**options).sum().backward()
     torch.testing.assert_close(batch.weight.grad, 2 * grad)
-    # They have digits that the weight's dtype has not.
+    # They have more digits than the weight's dtype can hold.
     assert (grad != grad.to(dtype).float()).any()
 
 
-def test_the_fused_optimizer_takes_them_as_they_are(device):
-    """A bfloat16 head whose gradients never are: float32 sums, scaled, unscaled by the step."""
+def test_adamw_trains_a_bfloat16_weight_with_a_float32_gradient_buffer(device):
+    """Gradients of the bfloat16 weight stay float32: accumulated, scaled, unscaled by the step."""
     torch.manual_seed(0)
     scaler = ampfuse.GradScaler(device.type, 2.0**10)
     criterion = ampfuse.LinearCrossEntropyLoss(
@@ -151,7 +153,7 @@ def test_the_fused_optimizer_takes_them_as_they_are(device):
     hidden = torch.randn(64, 16, device=device, dtype=torch.bfloat16)
     target = torch.randint(50, (64,), device=device)
     losses = []
-    for _ in range(30 if device.type == "cpu" else 60):  # other random numbers there
+    for _ in range(30 if device.type == "cpu" else 60):  # a GPU has other random numbers
         optimizer.zero_grad(set_to_none=False)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""How far linear_cross_entropy is from float64, beside torch, and with logits that hurt."""
+"""Tests of the error of linear_cross_entropy: compared with torch's, and for extreme logits."""
 
 import math
 
@@ -11,7 +11,7 @@ ROWS, FEATURES, CLASSES = 512, 64, 2003
 
 
 def batch_of(device, dtype, spread):
-    """Logits whose standard deviation is `spread`."""
+    """Return a batch whose logits have the standard deviation `spread`."""
     batch = head(device, dtype, ROWS, FEATURES, CLASSES, bias=False)
     with torch.no_grad():
         batch.weight.mul_(3 * spread / FEATURES**0.5)
@@ -19,7 +19,7 @@ def batch_of(device, dtype, spread):
 
 
 def error(result, expected):
-    """Root of the mean square, relative."""
+    """Return the relative root mean square error."""
     return ((result.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
@@ -34,7 +34,7 @@ def eager(batch, wide):
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 16.0])
-def test_of_bfloat16_it_is_as_close_as_torch_with_float_logits(device, spread):
+def test_bfloat16_errors_are_as_small_as_torchs_with_float32_logits(device, spread):
     batch = batch_of(device, torch.bfloat16, spread)
     expected = exactly(batch)
     ours = errors(batch, batch.loss(chunk_rows=128), expected)
@@ -45,7 +45,7 @@ def test_of_bfloat16_it_is_as_close_as_torch_with_float_logits(device, spread):
 
 @pytest.mark.parametrize("spread", [1.0, 16.0])
 def test_large_bfloat16_logits_are_not_rounded(device, spread):
-    """A logit of 40 would be off by up to 1/8, its probability by a tenth."""
+    """A logit of 40 in bfloat16 would be off by up to 1/8, and its probability by a tenth."""
     batch = batch_of(device, torch.bfloat16, spread)
     expected = exactly(batch, reduction="none")
     loss = batch.loss(reduction="none", chunk_rows=128)
@@ -57,18 +57,18 @@ def test_large_bfloat16_logits_are_not_rounded(device, spread):
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 16.0])
-def test_of_float32_it_is_as_close_as_torch(device, spread):
+def test_float32_errors_are_as_small_as_torchs(device, spread):
     batch = batch_of(device, torch.float32, spread)
     expected = exactly(batch)
     ours = errors(batch, batch.loss(chunk_rows=128), expected)
     torchs = errors(batch, eager(batch, torch.float32), expected)
-    # Chunks add up in another order.
+    # The factor allows for chunks, which are added up in another order.
     for mine, other in zip(ours, torchs, strict=True):
         assert mine <= 1.25 * other + 1e-7
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 16.0])
-def test_of_doubles_it_is_exact(device, spread):
+def test_float64_results_are_exact(device, spread):
     batch = batch_of(device, torch.float64, spread)
     expected = exactly(batch)
     loss = batch.loss(chunk_rows=100)
@@ -78,7 +78,7 @@ def test_of_doubles_it_is_exact(device, spread):
 
 
 def sure_of(device, dtype, ahead):
-    """Rows each of which has its target's logit so far above all others."""
+    """Return a batch of rows whose target has a logit of `ahead`, and all other classes 0."""
     classes = features = 64
     hidden = torch.eye(features, device=device, dtype=dtype)[:32].requires_grad_()
     weight = (ahead * torch.eye(classes, device=device)).to(dtype).requires_grad_()
@@ -87,14 +87,14 @@ def sure_of(device, dtype, ahead):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ahead", [10.0, 16.0, 20.0])
-def test_rows_that_are_sure_of_their_target_have_gradients(device, dtype, ahead):
+def test_confident_rows_have_accurate_gradients(device, dtype, ahead):
     batch = sure_of(device, dtype, ahead)
     expected = exactly(batch, 2.0**10)
     loss = batch.loss(chunk_rows=10)
     assert off(loss, expected.loss) <= 1e-6
     allowed = 1e-5 if dtype == torch.float32 else 1.5e-2
     if device.type == "cuda" and dtype == torch.float16:
-        # Products take gradients of logits in their own dtype there: halves are 6e-8 apart.
+        # A GPU's products read logit gradients in float16, where small numbers are 6e-8 apart.
         allowed += 6e-8 / math.exp(-ahead) / 64
     for grad, right in zip(batch.grads(loss, 2.0**10), expected.grads, strict=True):
         assert off(grad, right) <= allowed
@@ -102,9 +102,9 @@ def test_rows_that_are_sure_of_their_target_have_gradients(device, dtype, ahead)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e4, 2.0**24])
-def test_logits_of_any_size_leave_no_infinities(device, dtype, size):
+def test_huge_logits_give_finite_and_accurate_results(device, dtype, size):
     batch = sure_of(device, dtype, size)
-    batch.target = batch.target.roll(1)  # all wrong, by as much
+    batch.target = batch.target.roll(1)  # now each row is wrong by `size`
     loss = batch.loss(chunk_rows=10)
     expected = exactly(batch)
     assert off(loss, expected.loss) <= 1e-6
@@ -113,7 +113,7 @@ def test_logits_of_any_size_leave_no_infinities(device, dtype, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_logits_but_one_may_be_minus_infinity(device, dtype):
+def test_all_logits_except_one_may_be_minus_infinity(device, dtype):
     batch = head(device, dtype, rows=6, features=4, classes=9)
     with torch.no_grad():
         batch.bias.fill_(-torch.inf)
@@ -126,7 +126,7 @@ def test_all_logits_but_one_may_be_minus_infinity(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_no_number_is_seen(device, dtype):
+def test_nan_in_hidden_states_makes_the_loss_of_its_row_nan(device, dtype):
     batch = head(device, dtype)
     with torch.no_grad():
         batch.hidden[4, 3] = torch.nan
@@ -136,7 +136,7 @@ def test_what_is_no_number_is_seen(device, dtype):
     assert batch.loss(chunk_rows=8).isnan()
 
 
-def test_half_logits_beyond_the_range_of_half_are_numbers(device):
+def test_float16_inputs_may_have_logits_beyond_the_range_of_float16(device):
     batch = head(device, torch.float16, rows=6, features=4, classes=9, bias=False)
     with torch.no_grad():
         batch.hidden.mul_(300)

@@ -1,4 +1,4 @@
-"""Arguments of linear_cross_entropy that do not fit together."""
+"""Tests of unusual and invalid arguments of linear_cross_entropy."""
 
 import ampfuse
 import pytest
@@ -17,7 +17,7 @@ def batch(device):
     return head(device, torch.float32)
 
 
-def test_shapes(batch, device):
+def test_wrong_shapes_are_refused(batch, device):
     wrong = {
         "weight: expected .classes, 24. for hidden states of 24 features": {
             "weight": torch.zeros(101, 23, device=device)
@@ -40,7 +40,7 @@ def test_shapes(batch, device):
             call(batch, **change)
 
 
-def test_numbers(batch):
+def test_invalid_options_are_refused(batch):
     wrong = {
         "chunk_rows: expected at least 1, got 0": {"chunk_rows": 0},
         "label_smoothing must be between": {"label_smoothing": 1.5},
@@ -58,7 +58,7 @@ def test_numbers(batch):
             call(batch, **change)
 
 
-def test_dtypes(batch):
+def test_wrong_dtypes_are_refused(batch):
     with pytest.raises(
         TypeError, match="one dtype, or autocast, got hidden of Float, weight of BFloat16"
     ):
@@ -73,7 +73,7 @@ def test_dtypes(batch):
         call(batch, z_loss=torch.tensor(1.0))
 
 
-def test_devices(batch):
+def test_tensors_on_another_device_are_refused(batch):
     for name in ("weight", "bias", "target"):
         with pytest.raises(ValueError, match=f"{name}: expected .*got"):
             call(batch, **{name: getattr(batch, name).to("meta")})
@@ -81,7 +81,7 @@ def test_devices(batch):
         call(batch, class_weight=torch.zeros(101, device="meta"))
 
 
-def test_what_has_no_derivative_may_not_ask_for_one(batch, device):
+def test_arguments_without_a_derivative_may_not_require_grad(batch, device):
     for name in ("grad_scale", "denominator"):
         with pytest.raises(ValueError, match=f"{name}: has no derivative"):
             call(batch, **{name: torch.ones((), device=device, requires_grad=True)})
@@ -93,7 +93,7 @@ def test_what_has_no_derivative_may_not_ask_for_one(batch, device):
 
 @pytest.mark.parametrize("target", [-1, 101])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_target_that_is_no_class_raises_before_anything_is_multiplied(target, reduction):
+def test_error_names_the_target_that_is_out_of_range_and_its_row(target, reduction):
     batch = head(torch.device("cpu"), torch.float32)
     batch.target[17] = target
     message = rf"Target {target} is out of bounds. It is row 17's, and there are 101 classes"
@@ -101,7 +101,7 @@ def test_a_target_that_is_no_class_raises_before_anything_is_multiplied(target, 
         call(batch, reduction=reduction, chunk_rows=4)
 
 
-def test_storage_that_was_freed_is_refused(batch):
+def test_tensors_whose_storage_was_freed_are_refused(batch):
     for name in ("hidden", "weight", "bias", "target"):
         tensor = getattr(batch, name).detach().clone()
         tensor.untyped_storage().resize_(0)
@@ -109,14 +109,14 @@ def test_storage_that_was_freed_is_refused(batch):
             call(batch, **{name: tensor})
 
 
-def test_sparse_and_nested_tensors_are_refused(batch):
+def test_sparse_hidden_states_are_refused(batch):
     with pytest.raises((ValueError, RuntimeError, TypeError)):
         call(batch, hidden=batch.hidden.detach().to_sparse())
 
 
 @pytest.mark.parametrize("chunk_rows", [22, 2**31, 2**63 - 3, 2**63 - 1])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_chunk_may_have_room_for_more_rows_than_there_are(batch, reduction, chunk_rows):
+def test_chunk_rows_may_exceed_the_number_of_rows(batch, reduction, chunk_rows):
     whole = call(batch, reduction=reduction, chunk_rows=21)
     loss = call(batch, reduction=reduction, chunk_rows=chunk_rows)
     assert torch.equal(loss, whole)
@@ -125,7 +125,7 @@ def test_a_chunk_may_have_room_for_more_rows_than_there_are(batch, reduction, ch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_of_one_feature_may_lie_anywhere(device, dtype):
+def test_weight_of_one_feature_may_have_any_strides(device, dtype):
     there = torch.randn(50, 8, 3, device=device, dtype=dtype)[:, 2:3, 1]
     assert there.stride() != (1, 1)
     hidden = torch.randn(9, 1, device=device, dtype=dtype)
@@ -134,7 +134,7 @@ def test_a_weight_of_one_feature_may_lie_anywhere(device, dtype):
     assert torch.equal(ampfuse.linear_cross_entropy(hidden, there, target), expected)
 
 
-def test_buffers_that_could_not_be_added_to(batch):
+def test_buffer_that_overlaps_itself_or_the_weight_is_refused(batch):
     weight = batch.weight.detach()
     for message, buffer in {
         "strided memory of its own": torch.zeros(1, 24, device=weight.device).expand(101, 24),
@@ -144,7 +144,7 @@ def test_buffers_that_could_not_be_added_to(batch):
             call(batch, accumulate_into=buffer)
 
 
-def test_a_shard_without_its_group_is_refused(batch):
+def test_vocab_shard_without_a_group_is_refused(batch):
     with pytest.raises(ValueError, match="vocab_shard: expected a group"):
         torch.ops.ampfuse.linear_cross_entropy(
             batch.hidden, batch.weight, batch.target, vocab_shard=[2, 0, 202]
@@ -152,6 +152,6 @@ def test_a_shard_without_its_group_is_refused(batch):
 
 
 @pytest.mark.parametrize("group", [-100, True, "tp"])
-def test_what_is_no_group_is_refused(batch, group):
+def test_process_group_of_a_wrong_type_is_refused(batch, group):
     with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.Pro"):
         call(batch, process_group=group)

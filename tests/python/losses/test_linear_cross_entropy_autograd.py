@@ -1,4 +1,4 @@
-"""What backward of linear_cross_entropy is called with, how often, and for whom."""
+"""Tests of linear_cross_entropy's backward: upstream gradients, repeated calls, frozen tensors."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ EVERY_REDUCTION = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @EVERY_DTYPE
 @EVERY_REDUCTION
 @pytest.mark.parametrize("upstream", [0.0, 1.0, -3.0, 0.1, 1024.0])
-def test_any_number_from_upstream(device, dtype, reduction, upstream):
+def test_any_upstream_gradient_gives_the_exact_gradients(device, dtype, reduction, upstream):
     if dtype == torch.float16 and reduction != "mean":
-        upstream /= 64  # whose gradients a float16 holds
+        upstream /= 64  # so that float16 can hold the gradients
     check(head(device, dtype), upstream=upstream, reduction=reduction, chunk_rows=8)
 
 
 @EVERY_DTYPE
-def test_a_number_for_each_row_from_upstream(device, dtype):
+def test_rows_may_have_different_upstream_gradients(device, dtype):
     upstream = torch.randn(21, generator=torch.Generator().manual_seed(9)).to(device)
     check(head(device, dtype), upstream=upstream, reduction="none", chunk_rows=8)
 
@@ -30,10 +30,10 @@ def test_a_number_for_each_row_from_upstream(device, dtype):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("expected", [1.0, 3.0, 2.0**10])
 @pytest.mark.parametrize("upstream", [1.0, 3.0, 2.0**10])
-def test_what_was_expected_from_upstream_or_another_number(
+def test_upstream_gradient_may_equal_grad_scale_or_differ_from_it(
     device, dtype, reduction, expected, upstream
 ):
-    # Gradients of at most 4 for each row.
+    # The upstream gradient of a row is then 4 at most, so float16 can hold the gradients.
     if dtype == torch.float16 and reduction == "sum":
         expected, upstream = expected / 2**8, upstream / 2**8
     check(
@@ -47,14 +47,14 @@ def test_what_was_expected_from_upstream_or_another_number(
 
 
 @pytest.mark.parametrize("wish", [0.0, float("inf"), float("nan")])
-def test_nothing_can_be_expected_that_cannot_be_divided_by(device, wish):
+def test_grad_scale_of_zero_infinity_or_nan_does_not_change_gradients(device, wish):
     check(head(device, torch.float32), grad_scale=wish, upstream=3.0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("how", ["nothing", "grad_scale"])
-def test_half_gradients_survive_a_mean_over_thousands_of_rows(device, reduction, how):
-    """Every probability is below what is left of float16 behind the mean."""
+def test_float16_gradients_do_not_underflow_for_thousands_of_rows(device, reduction, how):
+    """Divided by the rows, a probability is 1.2e-7: two of float16's smallest steps."""
     rows, features, classes, scale = 8192, 16, 1000, 65536.0
     batch = head(device, torch.float16, rows, features, classes, bias=False)
     batch.weight.detach().mul_(0.01)
@@ -64,12 +64,12 @@ def test_half_gradients_survive_a_mean_over_thousands_of_rows(device, reduction,
     grads = batch.grads(loss, upstream)
     for grad, right in zip(grads, exactly(batch, upstream, reduction=reduction).grads, strict=True):
         assert off(grad, right) <= 2e-3
-    # A gradient of logits that is divided before it is scaled would not.
+    # Logit gradients must be scaled before the division: an eighth of that number would be zero.
     assert (torch.tensor(1 / classes / rows / 8).half() == 0).all()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_half_gradients_of_heavy_classes_are_finite(device, reduction):
+def test_float16_gradients_with_large_class_weights_are_accurate(device, reduction):
     batch = head(device, torch.float16)
     weight = torch.full((101,), 1e6, device=device)
     upstream = 1e-6 if reduction == "sum" else 1.0
@@ -81,7 +81,7 @@ def test_half_gradients_of_heavy_classes_are_finite(device, reduction):
 
 @EVERY_DTYPE
 @EVERY_REDUCTION
-def test_a_graph_that_is_kept_gives_the_same_again(device, dtype, reduction):
+def test_backward_may_run_again_if_the_graph_is_kept(device, dtype, reduction):
     batch = head(device, dtype)
     loss = batch.loss(reduction=reduction, chunk_rows=8)
     expected = exactly(batch, 2.0, reduction=reduction)
@@ -93,7 +93,7 @@ def test_a_graph_that_is_kept_gives_the_same_again(device, dtype, reduction):
 
 
 @EVERY_REDUCTION
-def test_a_graph_that_is_not_kept_is_gone(device, reduction):
+def test_second_backward_raises_if_the_graph_is_not_kept(device, reduction):
     batch = head(device, torch.float32)
     loss = batch.loss(reduction=reduction)
     batch.grads(loss)
@@ -103,7 +103,7 @@ def test_a_graph_that_is_not_kept_is_gone(device, reduction):
 
 @EVERY_REDUCTION
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
-def test_what_is_frozen_gets_no_gradient(device, reduction, frozen):
+def test_frozen_tensors_get_no_gradient(device, reduction, frozen):
     batch = head(device, torch.bfloat16)
     right = exactly(batch, reduction=reduction)
     tensors = batch.tensors()
@@ -119,14 +119,14 @@ def test_what_is_frozen_gets_no_gradient(device, reduction, frozen):
 
 
 def products(call):
-    """How many products of float matrices a call makes."""
+    """Return the number of matrix products in a call."""
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         call()
     counted = {event.key: event.count for event in watched.key_averages()}
     return sum(counted.get(name, 0) for name in ("aten::mm", "aten::addmm"))
 
 
-def test_what_is_frozen_costs_no_product(device):
+def test_frozen_tensors_cost_no_matrix_product(device):
     def count(*frozen, grad=True):
         batch = head(device, torch.float32, rows=8, bias=False)
         for index in frozen:
@@ -148,7 +148,7 @@ def test_what_is_frozen_costs_no_product(device):
 
 
 @EVERY_REDUCTION
-def test_only_what_is_asked_for_is_given(device, reduction):
+def test_gradient_of_a_single_tensor_may_be_requested(device, reduction):
     batch = head(device, torch.float32)
     right = exactly(batch, reduction=reduction)
     for index, tensor in enumerate(batch.tensors()):
@@ -158,7 +158,7 @@ def test_only_what_is_asked_for_is_given(device, reduction):
 
 
 @EVERY_REDUCTION
-def test_there_is_no_second_derivative(device, reduction):
+def test_second_derivative_is_refused(device, reduction):
     batch = head(device, torch.float64)
     loss = batch.loss(reduction=reduction).sum()
     grads = torch.autograd.grad(loss, batch.tensors(), create_graph=True)
@@ -169,7 +169,7 @@ def test_there_is_no_second_derivative(device, reduction):
 
 @EVERY_REDUCTION
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradcheck(device, reduction, bias):
+def test_gradients_pass_gradcheck(device, reduction, bias):
     batch = head(device, torch.float64, rows=5, features=3, classes=4, bias=bias)
 
     def loss(*tensors):
@@ -184,7 +184,7 @@ def test_gradcheck(device, reduction, bias):
 
 @EVERY_REDUCTION
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints(device, reduction, use_reentrant):
+def test_gradients_through_a_checkpoint_are_exact(device, reduction, use_reentrant):
     batch = head(device, torch.float32)
     right = exactly(batch, 2.0, reduction=reduction)
 
@@ -200,7 +200,7 @@ def test_checkpoints(device, reduction, use_reentrant):
 
 
 @EVERY_REDUCTION
-def test_saved_tensors_may_be_moved_away(device, reduction):
+def test_hooks_may_copy_saved_tensors(device, reduction):
     batch = head(device, torch.float32)
     right = exactly(batch, reduction=reduction)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -212,7 +212,7 @@ def test_saved_tensors_may_be_moved_away(device, reduction):
         assert off(grad, expected) <= TOLERANCE[torch.float32]
 
 
-def test_what_forward_saw_may_not_change_before_a_backward_that_looks_again(device):
+def test_hidden_states_may_change_only_if_backward_does_not_read_them(device):
     batch = head(device, torch.float32)
     hidden = batch.hidden * 1
     batch.hidden = hidden
@@ -220,7 +220,7 @@ def test_what_forward_saw_may_not_change_before_a_backward_that_looks_again(devi
     hidden.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    # Where gradients come from forward nobody needs it any more.
+    # If forward computes the gradients, backward does not read the hidden states.
     batch = head(device, torch.float32)
     hidden = batch.hidden * 1
     batch.hidden = hidden
@@ -229,7 +229,7 @@ def test_what_forward_saw_may_not_change_before_a_backward_that_looks_again(devi
     loss.backward()
 
 
-def test_the_same_chunks_make_the_same_bits(device):
+def test_repeated_calls_with_the_same_chunks_give_the_same_bits(device):
     batch = head(device, torch.bfloat16, rows=100)
 
     def results(**options):
@@ -241,7 +241,7 @@ def test_the_same_chunks_make_the_same_bits(device):
 
 
 @EVERY_REDUCTION
-def test_other_chunks_change_last_bits_at_most(device, reduction):
+def test_chunk_rows_changes_only_the_last_bits(device, reduction):
     batch = head(device, torch.float32, rows=100)
     right = exactly(batch, reduction=reduction)
     for chunk_rows in (1, 3, 32, 99, 100, 1000):
@@ -254,7 +254,7 @@ def test_other_chunks_change_last_bits_at_most(device, reduction):
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 1e30])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("chunk_rows", [8, None])
-def test_half_gradients_are_in_range_though_the_scale_never_comes(
+def test_float16_gradients_stay_in_range_if_backward_gets_no_grad_scale(
     device, reduction, scale, chunk_rows
 ):
     batch = head(device, torch.float16)
@@ -268,7 +268,7 @@ def test_half_gradients_are_in_range_though_the_scale_never_comes(
             assert off(grad, right) <= TOLERANCE[torch.float16] * 2
 
 
-def test_powers_of_two_from_upstream_round_nothing_anew(device):
+def test_upstream_gradient_of_a_power_of_two_causes_no_rounding(device):
     batch = head(device, torch.bfloat16)
     loss = batch.loss(grad_scale=torch.ones((), device=device))
     for grad, larger in zip(
@@ -278,7 +278,7 @@ def test_powers_of_two_from_upstream_round_nothing_anew(device):
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_gradients_that_nobody_asks_for_are_not_rescaled(wanted):
+def test_gradients_that_are_not_requested_are_not_rescaled(wanted):
     batch = head(torch.device("cpu"), torch.float32)
     loss = 3 * batch.loss()
     with profile(activities=[ProfilerActivity.CPU]) as watched:

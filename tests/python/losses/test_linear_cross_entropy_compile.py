@@ -1,4 +1,4 @@
-"""linear_cross_entropy inside torch.compile, and under autocast."""
+"""Tests of linear_cross_entropy inside torch.compile and under autocast."""
 
 import ampfuse
 import pytest
@@ -22,7 +22,7 @@ def step_of(**options):
 
 @EVERY_DTYPE
 @EVERY_REDUCTION
-def test_compiled_whole(device, dtype, reduction):
+def test_fully_compiled_loss_and_gradients_are_exact(device, dtype, reduction):
     batch = head(device, dtype)
     step = torch.compile(step_of(reduction=reduction, chunk_rows=8), fullgraph=True)
     right = head(device, dtype)
@@ -37,7 +37,7 @@ def test_compiled_whole(device, dtype, reduction):
 
 
 @EVERY_REDUCTION
-def test_another_number_of_rows_compiles_nothing_anew(device, reduction):
+def test_new_number_of_rows_compiles_nothing_anew(device, reduction):
     counter = CompileCounter()
     step = torch.compile(
         step_of(reduction=reduction, chunk_rows=8, label_smoothing=0.1),
@@ -68,7 +68,7 @@ def test_inductor_compiles_once_for_any_number_of_rows(device, reduction):
                 assert off(grad, exact * factor) <= TOLERANCE[torch.bfloat16] * 2
 
 
-def test_a_buffer_is_added_to_inside_of_a_compiled_backward(device):
+def test_compiled_backward_adds_the_weight_gradient_to_the_buffer(device):
     batch = head(device, torch.float32)
     buffer = torch.ones(101, 24, device=device)
 
@@ -85,7 +85,7 @@ def test_a_buffer_is_added_to_inside_of_a_compiled_backward(device):
     assert off(batch.hidden.grad, right.grads[0]) <= TOLERANCE[torch.float32] * 2
 
 
-def test_metrics_in_a_compiled_step(device):
+def test_metrics_in_a_compiled_step_equal_eager_ones(device):
     batch = head(device, torch.float32)
     step = torch.compile(step_of(return_metrics=True), fullgraph=True)
     loss, metrics = step(batch.hidden, batch.weight, batch.bias, batch.target)
@@ -100,8 +100,10 @@ def test_metrics_in_a_compiled_step(device):
 @pytest.mark.parametrize("is_compiled", [False, True])
 @EVERY_REDUCTION
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-def test_under_autocast_products_are_of_its_dtype(device, is_compiled, reduction, cast):
-    """But no gradient of a float32 tensor is ever rounded to it."""
+def test_autocast_sets_the_dtype_of_products_but_not_of_gradients(
+    device, is_compiled, reduction, cast
+):
+    """Gradients of float32 tensors are not rounded to the dtype of autocast."""
     batch = head(device, torch.float32)
 
     def step(hidden, weight, bias, target):
@@ -128,7 +130,7 @@ def test_under_autocast_products_are_of_its_dtype(device, is_compiled, reduction
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_backward_outside_of_autocast_has_forwards_dtype(device, reduction):
+def test_backward_outside_autocast_gives_the_same_bits_as_inside(device, reduction):
     batch = head(device, torch.float32)
     with torch.autocast(device.type, torch.bfloat16):
         inside = batch.loss(reduction=reduction)
@@ -146,7 +148,7 @@ def test_16_bit_hidden_states_may_meet_a_float32_weight_under_autocast(device):
     assert (grad_hidden.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_autocast_leaves_doubles_alone(device):
+def test_autocast_does_not_change_float64_losses(device):
     batch = head(device, torch.float64)
     expected = batch.loss()
     with torch.autocast(device.type, torch.bfloat16):

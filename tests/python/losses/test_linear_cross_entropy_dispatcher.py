@@ -1,4 +1,4 @@
-"""torch's own checks of the operators of linear cross-entropy."""
+"""Tests of the operators of linear cross-entropy: torch's own checks, and empty gradients."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ EVERY_DTYPE = pytest.mark.parametrize(
 @EVERY_OP
 @EVERY_DTYPE
 @pytest.mark.parametrize("count", [8, 0])
-def test_opcheck(device, op, dtype, count):
+def test_operators_pass_opcheck(device, op, dtype, count):
     sample = LINEAR_SAMPLES[op](dtype, device, count)
     torch.library.opcheck(overload(op), sample, LINEAR_KEYWORDS.get(op, {}))
 
@@ -23,7 +23,7 @@ def test_opcheck(device, op, dtype, count):
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "linear_cross_entropy.metrics"])
 @EVERY_DTYPE
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_opcheck_with_gradients(device, op, dtype, reduction):
+def test_public_operators_pass_opcheck_with_gradients(device, op, dtype, reduction):
     hidden, weight, target, bias = public(dtype, device, 8)
     tensors = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
     sample = (tensors[0], tensors[1], target, tensors[2])
@@ -32,7 +32,7 @@ def test_opcheck_with_gradients(device, op, dtype, reduction):
 
 @EVERY_OP
 @EVERY_DTYPE
-def test_fake_results_look_like_real_ones(device, op, dtype):
+def test_fake_results_have_the_metadata_of_real_ones(device, op, dtype):
     sample, keywords = LINEAR_SAMPLES[op](dtype, device, 8), LINEAR_KEYWORDS.get(op, {})
     real = overload(op)(*sample, **keywords)
     with FakeTensorMode() as mode:
@@ -44,7 +44,7 @@ def test_fake_results_look_like_real_ones(device, op, dtype):
     "wanted", [[False] * 3, [True, False, False], [False, True, False], [False, False, True]]
 )
 @pytest.mark.parametrize("op", ["linear_cross_entropy_forward", "linear_cross_entropy_backward"])
-def test_what_is_not_asked_for_is_empty(device, op, wanted):
+def test_gradients_that_are_not_requested_are_empty(device, op, wanted):
     sample = list(LINEAR_SAMPLES[op](torch.bfloat16, device, 8))
     sample[17 if op.endswith("forward") else 18] = wanted
     results = overload(op)(*sample)
@@ -52,14 +52,14 @@ def test_what_is_not_asked_for_is_empty(device, op, wanted):
     assert [grad.numel() > 0 for grad in grads] == wanted
 
 
-def test_the_meta_device_has_shapes(device):
+def test_meta_tensors_give_a_loss_of_the_right_shape(device):
     hidden, weight, target, bias = (x.to("meta") for x in public(torch.bfloat16, device, 8))
     loss = overload("linear_cross_entropy")(hidden, weight, target, bias)
     assert loss.is_meta
     assert loss.shape == ()
 
 
-# What half gradients would overflow, and dtypes that nothing was multiplied in.
+# float16 sums would overflow. The other dtypes are neither those of products nor of sums.
 @pytest.mark.parametrize(
     ("dtype", "of_weight"),
     [
@@ -70,7 +70,7 @@ def test_the_meta_device_has_shapes(device):
     ],
 )
 @pytest.mark.parametrize("op", ["linear_cross_entropy_forward", "linear_cross_entropy_backward"])
-def test_weight_gradients_come_in_the_dtype_of_products_or_sums(device, op, dtype, of_weight):
+def test_weight_grad_dtype_must_be_that_of_products_or_sums(device, op, dtype, of_weight):
     sample = list(LINEAR_SAMPLES[op](dtype, device, 8))
     sample[13 if op.endswith("forward") else 14] = of_weight
     with pytest.raises(TypeError, match=r"weight_grad_dtype: expected .* for products of"):

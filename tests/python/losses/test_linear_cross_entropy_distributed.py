@@ -1,4 +1,4 @@
-"""linear_cross_entropy on two ranks whose weights are DTensors, of FSDP2 or tensor parallelism."""
+"""Tests of linear_cross_entropy with weights that FSDP2 or tensor parallelism makes DTensors."""
 
 import ampfuse
 import pytest
@@ -12,20 +12,20 @@ from torch.nn import functional
 
 pytestmark = pytest.mark.slow
 
-FEATURES, CLASSES, ROWS = 6, 41, 10  # of which two processes get shards of different sizes
-EVEN_CLASSES = 40  # which the ranks of tensor parallelism share equally
+FEATURES, CLASSES, ROWS = 6, 41, 10  # 41 classes make unequal shards on two ranks
+EVEN_CLASSES = 40  # for tensor parallelism with shards of equal size
 scenario = Scenarios()
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of a scenario."""
+    """Run the scenarios, and return the function that looks up their results."""
     scenario.play(tmp_path_factory.mktemp("processes"))
     return scenario.results
 
 
 class Model(nn.Module):
-    """A layer, and the last layer with its loss."""
+    """A layer, followed by the last layer with its loss."""
 
     def __init__(self, reduction):
         super().__init__()
@@ -62,7 +62,7 @@ def batch_of(rank):
 
 
 def even_batch():
-    """The same on all ranks, as in tensor parallelism."""
+    """Return the same batch on all ranks, as in tensor parallelism."""
     inputs, target = batch_of(0)
     return inputs, target % EVEN_CLASSES
 
@@ -146,7 +146,7 @@ def tensor_parallel(_):
 
 
 def expected():
-    """Each rank's loss, and the gradients of one process on the whole batch."""
+    """Return each rank's loss, and the gradients of one process on the whole batch."""
     model = Model("mean")
     batches = [batch_of(rank) for rank in (0, 1)]
     whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
@@ -158,7 +158,7 @@ def expected():
 @pytest.mark.parametrize(
     "how", [("gathered", "mean"), ("gathered", "none"), ("called_by_the_root", "mean")]
 )
-def test_gradients_with_fully_shard_are_those_of_one_process_on_the_whole_batch(outcomes, how):
+def test_fully_shard_gives_the_gradients_of_one_process_on_the_whole_batch(outcomes, how):
     losses, gradients = expected()
     for loss, result in zip(losses, outcomes(*how), strict=True):
         torch.testing.assert_close(result["loss"], loss.detach())
@@ -166,7 +166,7 @@ def test_gradients_with_fully_shard_are_those_of_one_process_on_the_whole_batch(
             torch.testing.assert_close(result["gradients"][name], gradient)
 
 
-def test_gathered_in_bfloat16(outcomes):
+def test_fully_shard_in_bfloat16_gives_the_gradients_of_one_process(outcomes):
     losses, gradients = expected()
     for loss, result in zip(losses, outcomes("in_bfloat16", "mean"), strict=True):
         torch.testing.assert_close(result["loss"], loss.detach(), rtol=1e-2, atol=1e-2)
@@ -176,7 +176,7 @@ def test_gathered_in_bfloat16(outcomes):
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_dtensor_is_refused_without_advice_to_gather_it(outcomes, name):
-    # Gradients of full_tensor() are not reduced over data parallel ranks: training would go wrong.
+    # Gradients of full_tensor() are not reduced over data-parallel ranks: training would be wrong.
     for result in outcomes("refused", name):
         assert f"linear_cross_entropy: {name}: expected a plain tensor, got" in result["error"]
         assert "in the forward of the module whose fully_shard group" in result["error"]
@@ -185,7 +185,7 @@ def test_a_dtensor_is_refused_without_advice_to_gather_it(outcomes, name):
         assert "full_tensor" not in result["error"]
 
 
-def test_local_shards_of_tensor_parallel_weights_give_the_gradients_of_one_process(outcomes):
+def test_tensor_parallel_shards_give_the_gradients_of_one_process(outcomes):
     model = Model("mean")
     linear = model.head.linear
     inputs, target = even_batch()

@@ -1,4 +1,4 @@
-"""linear_cross_entropy asks hosts for nothing: on a GPU none waits, and a graph replays it."""
+"""Tests that linear_cross_entropy does not synchronise the host, and that CUDA graphs replay it."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-# For each of which a host would wait.
+# Operators for which the host of a GPU would wait.
 WAITS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 CALLS = {
     "mean": {},
@@ -24,7 +24,7 @@ EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
 
 
 class Step:
-    """A call with its backward, on the same memory again and again."""
+    """A call with its backward, which may be repeated on the same memory."""
 
     def __init__(self, device, dtype=torch.float32, **options):
         self.batch = head(device, dtype)
@@ -40,7 +40,7 @@ class Step:
 
 
 @EVERY_CALL
-def test_no_number_is_read_on_the_way_to_the_loss(options):
+def test_forward_calls_no_operator_that_would_sync_the_host(options):
     step = Step(CPU, **options)
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         step.forward()
@@ -49,7 +49,7 @@ def test_no_number_is_read_on_the_way_to_the_loss(options):
 
 @pytest.mark.needs_cuda
 @EVERY_CALL
-def test_nothing_is_waited_for(waits_are_errors, options):
+def test_call_and_backward_do_not_sync_the_host(waits_are_errors, options):
     step = Step(CUDA, **options)
     step()
     torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def test_nothing_is_waited_for(waits_are_errors, options):
 
 @pytest.mark.needs_cuda
 @EVERY_CALL
-def test_replays_are_calls_with_what_is_in_memory_then(options):
+def test_graph_replay_equals_a_call_with_the_current_contents_of_memory(options):
     step = Step(CUDA, **options)
     graph, results = capture(step)
     for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""What linear_cross_entropy allocates: gradients, and a chunk of logits."""
+"""Tests of the memory of linear_cross_entropy: gradients, and one chunk of logits."""
 
 import pytest
 import torch
@@ -8,17 +8,18 @@ from torch.nn import functional
 
 ROWS, FEATURES, CLASSES, CHUNK = 1024, 32, 4096, 64
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-# Numbers for each row, what CPUs widen of a weight, and a row's exponentials for each thread.
+# Bytes for some numbers per row, for the part of a weight that a CPU converts to float32 at a time,
+# and for a row's exponentials per thread.
 FEW = 96 * ROWS + 4 * CLASSES * FEATURES + 2**17
 
 
-# Bytes of a sum that becomes the weight's gradient.
+# Bytes per element of the sum that becomes the weight's gradient.
 SUM = 4
 
 
 @pytest.fixture(autouse=True, scope="module")
 def workspaces(device):
-    """What cuBLAS takes at a thread's first product, forward's and backward's, and keeps."""
+    """Let cuBLAS allocate the workspaces that it keeps for forward's and backward's threads."""
     for dtype in (torch.bfloat16, torch.float32):
         batch_on(device, dtype).loss(chunk_rows=CHUNK).backward()
 
@@ -32,12 +33,12 @@ def size(tensor):
 
 
 def bytes_of_a_logit(device, dtype):
-    """In a chunk, with its gradient: of 16 bits it is beside float logits on a GPU."""
+    """Return bytes of a logit and its gradient. On a GPU, a 16-bit gradient has its own memory."""
     return 6 if device.type == "cuda" and dtype == torch.bfloat16 else 4
 
 
 def least(batch):
-    """Gradients of the hidden states and the weight."""
+    """Return the bytes of the gradients of the hidden states and the weight."""
     return size(batch.hidden) + size(batch.weight)
 
 
@@ -49,7 +50,7 @@ def most(batch, dtype):
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_a_step_holds_gradients_and_a_chunk(device, dtype, bias, upstream):
+def test_step_allocates_only_gradients_and_one_chunk(device, dtype, bias, upstream):
     batch = batch_on(device, dtype, bias)
 
     def step():
@@ -60,7 +61,7 @@ def test_a_step_holds_gradients_and_a_chunk(device, dtype, bias, upstream):
 
 
 @DTYPES
-def test_without_a_gradient_there_is_a_chunk_of_logits(device, dtype):
+def test_loss_under_no_grad_allocates_only_one_chunk_of_logits(device, dtype):
     batch = batch_on(device, dtype)
     with torch.no_grad():
         needed = peak(device, lambda: batch.loss(chunk_rows=CHUNK))
@@ -68,7 +69,7 @@ def test_without_a_gradient_there_is_a_chunk_of_logits(device, dtype):
 
 
 @DTYPES
-def test_reduction_none_needs_no_more(device, dtype):
+def test_reduction_none_allocates_no_more_than_the_other_reductions(device, dtype):
     batch = batch_on(device, dtype)
 
     def step():
@@ -78,17 +79,17 @@ def test_reduction_none_needs_no_more(device, dtype):
 
 
 @DTYPES
-def test_what_is_kept_for_backward_are_gradients_in_their_own_dtypes(device, dtype):
+def test_only_gradients_in_their_own_dtypes_are_saved_for_backward(device, dtype):
     batch = batch_on(device, dtype)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
         batch.loss(chunk_rows=CHUNK)
-    assert sum(map(size, kept)) == least(batch) + 4  # and what is baked into them
+    assert sum(map(size, kept)) == least(batch) + 4  # and the scale that is baked into them
 
 
 @pytest.mark.parametrize("features", [32, 256])
-def test_a_single_chunk_needs_no_sum(device, features):
-    """Of a weight that outweighs a few logits, beside what a CPU rounds at a time."""
+def test_single_chunk_needs_no_sum_of_weight_gradients(device, features):
+    """The weight is larger than the logits. A CPU rounds its gradient by blocks of 4 MiB."""
     batch = head(device, torch.bfloat16, 4, features, 2**16, bias=False)
     block = 2**22 if device.type == "cpu" else 0
     logits = bytes_of_a_logit(device, torch.bfloat16) * 4 * 2**16
@@ -98,7 +99,7 @@ def test_a_single_chunk_needs_no_sum(device, features):
 
 
 @DTYPES
-def test_torchs_would_be_seen_to_need_more(device, dtype):
+def test_peak_of_torchs_loss_is_measured_as_at_least_five_times_ours(device, dtype):
     batch = batch_on(device, dtype)
 
     def step():

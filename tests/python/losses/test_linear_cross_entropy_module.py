@@ -1,4 +1,4 @@
-"""LinearCrossEntropyLoss: a layer and its loss in one module, and what it shares with others."""
+"""Tests of LinearCrossEntropyLoss, a layer and its loss in one module."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_it_is_a_linear_layer_and_torchs_loss(device, options):
+def test_module_equals_a_linear_layer_followed_by_torchs_loss(device, options):
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     criterion = criterion_on(device, **options, chunk_rows=5)
     hidden, target = batch_on(device)
@@ -48,7 +48,7 @@ def test_it_is_a_linear_layer_and_torchs_loss(device, options):
     )
 
 
-def test_a_scalers_scale_is_what_it_expects(device):
+def test_gradient_with_a_scaler_is_the_unscaled_one_times_the_scale(device):
     scaler = ampfuse.GradScaler(device.type, 2.0**12)
     criterion = criterion_on(device, scaler=scaler, dtype=torch.float16)
     hidden, target = batch_on(device, torch.float16)
@@ -62,7 +62,7 @@ def test_a_scalers_scale_is_what_it_expects(device):
 
 
 @pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
-def test_any_scaler_will_do(device, kind):
+def test_scaler_may_be_ampfuses_or_torchs(device, kind):
     scaler = kind(device.type, 256.0)
     criterion = criterion_on(device, scaler=scaler)
     hidden, target = batch_on(device)
@@ -74,7 +74,7 @@ def test_any_scaler_will_do(device, kind):
     torch.testing.assert_close(criterion.linear.weight.grad, 256 * expected)
 
 
-def test_the_layers_weight_may_be_an_embeddings(device):
+def test_weight_may_be_shared_with_an_embedding(device):
     embedding = nn.Embedding(30, 8, device=device)
     criterion = criterion_on(device)
     criterion.linear.weight = embedding.weight
@@ -87,7 +87,7 @@ def test_the_layers_weight_may_be_an_embeddings(device):
     torch.testing.assert_close(embedding.weight.grad, expected)
 
 
-def test_its_state_is_a_layers(device):
+def test_state_dict_contains_the_layer_and_the_class_weights(device):
     criterion = criterion_on(device, bias=True, weight=torch.ones(30, device=device))
     assert set(criterion.state_dict()) == {"linear.weight", "linear.bias", "weight"}
     other = criterion_on(device, bias=True, weight=torch.zeros(30, device=device))
@@ -100,13 +100,13 @@ def test_its_state_is_a_layers(device):
     assert torch.equal(copy.deepcopy(criterion)(hidden, target), criterion(hidden, target))
 
 
-def test_it_tells_what_is_not_default(device):
+def test_repr_shows_options_that_differ_from_the_defaults(device):
     assert repr(criterion_on(device)).count("\n") == 2
     told = repr(criterion_on(device, softcap=30.0, chunk_rows=64, scaler=ampfuse.GradScaler("cpu")))
     assert "softcap=30.0, chunk_rows=64, scaler=GradScaler" in told
 
 
-def test_parts_of_a_batch_share_a_denominator(device):
+def test_micro_batches_with_one_denominator_add_up_to_the_batch(device):
     criterion = criterion_on(device)
     hidden, target = batch_on(device)
     whole = criterion(hidden, target)
@@ -118,7 +118,7 @@ def test_parts_of_a_batch_share_a_denominator(device):
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_it_trains_inside_a_compiled_step(device):
+def test_module_trains_inside_a_compiled_function(device):
     torch._dynamo.reset()
     criterion = criterion_on(device, dtype=torch.bfloat16)
     hidden, target = batch_on(device, torch.bfloat16)

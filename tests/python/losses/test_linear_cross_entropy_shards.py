@@ -1,4 +1,4 @@
-"""linear_cross_entropy of two processes, each of which has the weight of some classes."""
+"""Tests of linear_cross_entropy on two ranks that each hold the weight of some classes."""
 
 import itertools
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.slow
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
-# Rows of classes are taken one by one, or many at a time where there are few.
+# Rows of few classes are computed in tiles of many rows, others one by one, in blocks of classes.
 CLASSES = {"tiles": 74, "rows": 602, "blocks": 6002}
 EXTREMES = {
-    "far": 1e4,  # logits of one process are nothing beside the other's
-    "nothing": -torch.inf,  # no exponentials here
+    "far": 1e4,  # exponentials of one rank are negligible beside those of the other
+    "nothing": -torch.inf,  # all exponentials of one rank are 0
 }
 OPTIONS = {
     "plain": {},
@@ -44,7 +44,7 @@ scenario = Scenarios()
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of a scenario."""
+    """Run the scenarios, and return the function that looks up their results."""
     scenario.play(tmp_path_factory.mktemp("processes"))
     return scenario.results
 
@@ -59,7 +59,7 @@ def shared_out(case):
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: " ".join(map(str, case)))
-def test_the_same_as_in_one_process(outcomes, case):
+def test_two_ranks_together_give_the_exact_loss_and_gradients(outcomes, case):
     dtype, reduction, size, options = case
     batch, options = whole_head(dtype, CLASSES[size], OPTIONS[options])
     check_joined(outcomes("shared_out", case), batch, reduction, **options)
@@ -76,7 +76,7 @@ def far_apart(which):
 
 
 @pytest.mark.parametrize("which", EXTREMES)
-def test_logits_that_are_far_apart(outcomes, which):
+def test_logits_of_two_ranks_may_be_far_apart(outcomes, which):
     batch, _ = whole_head(torch.float64, 602, {})
     with torch.no_grad():
         batch.bias[:301] += EXTREMES[which]
@@ -92,7 +92,7 @@ def uneven(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_shards_need_not_be_equal(outcomes, reduction):
+def test_shards_may_have_different_sizes(outcomes, reduction):
     batch, options = whole_head(torch.float32, 601, OPTIONS["all"])
     check_joined(outcomes("uneven", reduction), batch, reduction, **options)
 
@@ -106,7 +106,7 @@ def with_metrics(size):
 
 
 @pytest.mark.parametrize("size", ["rows", "tiles"])
-def test_metrics_are_of_all_classes(outcomes, size):
+def test_metrics_are_those_of_all_classes(outcomes, size):
     batch, _ = whole_head(torch.float32, CLASSES[size], {})
     _, expected = batch.loss(return_metrics=True)
     for result in outcomes("with_metrics", size):
@@ -140,7 +140,7 @@ def otherwise(what):
     return {"loss": loss.detach(), "grads": [mine.hidden.grad, mine.weight.grad, mine.bias.grad]}
 
 
-def test_with_a_scale(outcomes):
+def test_gradients_with_grad_scale_are_exact(outcomes):
     batch, _ = whole_head(torch.float16, 602, {})
     right = exactly(batch, 1024.0).grads
     one, other = outcomes("otherwise", "scaled")
@@ -148,7 +148,7 @@ def test_with_a_scale(outcomes):
     assert off(torch.cat([one["grads"][1], other["grads"][1]]), right[1]) <= 1e-3
 
 
-def test_with_a_denominator(outcomes):
+def test_loss_and_gradients_with_a_denominator_are_exact(outcomes):
     batch, _ = whole_head(torch.float32, 602, {})
     loss, grads = joined(outcomes("otherwise", "divided"))
     right = exactly(batch, 0.5, denominator=torch.tensor(100.0, dtype=torch.float64))
@@ -156,7 +156,7 @@ def test_with_a_denominator(outcomes):
     assert all(off(*pair) <= 2e-6 for pair in zip(grads, right.grads, strict=True))
 
 
-def test_each_accumulates_the_gradient_of_its_own(outcomes):
+def test_each_rank_accumulates_the_weight_gradient_of_its_own_classes(outcomes):
     batch, _ = whole_head(torch.float32, 602, {})
     right = exactly(batch)
     one, other = outcomes("otherwise", "accumulated")
@@ -165,7 +165,7 @@ def test_each_accumulates_the_gradient_of_its_own(outcomes):
     assert off(one["hidden"], right.grads[0]) <= 2e-6
 
 
-def test_frozen_hidden_states_are_not_summed(outcomes):
+def test_frozen_hidden_states_get_no_summed_gradient(outcomes):
     batch, _ = whole_head(torch.float32, 602, {})
     right = exactly(batch)
     one, other = outcomes("otherwise", "frozen")
@@ -173,14 +173,14 @@ def test_frozen_hidden_states_are_not_summed(outcomes):
     assert off(torch.cat([one["grads"][1], other["grads"][1]]), right.grads[1]) <= 2e-6
 
 
-def test_without_gradients(outcomes):
+def test_loss_under_no_grad_is_exact(outcomes):
     batch, _ = whole_head(torch.float32, 602, {})
     for result in outcomes("otherwise", "no gradient"):
         torch.testing.assert_close(result["loss"].double(), exactly(batch).loss, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("what", ["no rows", "all ignored"])
-def test_of_nothing_the_mean_is_no_number(outcomes, what):
+def test_mean_without_counted_rows_is_nan(outcomes, what):
     for result in outcomes("otherwise", what):
         assert result["loss"].isnan()
         if what == "no rows":

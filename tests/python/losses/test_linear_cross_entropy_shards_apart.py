@@ -1,4 +1,4 @@
-"""linear_cross_entropy of two processes that do not quite do the same, and compiled."""
+"""Tests of linear_cross_entropy on two ranks: refusals, unusual shards, and torch.compile."""
 
 import ampfuse
 import pytest
@@ -18,13 +18,13 @@ from torch.nn import functional
 pytestmark = pytest.mark.slow
 
 scenario = Scenarios()
-# Of options that a loss may be made of.
+# Several options at once.
 ALL = {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 4.0}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of a scenario."""
+    """Run the scenarios, and return the function that looks up their results."""
     scenario.play(tmp_path_factory.mktemp("processes"))
     return scenario.results
 
@@ -53,7 +53,7 @@ def refused(_):
     }
 
 
-def test_what_cannot_be_is_refused_before_anything_is_sent(outcomes):
+def test_invalid_arguments_of_shards_are_refused_on_both_ranks(outcomes):
     for result in outcomes("refused", "refusals"):
         assert "Target 602 is out of bounds" in result["target"]
         assert "class_weight" in result["class_weight"]
@@ -78,13 +78,13 @@ def test_loss_is_nan_where_shards_leave_classes_out(outcomes):
 @scenario(torch.uint8, torch.int32)
 def narrow_targets(dtype):
     batch, _ = whole_head(torch.float32, 202, {})
-    batch.target = torch.full((ROWS,), 156, dtype=dtype)  # as a byte, -100
+    batch.target = torch.full((ROWS,), 156, dtype=dtype)  # cast to a byte, -100 is 156
     mine, how = my_shard(batch)
     return result_of(mine, mine.loss(**how))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_no_class_is_taken_for_the_ignored_one_in_a_narrow_dtype(outcomes, dtype):
+def test_target_of_a_narrow_dtype_is_not_mistaken_for_ignore_index(outcomes, dtype):
     batch, _ = whole_head(torch.float32, 202, {})
     batch.target = torch.full((ROWS,), 156)
     check_joined(outcomes("narrow_targets", dtype), batch)
@@ -99,12 +99,12 @@ def accurate(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_over_processes_are_as_close_as_torch_alone(outcomes, dtype):
+def test_sums_over_ranks_are_as_accurate_as_torch_in_one_process(outcomes, dtype):
     batch = head(torch.device("cpu"), dtype, 256, 64, 2002, bias=False)
     right = exactly(batch).grads[0]
     logits = functional.linear(batch.hidden, batch.weight).float()
     loss = functional.cross_entropy(logits, batch.target)
-    scale = 2.0**16 if dtype == torch.float16 else 1.0  # without which torch's are zeros
+    scale = 2.0**16 if dtype == torch.float16 else 1.0  # at 1 torch's gradients underflow
     torchs = torch.autograd.grad(loss, batch.hidden, torch.tensor(scale))[0].double() / scale
     for result in outcomes("accurate", dtype):
         error = (result["hidden"].double() - right).norm()
@@ -115,7 +115,7 @@ def test_sums_over_processes_are_as_close_as_torch_alone(outcomes, dtype):
 def equal_logits(_):
     weight = torch.zeros(100, 4)
     target = torch.zeros(3, dtype=torch.long)
-    # The second process has the first classes.
+    # Rank 1 has the first classes.
     at = {"first_class": 100 * (1 - dist.get_rank()), "num_classes": 200}
     _, metrics = ampfuse.linear_cross_entropy(
         torch.ones(3, 4),
@@ -128,7 +128,7 @@ def equal_logits(_):
     return {"argmax": metrics.argmax}
 
 
-def test_of_equal_logits_the_first_class_is_the_best(outcomes):
+def test_argmax_is_the_first_class_of_equal_logits_on_two_ranks(outcomes):
     for result in outcomes("equal_logits", "tie"):
         assert result["argmax"].tolist() == [0, 0, 0]
 
@@ -148,7 +148,7 @@ def with_other_threads(_):
     return {"loss": loss}
 
 
-def test_losses_have_the_same_bits_with_other_threads(outcomes):
+def test_ranks_with_different_numbers_of_threads_get_the_same_loss_bits(outcomes):
     one, other = outcomes("with_other_threads", "threads")
     assert torch.equal(one["loss"], other["loss"])
 
@@ -167,6 +167,6 @@ def compiled(_):
     return result_of(mine, run(mine.hidden, mine.weight, mine.bias, mine.target))
 
 
-def test_compiled(outcomes):
+def test_compiled_loss_and_gradients_of_two_ranks_are_exact(outcomes):
     batch, options = whole_head(torch.float32, 602, ALL)
     check_joined(outcomes("compiled", "compiled"), batch, **options)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy under torch.func and forward mode: vmap works, derivatives are refused."""
+"""Tests of linear_cross_entropy in torch.func and forward mode, where only vmap is supported."""
 
 import ampfuse
 import pytest
@@ -11,7 +11,7 @@ from torch.nn import functional
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
 @pytest.mark.parametrize("kind", ["mean", "none", "metrics"])
-def test_transforms_are_refused_with_the_name_of_the_function(device, kind, name, transform):
+def test_error_for_unsupported_transforms_names_the_function(device, kind, name, transform):
     tensors = vars(head(device, torch.float32).as_leaves(torch.float32))
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -25,7 +25,7 @@ def test_transforms_are_refused_with_the_name_of_the_function(device, kind, name
         TRANSFORMS[transform](loss_of, tensors[name])
 
 
-def test_transforms_of_a_model_whose_loss_is_a_module_are_refused(device):
+def test_transform_of_a_model_whose_loss_is_a_module_is_refused(device):
     criterion = ampfuse.LinearCrossEntropyLoss(8, 30, device=device)
     batch = torch.zeros(4, 8, device=device), torch.arange(4, device=device)
 
@@ -39,7 +39,7 @@ def test_transforms_of_a_model_whose_loss_is_a_module_are_refused(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_vmap_is_a_loop(device, reduction):
+def test_vmap_equals_a_loop(device, reduction):
     batch = head(device, torch.float32, rows=24)
     hidden, target = batch.hidden.view(3, 8, 24), batch.target.view(3, 8)
 
@@ -56,7 +56,7 @@ def test_vmap_is_a_loop(device, reduction):
         torch.testing.assert_close(grad, expected)
 
 
-def test_what_is_not_differentiated_is_served_inside_of_transforms(device):
+def test_losses_that_are_not_differentiated_work_inside_transforms(device):
     batch = head(device, torch.float32)
     expected = batch.loss()
 

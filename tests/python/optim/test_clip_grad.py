@@ -1,4 +1,4 @@
-"""clip_grad_norm_, get_total_norm and clip_grads_with_norm_: results of torch.nn.utils'."""
+"""clip_grad_norm_, get_total_norm and clip_grads_with_norm_ give the results of torch.nn.utils."""
 
 import inspect
 import math
@@ -8,11 +8,12 @@ import pytest
 import torch
 from reference import gradients, heavy_tailed, parameters_with_gradients, same_bits
 
-# What both take: a string stands for the number, and torch's own code serves the last three.
+# Values of norm_type that torch and ampfuse accept; a string means the number. ampfuse leaves the
+# last three to torch's own code.
 NORM_TYPES = [1, 2, 2.0, math.inf, "inf", 3, 0, "-inf"]
 
-# torch adds up thousands of numbers in float32, which for order 1 shows in the sixth digit; ampfuse
-# is held against float64 in test_multi_tensor_norm.py.
+# torch sums thousands of numbers in float32, so its norm of order 1 is off in the sixth digit.
+# test_multi_tensor_norm.py compares ampfuse with float64.
 TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
 
 
@@ -31,7 +32,7 @@ def clip_both(device, *args, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"])
-def test_signature_is_that_of_torch(name):
+def test_signature_matches_that_of_torch(name):
     ours, theirs = (
         inspect.signature(getattr(module, name)) for module in (ampfuse, torch.nn.utils)
     )
@@ -43,7 +44,7 @@ def test_signature_is_that_of_torch(name):
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("max_norm", [1e-2, 1, 1e9])
-def test_clip_grad_norm_is_that_of_torch(device, norm_type, max_norm):
+def test_clip_grad_norm_gives_the_norm_and_gradients_of_torch(device, norm_type, max_norm):
     ours, theirs, norm, expected = clip_both(device, max_norm, norm_type)
 
     torch.testing.assert_close(norm, expected, **TOLERANCE)
@@ -51,7 +52,7 @@ def test_clip_grad_norm_is_that_of_torch(device, norm_type, max_norm):
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_get_total_norm_is_that_of_torch(device, norm_type):
+def test_get_total_norm_matches_torch(device, norm_type):
     grads = gradients(parameters_with_gradients(device))
 
     norm = ampfuse.get_total_norm(grads, norm_type)
@@ -61,7 +62,7 @@ def test_get_total_norm_is_that_of_torch(device, norm_type):
 
 
 @pytest.mark.parametrize("max_norm", [1e-2, 1, 1e9])
-def test_clip_grads_with_norm_is_that_of_torch(device, max_norm):
+def test_clip_grads_with_norm_matches_torch(device, max_norm):
     ours, theirs = parameters_with_gradients(device), parameters_with_gradients(device)
     total_norm = torch.tensor(7.0, device=device)
 
@@ -73,7 +74,7 @@ def test_clip_grads_with_norm_is_that_of_torch(device, max_norm):
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 3.0])
-def test_foreach_is_accepted_and_changes_nothing(device, foreach, norm_type):
+def test_results_match_torch_for_every_value_of_foreach(device, foreach, norm_type):
     ours, theirs, norm, expected = clip_both(device, 1.0, norm_type, foreach=foreach)
     again = ampfuse.get_total_norm(gradients(ours), norm_type, foreach=foreach)
     ampfuse.clip_grads_with_norm_(ours, 0.5, again, foreach=foreach)
@@ -83,7 +84,7 @@ def test_foreach_is_accepted_and_changes_nothing(device, foreach, norm_type):
     assert_same_gradients(ours, theirs)
 
 
-def test_single_tensors_are_taken_for_lists_of_one(device):
+def test_single_tensor_is_accepted_as_a_list_of_one(device):
     ours, theirs = parameters_with_gradients(device)[0], parameters_with_gradients(device)[0]
 
     norm = ampfuse.clip_grad_norm_(ours, 1.0)
@@ -98,7 +99,7 @@ def test_single_tensors_are_taken_for_lists_of_one(device):
     )
 
 
-def test_generators_are_taken_for_lists(device):
+def test_generators_are_accepted_as_lists(device):
     ours, theirs = parameters_with_gradients(device), parameters_with_gradients(device)
 
     norm = ampfuse.clip_grad_norm_((p for p in ours), 1.0)
@@ -111,7 +112,7 @@ def test_generators_are_taken_for_lists(device):
 
 
 @pytest.mark.parametrize("module", [ampfuse, torch.nn.utils], ids=["ampfuse", "torch"])
-def test_empty_generator_warns_where_it_was_called_from(module):
+def test_empty_generator_warning_points_at_the_callers_file(module):
     with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
         norm = module.clip_grad_norm_((p for p in []), 1.0)
 
@@ -130,7 +131,7 @@ def test_norm_of_no_gradients_is_zero(parameters, norm_type):
     assert ampfuse.get_total_norm([], norm_type).item() == 0
 
 
-def test_parameters_without_gradients_are_passed_over(device):
+def test_parameters_without_gradients_are_ignored(device):
     ours, theirs = parameters_with_gradients(device), parameters_with_gradients(device)
     ours[1].grad = theirs[1].grad = None
 
@@ -142,10 +143,11 @@ def test_parameters_without_gradients_are_passed_over(device):
     assert_same_gradients(ours[2:], theirs[2:])
 
 
-CPU = torch.device("cpu")  # where torch has no race of a kernel for a list that names one twice
+# On a GPU, torch's foreach kernels race if a list names a tensor twice, so the reference runs here.
+CPU = torch.device("cpu")
 
 
-def test_parameters_listed_twice_count_and_are_scaled_twice_as_in_torch(device):
+def test_parameter_listed_twice_is_counted_and_scaled_twice_as_in_torch(device):
     ours, theirs = parameters_with_gradients(device), parameters_with_gradients(CPU)
 
     norm = ampfuse.clip_grad_norm_([*ours, ours[0]], 1.0)
@@ -155,7 +157,7 @@ def test_parameters_listed_twice_count_and_are_scaled_twice_as_in_torch(device):
     assert_same_gradients(ours, theirs)
 
 
-def test_parameters_that_share_a_gradient_are_treated_as_in_torch(device):
+def test_parameters_that_share_a_gradient_are_clipped_as_in_torch(device):
     def clipped(clip, device):
         grad = heavy_tailed(33, torch.float32, device)
         parameters = [torch.nn.Parameter(torch.zeros(33, device=device)) for _ in range(2)]
@@ -170,7 +172,7 @@ def test_parameters_that_share_a_gradient_are_treated_as_in_torch(device):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_gradients_with_a_history_are_clipped_as_in_torch(device):
+def test_gradients_with_an_autograd_graph_are_clipped_as_in_torch(device):
     def clipped(clip):
         parameter = heavy_tailed(33, torch.float32, device).requires_grad_()
         (parameter**3).sum().backward(create_graph=True)
@@ -185,7 +187,7 @@ def test_gradients_with_a_history_are_clipped_as_in_torch(device):
     assert not norm.requires_grad
 
 
-def test_strided_gradients_are_clipped(device):
+def test_non_contiguous_gradients_are_clipped_as_in_torch(device):
     ours, theirs = (torch.nn.Parameter(torch.zeros(33, 4, device=device)) for _ in "ab")
     for parameter in (ours, theirs):
         parameter.grad = heavy_tailed((33, 8), torch.float32, device)[:, ::2]
@@ -206,7 +208,7 @@ def test_gradients_within_the_limit_keep_every_bit(device):
     assert all(map(same_bits, gradients(parameters), before))
 
 
-def test_finite_norm_does_not_raise_on_request(device):
+def test_finite_norm_does_not_raise_with_error_if_nonfinite(device):
     ours, theirs, norm, expected = clip_both(device, 1.0, error_if_nonfinite=True)
 
     torch.testing.assert_close(norm, expected, **TOLERANCE)
@@ -214,8 +216,8 @@ def test_finite_norm_does_not_raise_on_request(device):
 
 
 @pytest.mark.parametrize("name", ["get_total_norm", "clip_grads_with_norm_", "clip_grad_norm_"])
-def test_torchs_names_may_be_bound_to_ours(name, monkeypatch):
-    """What is left to torch is torch's own, and does not come back."""
+def test_torch_fallback_works_while_torchs_names_are_bound_to_ampfuse(name, monkeypatch):
+    """Check that ampfuse calls torch's original functions, not itself through the bound names."""
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         monkeypatch.setattr(module, name, getattr(ampfuse, name), raising=False)
     param = torch.nn.Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and its parts with 16-bit, double, complex and mixed gradients and norms."""
+"""clip_grad_norm_ and clip_grads_with_norm_ with 16-bit, double, complex and mixed dtypes."""
 
 import ampfuse
 import pytest
@@ -25,7 +25,8 @@ def test_norm_of_16_bit_and_mixed_gradients_is_not_rounded_to_16_bits(device, dt
 
     assert_norm(norm, before, 2.0)
     for grad, old in zip(gradients(parameters), before, strict=True):
-        # Half a bit for rounding the factor, half for the product; a step where it is subnormal.
+        # Rounding the factor and the product costs half a last bit each; a subnormal product may
+        # be off by one step between subnormal numbers.
         info = torch.finfo(grad.dtype)
         expected = real_parts(old).double() / (norm.item() + 1e-6)
         torch.testing.assert_close(
@@ -37,7 +38,7 @@ def test_norm_of_16_bit_and_mixed_gradients_is_not_rounded_to_16_bits(device, dt
 
 
 @pytest.mark.parametrize("norm_dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_norm_that_torch_rounded_to_another_dtype_is_accepted(device, norm_dtype):
+def test_total_norm_may_have_another_dtype_than_the_gradients(device, norm_dtype):
     parameters = parameters_with_gradients(device)
     before = [grad.clone() for grad in gradients(parameters)]
 
@@ -47,5 +48,6 @@ def test_norm_that_torch_rounded_to_another_dtype_is_accepted(device, norm_dtype
 
     for grad, old in zip(gradients(parameters), before, strict=True):
         expected = (old.double() * 1.5 / (7 + 1e-6)).float()
-        # 7 is exact in all of these dtypes: half a bit each for factor, product and expectation.
+        # 7 is exact in all of these dtypes. Rounding the factor, the product and the expected
+        # value costs half a last bit each.
         torch.testing.assert_close(grad, expected, rtol=2 * torch.finfo(grad.dtype).eps, atol=0)

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and its parts where they leave torch's path, or the arguments are refused."""
+"""Unusual tensors that the clipping functions refuse, leave to torch or clip."""
 
 import ampfuse
 import pytest
@@ -13,7 +13,7 @@ def parameter_with(grad):
 
 
 class Tagged(torch.Tensor):
-    """A tensor subclass without arithmetic of its own."""
+    """A tensor subclass that overrides no operation."""
 
 
 def test_tensor_subclasses_are_left_to_torch(device):
@@ -42,7 +42,7 @@ def test_expanded_gradient_is_refused_before_anything_is_written(device):
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1e200), (torch.float32, 1e30)])
-def test_total_norm_is_finite_where_squares_overflow_and_torchs_is_infinite(device, dtype, value):
+def test_total_norm_is_finite_when_squares_overflow_and_torch_returns_inf(device, dtype, value):
     tensors = [torch.full((2,), value, dtype=dtype, device=device) for _ in range(2)]
 
     norm = ampfuse.get_total_norm(tensors)
@@ -52,7 +52,7 @@ def test_total_norm_is_finite_where_squares_overflow_and_torchs_is_infinite(devi
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_total_norm_of_numbers_without_a_norm_is_refused(device, dtype):
+def test_total_norm_of_integer_or_bool_tensors_is_refused(device, dtype):
     with pytest.raises(TypeError, match=r"tensors\[1\]: expected a floating-point or complex"):
         ampfuse.get_total_norm(
             [torch.ones(3, device=device), torch.ones(3, device=device).to(dtype)]
@@ -65,11 +65,11 @@ def sparse_gradient(device):
     return embedding.weight
 
 
-def test_sparse_gradient_has_a_norm_where_torch_gives_it_one(device):
+def test_sparse_gradient_is_clipped_if_torch_can_and_refused_otherwise(device):
     ours, theirs = sparse_gradient(device), sparse_gradient(device)
     try:
         expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
-    except NotImplementedError:  # torch 2.11
+    except NotImplementedError:  # torch 2.11 has no norm of sparse tensors
         with pytest.raises(ValueError, match=r"parameters\[0\].grad: expected a strided tensor"):
             ampfuse.clip_grad_norm_([ours], 1.0)
         return
@@ -88,7 +88,7 @@ def test_sparse_gradient_is_clipped_with_a_given_norm_as_in_torch(device):
     torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense(), rtol=1e-6, atol=0)
 
 
-def test_gradients_on_several_devices_are_refused_before_anything_is_written():
+def test_expanded_gradient_on_another_device_is_refused_before_any_write():
     good = parameter_with(torch.full((3,), 4.0))
     expanded = parameter_with(torch.ones(1, device="meta").expand(3))
 

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and its parts when the norm is NaN or infinite."""
+"""clip_grad_norm_ and get_total_norm when the norm is NaN or infinite."""
 
 import math
 
@@ -10,7 +10,7 @@ from reference import gradients, parameters_with_gradients, same_bits
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 3.0])
-def test_nonfinite_norm_raises_on_request_and_gradients_stay(device, bad, norm_type):
+def test_nonfinite_norm_raises_with_error_if_nonfinite_and_gradients_stay(device, bad, norm_type):
     parameters = parameters_with_gradients(device)
     parameters[2].grad[8192] = bad
     before = [grad.clone() for grad in gradients(parameters)]
@@ -26,7 +26,7 @@ def test_nonfinite_norm_raises_on_request_and_gradients_stay(device, bad, norm_t
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 3.0])
-def test_nonfinite_norm_scales_by_default_as_in_torch(device, bad, norm_type):
+def test_nonfinite_norm_scales_as_in_torch_without_error_if_nonfinite(device, bad, norm_type):
     ours, theirs = parameters_with_gradients(device), parameters_with_gradients(device)
     ours[2].grad[8192] = theirs[2].grad[8192] = bad
 

@@ -1,4 +1,4 @@
-"""Files of C++ programs: read as data, refused if they are anything else, written as a whole."""
+"""State files shared with C++ programs: read as plain data or refused, replaced only as a whole."""
 
 import io
 import os
@@ -49,7 +49,7 @@ STATES = pytest.mark.parametrize(
 
 
 class ScalerWithCode(torch.nn.Module):
-    """TorchScript runs its `__setstate__` when it loads one."""
+    """A module whose `__setstate__` TorchScript runs when it loads the module."""
 
     scale: float
 
@@ -70,14 +70,14 @@ class ScalerWithCode(torch.nn.Module):
 # --- reading ------------------------------------------------------------------------------------
 
 
-def test_an_archive_with_code_is_refused_and_its_code_does_not_run(tmp_path):
+def test_archive_with_code_is_refused(tmp_path):
     file = tmp_path / "scaler.pt"
     torch.jit.save(torch.jit.script(ScalerWithCode()), file)
     with pytest.raises(ValueError, match=r"scaler\.pt: .* contains code in .* and was not loaded"):
         ampfuse.load_cpp_scaler_state(file)
 
 
-def test_values_are_those_that_torchscript_reads(tmp_path):
+def test_values_read_equal_those_written_and_those_torchscript_reads(tmp_path):
     storage = torch.arange(12.0)
     content = {
         "numbers": (1, -1, 300, 2**40, 0.5, float("-inf")),
@@ -101,7 +101,7 @@ def test_values_are_those_that_torchscript_reads(tmp_path):
 
 
 @STATES
-def test_a_damaged_file_gives_the_same_state_or_a_value_error(save, load, tmp_path):
+def test_damaged_file_gives_the_same_state_or_a_value_error(save, load, tmp_path):
     file, damaged = tmp_path / "state.pt", tmp_path / "damaged.pt"
     save(file)
     state = load(file)
@@ -113,7 +113,7 @@ def test_a_damaged_file_gives_the_same_state_or_a_value_error(save, load, tmp_pa
         except ValueError as error:
             assert str(error).startswith(f"{damaged}: expected an")  # noqa: PT017
             refused += 1
-    assert refused > 200  # the rest has changed dates, padding and the like
+    assert refused > 200  # the other changes hit bytes without effect, such as dates and padding
 
 
 def test_files_of_random_bytes_are_refused(tmp_path):
@@ -135,18 +135,18 @@ def test_files_of_random_bytes_are_refused(tmp_path):
     ],
     ids=["torch.save", "torch.save of old", "pickle"],
 )
-def test_a_file_that_python_saved_is_refused_with_the_name_of_what_reads_it(save, tmp_path):
+def test_file_saved_by_python_is_refused_with_a_hint_at_torch_load(save, tmp_path):
     save(ampfuse.GradScaler("cpu").state_dict(), tmp_path / "scaler.pt")
     with pytest.raises(ValueError, match=r"scaler\.pt: .* in C\+\+, got .* torch\.load reads"):
         ampfuse.load_cpp_scaler_state(tmp_path / "scaler.pt")
 
 
-def test_a_missing_file_is_an_os_error(tmp_path):
+def test_missing_file_raises_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="scaler"):
         ampfuse.load_cpp_scaler_state(tmp_path / "scaler.pt")
 
 
-def test_an_archive_that_was_written_on_a_gpu_is_read_on_the_cpu(tmp_path):
+def test_archive_written_on_a_gpu_is_read_on_the_cpu(tmp_path):
     save_optimizer(tmp_path / "optimizer.pt")
     cuda = b"X\6\0\0\0cuda:0"
     of_cuda = edited(tmp_path / "optimizer.pt", "data.pkl", replaced(b"X\3\0\0\0cpu", cuda))
@@ -156,14 +156,14 @@ def test_an_archive_that_was_written_on_a_gpu_is_read_on_the_cpu(tmp_path):
     assert same_values(state, ampfuse.load_cpp_optimizer_state(tmp_path / "optimizer.pt"))
 
 
-def test_an_archive_of_another_byte_order_is_refused(tmp_path):
+def test_big_endian_archive_is_refused(tmp_path):
     save_optimizer(tmp_path / "optimizer.pt")
     file = edited(tmp_path / "optimizer.pt", "byteorder", lambda _: b"big")
     with pytest.raises(ValueError, match="got one with big-endian numbers"):
         ampfuse.load_cpp_optimizer_state(file)
 
 
-OFFSET_SIZE_STRIDE = b"K\0(K\7t(K\1t"  # of a tensor of seven elements
+OFFSET_SIZE_STRIDE = b"K\0(K\7t(K\1t"  # pickled values for a tensor of seven elements
 OUTSIDE = {
     "offset": b"K\1(K\7t(K\1t",
     "size": b"K\0(K\x08t(K\1t",
@@ -178,7 +178,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("view", OUTSIDE.values(), ids=OUTSIDE)
-def test_a_tensor_outside_of_its_storage_is_refused(view, tmp_path):
+def test_tensor_that_does_not_fit_in_its_storage_is_refused(view, tmp_path):
     write_archive({"scale": torch.ones(7)}, tmp_path / "scaler.pt")
     file = edited(tmp_path / "scaler.pt", "data.pkl", replaced(OFFSET_SIZE_STRIDE, view))
     with pytest.raises(ValueError, match="expected an archive of torch::save"):
@@ -190,7 +190,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(view, tmp_path):
     [b"cos\nsystem\n(X\1\0\0\0:tR.", b"ctorch\nTensor\n)\x81."],
     ids=["os.system", "torch.Tensor"],
 )
-def test_what_torchscript_would_not_name_is_not_called(call, tmp_path):
+def test_calls_and_objects_that_torchscript_never_writes_are_refused(call, tmp_path):
     write_archive({"scale": 1.0}, tmp_path / "scaler.pt")
     file = edited(tmp_path / "scaler.pt", "data.pkl", lambda _: b"\x80\2" + call)
     with pytest.raises(ValueError, match=r"got one with (a call|an object) of \w+ \w+"):
@@ -198,7 +198,7 @@ def test_what_torchscript_would_not_name_is_not_called(call, tmp_path):
 
 
 @pytest.mark.parametrize("content", [{}, {"param_groups": 1}, {"param_groups": torch.nn.Module()}])
-def test_an_optimizer_with_missing_entries_is_refused(content, tmp_path):
+def test_optimizer_file_without_valid_param_groups_is_refused(content, tmp_path):
     write_archive(content, tmp_path / "optimizer.pt")
     with pytest.raises(ValueError, match=r"optimizer\.pt: expected an Adam or AdamW optimizer"):
         ampfuse.load_cpp_optimizer_state(tmp_path / "optimizer.pt")
@@ -219,7 +219,7 @@ SAVES = pytest.mark.parametrize(
 
 @contextmanager
 def files_end_at(size: int) -> Iterator[None]:
-    """Fail writes that would make a file larger than this, as a full disk does."""
+    """Make writes beyond `size` bytes of a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -229,13 +229,13 @@ def files_end_at(size: int) -> Iterator[None]:
 
 
 @SAVES
-def test_a_full_device_is_an_os_error(save):
+def test_save_to_a_full_device_raises_os_error(save):
     with pytest.raises(OSError, match="No space left on device"):
         save("/dev/full")
 
 
 @SAVES
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(save, tmp_path):
+def test_failed_save_leaves_the_old_file_and_no_temporary_file(save, tmp_path):
     file = tmp_path / "state.pt"
     file.write_bytes(b"before")
     with files_end_at(1000), pytest.raises(OSError, match="File too large"):
@@ -244,7 +244,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(save, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_symbolic_link_stays_one(tmp_path):
+def test_save_through_a_symbolic_link_keeps_the_link(tmp_path):
     link, target = tmp_path / "latest.pt", tmp_path / "folder" / "scaler.pt"
     target.parent.mkdir()
     link.symlink_to(target)
@@ -254,7 +254,7 @@ def test_a_symbolic_link_stays_one(tmp_path):
         assert ampfuse.load_cpp_scaler_state(target)["scale"] == scale
 
 
-def test_permissions_are_those_of_an_ordinary_file(tmp_path):
+def test_new_file_gets_umask_permissions_and_overwritten_file_keeps_its_own(tmp_path):
     file = tmp_path / "state.pt"
     before = os.umask(0o027)
     try:
@@ -267,7 +267,7 @@ def test_permissions_are_those_of_an_ordinary_file(tmp_path):
         os.umask(before)
 
 
-def test_file_objects_are_written_and_read(tmp_path):
+def test_scaler_state_is_written_to_and_read_from_a_file_object(tmp_path):
     stream = io.BytesIO()
     ampfuse.save_cpp_scaler_state(ampfuse.GradScaler("cpu", 8.0).state_dict(), stream)
     stream.seek(0)

@@ -1,4 +1,4 @@
-"""ampfuse.Adam and AdamW: steps as torch's, and of 16-bit parameters as if they were float32."""
+"""ampfuse.Adam and AdamW step like torch's, 16-bit parameters with masters like float32 ones."""
 
 from itertools import chain
 
@@ -63,9 +63,10 @@ def test_float32_model_follows_torch(device, cls, of_torch, options):
         state, expected = optimizer.state[param], of_torch.state[other]
         assert state.keys() == expected.keys()
         assert state["step"].item() == 20
-        # Twenty steps, each some roundings of numbers that may cancel against the largest one.
+        # Each of twenty steps rounds a few times. The error is relative to the largest gradients,
+        # about 1e4, which may cancel in the sum.
         torch.testing.assert_close(state["exp_avg"], expected["exp_avg"], rtol=0, atol=0.02)
-        # torch's kernel for GPUs has 1 − 0.999f for 1 − 0.999, 1.3e-5 of it off.
+        # torch's CUDA kernel uses 1 − 0.999f for 1 − 0.999, a relative error of 1.3e-5.
         rtol = 1e-5 if device.type == "cpu" else 2e-5
         torch.testing.assert_close(state["exp_avg_sq"], expected["exp_avg_sq"], rtol=rtol, atol=0)
 
@@ -73,7 +74,7 @@ def test_float32_model_follows_torch(device, cls, of_torch, options):
 @BOTH
 @EVERY_OPTION
 @WITH_MASTERS
-def test_masters_are_a_float32_model_bit_by_bit(device, cls, options, dtype, master_weights):
+def test_masters_equal_a_float32_model_bit_by_bit(device, cls, options, dtype, master_weights):
     narrow = parameters(device, dtype)
     wide = copies(narrow, torch.float32)
 
@@ -85,7 +86,7 @@ def test_masters_are_a_float32_model_bit_by_bit(device, cls, options, dtype, mas
     assert_same_bits(optimizer.master_params(), wide)
     for param, exact in zip(narrow, wide, strict=True):
         nearest = exact.detach().to(dtype).double()
-        if master_weights == "remainder":  # of two nearest numbers, not always the even one
+        if master_weights == "remainder":  # a tie is not always rounded to even
             assert torch.equal((param - exact.double()).abs(), (nearest - exact.double()).abs())
         else:
             assert torch.equal(param.double(), nearest)
@@ -103,7 +104,7 @@ def test_float32_and_float64_models_have_no_masters(device, cls):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_without_masters_each_step_ends_in_a_rounding(device, dtype):
+def test_parameters_without_masters_are_rounded_after_each_step(device, dtype):
     params = parameters(device, dtype)
     rounded = copies(params, torch.float32)
     optimizer = ampfuse.AdamW(params, lr=0.1, master_weights=False)
@@ -117,26 +118,26 @@ def test_without_masters_each_step_ends_in_a_rounding(device, dtype):
 
     assert all("master_param" not in state for state in state_values(optimizer))
     for param, other in zip(params, rounded, strict=True):
-        # Where the two round to different neighbours they are a last bit apart from then on.
+        # Once the two round to different neighbours, they stay one last bit apart.
         last_bit = torch.finfo(dtype).eps
         torch.testing.assert_close(param.float(), other, rtol=5 * last_bit, atol=1e-6)
 
 
 @pytest.mark.parametrize("master_weights", ["auto", True, "remainder", False])
-def test_updates_too_small_for_bfloat16_add_up_with_masters_alone(device, master_weights):
+def test_updates_too_small_for_bfloat16_add_up_only_with_masters(device, master_weights):
     param = Parameter(torch.ones(3, dtype=torch.bfloat16, device=device))
     optimizer = ampfuse.Adam([param], lr=1e-4, master_weights=master_weights)
 
-    for _ in range(200):  # 0.02 in all, in steps of a twentieth of the last bit
+    for _ in range(200):  # 0.02 in all; a step is 1/20 of 2⁻⁹, which is half the last bit below 1
         param.grad = torch.ones_like(param)
         optimizer.step()
 
-    expected = 1.0 if master_weights is False else 0.98046875  # the bfloat16 next to 0.98
+    expected = 1.0 if master_weights is False else 0.98046875  # the bfloat16 nearest to 0.98
     assert param.tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_bfloat16_moments_stay_near_float32_ones(device, dtype):
+def test_bfloat16_moments_keep_parameters_near_those_of_float32_moments(device, dtype):
     rough, fine = parameters(device, dtype), parameters(device, dtype)
 
     optimizer = trained(
@@ -152,17 +153,17 @@ def test_bfloat16_moments_stay_near_float32_ones(device, dtype):
         assert state["step"].dtype == torch.float32
     masters = zip(optimizer.master_params(), reference.master_params(), strict=True)
     for master, other in masters:
-        # Twenty distances of at most 10·lr, each wrong by some multiples of 2⁻⁸.
+        # Each of twenty steps moves a master by at most 10·lr, with a relative error of a few 2⁻⁸.
         torch.testing.assert_close(master, other, rtol=1e-6, atol=20 * 10 * 1e-3 * 4 * 2.0**-8)
 
 
-def test_fp16_second_moments_never_pass_through_fp16(device):
+def test_second_moments_of_fp16_parameters_do_not_underflow(device):
     narrow = Parameter(torch.ones(64, dtype=torch.float16, device=device))
     wide = Parameter(torch.ones(64, device=device))
     optimizers = [ampfuse.AdamW([narrow], master_weights=False), ampfuse.AdamW([wide])]
 
     for param, optimizer in zip((narrow, wide), optimizers, strict=True):
-        param.grad = torch.full_like(param, 2.0**-17)  # its square is far below fp16's smallest
+        param.grad = torch.full_like(param, 2.0**-17)  # its square, 2⁻³⁴, underflows in fp16
         optimizer.step()
 
     assert optimizers[0].state[narrow]["exp_avg_sq"].min() > 0
@@ -170,7 +171,7 @@ def test_fp16_second_moments_never_pass_through_fp16(device):
 
 
 @BOTH
-def test_mixed_dtypes_in_one_group_step_as_each_alone(device, cls):
+def test_mixed_dtypes_in_one_group_step_as_each_dtype_alone(device, cls):
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     together = [param for dtype in dtypes for param in parameters(device, dtype)]
     alone = [copies(parameters(device, dtype)) for dtype in dtypes]
@@ -216,7 +217,7 @@ def test_gradients_may_have_another_dtype_than_their_parameters(device, dtype, g
     assert_same_bits(params, others)
 
 
-def test_each_group_has_options_of_its_own(device):
+def test_each_group_steps_with_its_own_options(device):
     options = [
         *OPTIONS.values(),
         {"state_dtype": torch.bfloat16, "master_weights": "remainder"},
@@ -247,7 +248,7 @@ def test_gradients_may_appear_vanish_and_move(device, cls, of_torch):
 
     for step, with_gradient in enumerate(present):
         for params, optimizer in zip((ours, theirs), optimizers, strict=True):
-            feed(params, step)  # new tensors each time
+            feed(params, step)  # allocates new gradients at each step
             for i in set(range(5)) - set(with_gradient):
                 params[i].grad = None
             optimizer.step()
@@ -257,7 +258,7 @@ def test_gradients_may_appear_vanish_and_move(device, cls, of_torch):
         assert optimizers[0].state[param]["step"] == optimizers[1].state[other]["step"]
 
 
-def test_parameters_without_gradient_are_left_alone_and_get_no_state(device):
+def test_parameters_without_gradient_are_unchanged_and_get_no_state(device):
     params = parameters(device, torch.bfloat16)
     before = clones(params)
     optimizer = ampfuse.AdamW(params, max_grad_norm=1.0)
@@ -268,7 +269,7 @@ def test_parameters_without_gradient_are_left_alone_and_get_no_state(device):
     assert len(optimizer.state) == 0
 
 
-def test_gradient_that_lies_in_memory_in_another_order_than_its_parameter(device):
+def test_gradient_may_have_another_memory_format_than_its_parameter(device):
     image = heavy_tailed((2, 5, 3, 7), torch.float32, device)
     param = Parameter(image.to(memory_format=torch.channels_last))
     other = Parameter(image.clone())
@@ -324,12 +325,13 @@ def test_learning_rate_in_a_tensor_is_read_at_each_step(device, dtype):
     [
         lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1),
         lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4),
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),  # betas too
+        # OneCycleLR also changes betas.
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
     ],
     ids=["StepLR", "CosineAnnealingWarmRestarts", "OneCycleLR"],
 )
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
-def test_schedulers_steer_it_as_they_steer_torchs(device, schedule, lr):
+def test_schedulers_have_the_same_effect_as_on_torchs_optimizers(device, schedule, lr):
     ours = parameters(device)
     theirs = copies(ours)
 

@@ -1,4 +1,4 @@
-"""Optimizers that change language on the way: trained in C++, continued in Python, and back."""
+"""Optimizer files shared with C++ programs: training continues in the other language."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,7 +29,7 @@ def round_trip(state_dict: dict, folder: Path) -> dict:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "state_dtype": torch.bfloat16}])
-def test_state_comes_back_with_the_same_bits(device, dtype, options, tmp_path):
+def test_optimizer_state_survives_a_cpp_file_bit_by_bit(device, dtype, options, tmp_path):
     params = parameters(device, dtype)
     optimizer = trained(lambda params: ampfuse.AdamW(params, **options), params, range(3))
     others = copies(params)
@@ -40,7 +40,7 @@ def test_state_comes_back_with_the_same_bits(device, dtype, options, tmp_path):
     assert_same_state(loaded, state_values(optimizer))
 
 
-def test_group_options_come_back(tmp_path):
+def test_group_options_survive_a_cpp_file(tmp_path):
     given = {
         "lr": 0.5,
         "betas": (0.25, 0.125),
@@ -61,7 +61,7 @@ def test_group_options_come_back(tmp_path):
     assert (second["lr"], second["weight_decay"], second["max_grad_norm"]) == (0.75, 0, None)
 
 
-def test_parameters_that_were_never_stepped_have_no_state(tmp_path):
+def test_parameters_never_stepped_have_no_state_in_a_cpp_file(tmp_path):
     params = [Parameter(torch.zeros(2)), Parameter(torch.zeros(3))]
     params[1].grad = torch.ones(3)
     optimizer = ampfuse.AdamW(params)
@@ -69,7 +69,7 @@ def test_parameters_that_were_never_stepped_have_no_state(tmp_path):
     assert round_trip(optimizer.state_dict(), tmp_path)["state"].keys() == {1}
 
 
-def test_state_moves_to_and_from_torchs_class(tmp_path):
+def test_state_of_torchs_optimizer_survives_a_cpp_file(tmp_path):
     params = parameters(torch.device("cpu"))
     theirs = trained(torch.optim.AdamW, params, range(3))
     others = copies(params)
@@ -86,7 +86,7 @@ def test_state_moves_to_and_from_torchs_class(tmp_path):
 
 @pytest.fixture(scope="module")
 def cpp_program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """tests/cpp/optim_exchange: takes the steps first … last, from and to files in a folder."""
+    """Build optim_exchange, which takes steps first … last, from and to files in a folder."""
     source, build = ROOT / "tests" / "cpp" / "optim_exchange", tmp_path_factory.mktemp("build")
     prefix = f"-DCMAKE_PREFIX_PATH={ampfuse.cmake_prefix_path}"
     run("cmake", "-S", source, "-B", build, "-G", "Ninja", prefix)
@@ -98,12 +98,12 @@ def cpp_program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 def numbers(size: int, step: int) -> Tensor:
-    """As the C++ program's."""
+    """Return the same numbers as `numbers` in the C++ program."""
     return ((torch.arange(size) * 37 + step * 11) % 101 - 50).double() / 64
 
 
 def python_program(folder: Path, first: int, last: int) -> None:
-    """What the C++ program does."""
+    """Take steps first … last as the C++ program does, from and to files in the folder."""
     if first == 1:
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         params = [Parameter(numbers(1000, 0).to(dtype)) for dtype in dtypes]
@@ -129,7 +129,7 @@ def python_program(folder: Path, first: int, last: int) -> None:
 
 
 def results(folder: Path) -> Iterable[Tensor]:
-    """Parameters and state, all of it."""
+    """Return all parameters and state tensors that are saved in the folder."""
     saved = load_cpp_optimizer_state(folder / "optimizer.pt")
     state = [tensor for of_param in saved["state"].values() for tensor in of_param.values()]
     return [*torch.load(folder / "params.pt"), *state]
@@ -137,7 +137,7 @@ def results(folder: Path) -> Iterable[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", ["C++ to Python", "Python to C++"])
-def test_training_goes_on_in_the_other_language(cpp_program, changes, tmp_path):
+def test_training_continues_in_the_other_language_bit_by_bit(cpp_program, changes, tmp_path):
     programs = [cpp_program, python_program]
     begin, go_on = programs if changes == "C++ to Python" else programs[::-1]
     stayed, changed = tmp_path / "stayed", tmp_path / "changed"
@@ -157,7 +157,7 @@ def test_training_goes_on_in_the_other_language(cpp_program, changes, tmp_path):
 
 
 @pytest.mark.slow
-def test_state_that_torchs_cpp_class_saved_is_read(cpp_program, tmp_path):
+def test_state_saved_by_torchs_cpp_optimizer_is_read(cpp_program, tmp_path):
     cpp_program(tmp_path, 1, 1)
     params = [Parameter(param.detach()) for param in torch.load(tmp_path / "params.pt")]
     for param in params:

@@ -1,4 +1,4 @@
-"""What may change under a running optimizer, and what a step or a load that is refused leaves."""
+"""Changes to a running optimizer, and the effects of a step or a load that is refused."""
 
 import copy
 
@@ -21,7 +21,7 @@ def give_gradients(params, seed=0):
 
 
 def two_groups(device, **options):
-    """An optimizer that needs two calls of the op, after one good step."""
+    """Return two parameters and their optimizer after a step, which calls the op for each group."""
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     optimizer = ampfuse.AdamW([{"params": [param]} for param in params], **options)
     give_gradients(params)
@@ -30,13 +30,13 @@ def two_groups(device, **options):
 
 
 def everything(params, optimizer):
-    """Copies of all that a step writes."""
+    """Return copies of all tensors that a step writes."""
     state = [tensor for param in params for tensor in optimizer.state[param].values()]
     return [tensor.detach().clone() for tensor in [*params, *state]]
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_a_model_cast_to_16_bits_has_masters_from_its_next_step_on(device, half):
+def test_model_cast_to_16_bits_gets_masters_at_its_next_step(device, half):
     model = linear(device)
     optimizer = ampfuse.AdamW(model.parameters())
     give_gradients(model.parameters())
@@ -51,7 +51,7 @@ def test_a_model_cast_to_16_bits_has_masters_from_its_next_step_on(device, half)
 
 
 @pytest.mark.parametrize("before", [True, "remainder"])
-def test_a_model_cast_back_to_float32_goes_on_from_its_masters(device, before):
+def test_model_cast_to_float32_drops_masters_and_takes_over_float32_ones(device, before):
     model = linear(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(model.parameters(), master_weights=before)
     give_gradients(model.parameters())
@@ -64,14 +64,14 @@ def test_a_model_cast_back_to_float32_goes_on_from_its_masters(device, before):
     optimizer.step()
 
     assert all("master_param" not in state for state in optimizer.state.values())
-    if before is True:  # of a remainder nothing is left without its bfloat16
+    if before is True:  # a remainder is worthless without the 16 bits of its bfloat16 parameter
         assert_same_bits(model.parameters(), masters)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [(True, "remainder"), ("remainder", True), (True, False)]
 )
-def test_masters_are_converted_when_their_group_says_so(device, before, after):
+def test_masters_are_converted_or_dropped_when_master_weights_changes(device, before, after):
     model = linear(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(model.parameters(), lr=1e-4, master_weights=before)
     give_gradients(model.parameters())
@@ -89,7 +89,7 @@ def test_masters_are_converted_when_their_group_says_so(device, before, after):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_moments_are_converted_when_their_group_says_so(device, dtype):
+def test_moments_are_converted_when_state_dtype_changes(device, dtype):
     model = linear(device)
     optimizer = ampfuse.AdamW(model.parameters())
     give_gradients(model.parameters())
@@ -101,7 +101,7 @@ def test_moments_are_converted_when_their_group_says_so(device, dtype):
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
-def test_a_refusal_names_the_parameter_and_its_group(device):
+def test_refused_step_names_the_parameter_and_its_group(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(4)]
     optimizer = ampfuse.AdamW([{"params": params[:1]}, {"params": params[1:]}])
     give_gradients(params)
@@ -112,7 +112,7 @@ def test_a_refusal_names_the_parameter_and_its_group(device):
         optimizer.step()
 
 
-def test_a_first_step_that_is_refused_leaves_no_state(device):
+def test_refused_first_step_leaves_no_state(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))]
     optimizer = ampfuse.AdamW(params)
     params[0].grad = torch.ones(3, device=device, dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def test_a_first_step_that_is_refused_leaves_no_state(device):
     assert not optimizer.state
 
 
-def test_a_step_that_would_make_state_in_a_graph_is_refused(device, monkeypatch):
+def test_first_step_during_graph_capture_is_refused(device, monkeypatch):
     model = linear(device)
     optimizer = ampfuse.AdamW(model.parameters())
     give_gradients(model.parameters())
@@ -137,7 +137,7 @@ def test_a_step_that_would_make_state_in_a_graph_is_refused(device, monkeypatch)
     assert not optimizer.state
 
 
-def test_masters_switched_on_later_are_made_at_the_next_step(device):
+def test_masters_switched_on_later_are_created_at_the_next_step(device):
     model = linear(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(model.parameters(), master_weights=False)
     give_gradients(model.parameters())
@@ -164,7 +164,7 @@ def set_sparse_gradient(param, group):
 
 
 @pytest.mark.parametrize("spoil", [set_betas, set_double_gradient, set_sparse_gradient])
-def test_a_step_refused_for_its_second_group_has_not_stepped_the_first(device, spoil):
+def test_step_refused_for_its_second_group_does_not_step_the_first(device, spoil):
     params, optimizer = two_groups(device)
     before = everything(params, optimizer)
     spoil(params[1], optimizer.param_groups[1])
@@ -175,7 +175,7 @@ def test_a_step_refused_for_its_second_group_has_not_stepped_the_first(device, s
     assert_same_bits(everything(params, optimizer), before)
 
 
-def test_the_norm_is_measured_also_when_the_first_group_is_empty(device):
+def test_norm_is_computed_when_the_first_group_is_empty(device):
     param = torch.nn.Parameter(torch.zeros(2, device=device))
     optimizer = ampfuse.AdamW([{"params": []}, {"params": [param]}], max_grad_norm=1.0)
     param.grad = torch.tensor([3.0, 4.0], device=device)
@@ -185,7 +185,7 @@ def test_the_norm_is_measured_also_when_the_first_group_is_empty(device):
     assert optimizer.grad_norm.item() == 5.0
 
 
-def test_a_limit_that_no_step_could_make_sense_of_is_refused(device):
+def test_step_with_negative_max_grad_norm_is_refused_before_any_write(device):
     params, optimizer = two_groups(device, max_grad_norm=1.0)
     before = everything(params, optimizer)
     optimizer.max_grad_norm = -1.0
@@ -197,7 +197,7 @@ def test_a_limit_that_no_step_could_make_sense_of_is_refused(device):
 
 
 @pytest.mark.filterwarnings("error")
-def test_parameters_that_share_memory_are_no_reason_to_warn_of_stale_masters(device):
+def test_parameters_that_share_memory_cause_no_warning_of_stale_masters(device):
     buffer = torch.zeros(8, dtype=torch.bfloat16, device=device)
     params = [torch.nn.Parameter(part) for part in buffer.split(4)]
     optimizer = ampfuse.AdamW(params)
@@ -207,7 +207,7 @@ def test_parameters_that_share_memory_are_no_reason_to_warn_of_stale_masters(dev
         optimizer.step()
 
 
-def test_parameters_of_inference_mode_are_stepped(device):
+def test_parameters_created_in_inference_mode_are_stepped(device):
     with torch.inference_mode():
         param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device=device))
         param.grad = torch.ones_like(param)
@@ -218,7 +218,7 @@ def test_parameters_of_inference_mode_are_stepped(device):
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_a_state_of_another_shape_is_refused_and_nothing_is_loaded(device, name):
+def test_state_of_another_shape_is_refused_and_nothing_is_loaded(device, name):
     params, optimizer = two_groups(device)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1][name] = torch.ones(1, device=device)
@@ -233,7 +233,7 @@ def test_a_state_of_another_shape_is_refused_and_nothing_is_loaded(device, name)
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
-def test_remainders_without_their_upper_halves_are_refused(device):
+def test_loading_bare_remainders_as_masters_is_refused(device):
     model = linear(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(model.parameters(), master_weights="remainder")
     give_gradients(model.parameters())
@@ -249,12 +249,12 @@ def test_remainders_without_their_upper_halves_are_refused(device):
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "yes"])
-def test_master_weights_are_a_bool_or_a_known_word(value):
+def test_invalid_values_of_master_weights_are_refused(value):
     with pytest.raises(ValueError, match="master_weights"):
         ampfuse.AdamW([torch.zeros(2)], master_weights=value)
 
 
-def test_a_group_of_adamw_has_decoupled_decay():
+def test_adamw_group_with_decoupled_weight_decay_off_is_refused():
     group = {"params": [torch.zeros(2)], "decoupled_weight_decay": False}
 
     with pytest.raises(ValueError, match="decoupled_weight_decay: expected True"):
@@ -264,9 +264,9 @@ def test_a_group_of_adamw_has_decoupled_decay():
 @pytest.mark.parametrize(
     ("device_type", "waits"), [("cpu", True), ("cuda", False), ("meta", False)]
 )
-def test_only_copies_to_the_cpu_are_waited_for(device_type, waits):
+def test_on_device_waits_only_for_copies_to_the_cpu(device_type, waits):
     class Scalar:
-        device = torch.device("xla")  # somewhere else
+        device = torch.device("xla")  # differs from every target device
 
         def to(self, device, non_blocking):
             return device, non_blocking

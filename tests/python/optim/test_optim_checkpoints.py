@@ -1,4 +1,4 @@
-"""Masters in checkpoints that go through several hands: ours, copies, torch's, gathered ones."""
+"""Masters in checkpoints that are reloaded, copied, loaded into torch's classes or gathered."""
 
 import copy
 
@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 @pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("how", ["loaded", "copied"])
-def test_masters_outlive_any_number_of_checkpoints(device, options, how):
-    """Torch's class puts an option of its own among the defaults of what is loaded or copied."""
+def test_masters_survive_repeated_checkpoints_and_copies(device, options, how):
+    """Load or copy repeatedly: torch adds an option to the defaults of such an optimizer."""
     param = torch.nn.Parameter(torch.ones(4, device=device).bfloat16())
     optimizer = ampfuse.AdamW([{"params": [param], **options}], lr=1e-4, weight_decay=0.0)
     for _ in range(5):
@@ -34,8 +34,8 @@ def test_masters_outlive_any_number_of_checkpoints(device, options, how):
     )
 
 
-def test_what_others_have_trained_since_stays(device):
-    """Of torch's classes that keep a master which they were given, but do not step it."""
+def test_parameters_trained_by_another_optimizer_keep_their_values(device):
+    """Check that a stale master is not used: torch's classes load masters but do not step them."""
     param = torch.nn.Parameter(torch.ones(4, device=device).bfloat16())
     optimizer = ampfuse.AdamW([param], lr=1e-6)
     param.grad = torch.ones_like(param)
@@ -53,7 +53,7 @@ def test_what_others_have_trained_since_stays(device):
     assert torch.equal(param, trained)
 
 
-def test_groups_of_another_optimizer_stay_as_they_are():
+def test_optimizer_made_from_torchs_groups_leaves_those_unchanged():
     param = torch.nn.Parameter(torch.ones(4).bfloat16())
     param.grad = torch.ones_like(param)
     others = torch.optim.AdamW([param], lr=0.1)
@@ -68,7 +68,7 @@ def test_groups_of_another_optimizer_stay_as_they_are():
 
 
 @pytest.mark.parametrize("is_flat", [False, True])
-def test_gathered_checkpoints_are_loaded_where_a_group_had_options_of_torchs(is_flat):
+def test_gathered_checkpoint_loads_if_a_group_was_given_an_option_of_torch(is_flat):
     model = torch.nn.Linear(3, 2)
     optimizer = ampfuse.AdamW([{"params": list(model.parameters()), "foreach": False}])
     model(torch.ones(1, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""max_grad_norm of ampfuse.Adam and AdamW: over all groups, of one group, and what it reports."""
+"""max_grad_norm of ampfuse.Adam and AdamW, for all groups or one group, and grad_norm."""
 
 import ampfuse
 import pytest
@@ -21,13 +21,13 @@ from torch.nn.utils import clip_grad_norm_
 
 
 def two_groups(device, **options_of_second):
-    """Parameters of two groups, and the groups."""
+    """Return the parameters of the first group, those of the second, and both groups."""
     first, second = parameters(device), parameters(device, seed=9)
     return first, second, [{"params": first}, {"params": second, **options_of_second}]
 
 
 def step_of_clipped(cls, params):
-    """An unclipped step of the gradients that are there."""
+    """Return copies of the parameters after a step with their present gradients, unclipped."""
     others = copies(params)
     for param, other in zip(params, others, strict=True):
         other.grad = param.grad
@@ -56,7 +56,7 @@ def test_norm_is_taken_over_all_groups(device, cls, max_grad_norm):
 
 @BOTH
 @pytest.mark.parametrize("own", [0.5, float("inf")])
-def test_group_with_a_limit_of_its_own_is_left_out_of_the_norm(device, cls, own):
+def test_group_with_its_own_limit_is_excluded_from_the_shared_norm(device, cls, own):
     first, second, groups = two_groups(device, max_grad_norm=own)
     optimizer = cls(groups, max_grad_norm=1.0)
     feed([*first, *second], step=0)
@@ -73,7 +73,7 @@ def test_group_with_a_limit_of_its_own_is_left_out_of_the_norm(device, cls, own)
     assert optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
 
 
-def test_group_may_be_the_only_one_that_is_clipped(device):
+def test_clipping_may_be_enabled_for_a_single_group(device):
     first, second, groups = two_groups(device, max_grad_norm=0.5)
     optimizer = ampfuse.AdamW(groups)
     feed([*first, *second], step=0)
@@ -90,7 +90,7 @@ def test_group_may_be_the_only_one_that_is_clipped(device):
     assert optimizer.grad_norm is None
 
 
-def test_limit_is_read_at_each_step(device):
+def test_max_grad_norm_is_read_at_each_step(device):
     params = parameters(device)
     others = copies(params)
     optimizer = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=1.0), params, range(1))
@@ -105,7 +105,7 @@ def test_limit_is_read_at_each_step(device):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_masters_of_clipped_16_bit_models_are_a_clipped_float32_model(device, dtype):
+def test_masters_of_clipped_16_bit_models_match_a_clipped_float32_model(device, dtype):
     narrow = parameters(device, dtype)
     wide = copies(narrow, torch.float32)
 
@@ -116,7 +116,7 @@ def test_masters_of_clipped_16_bit_models_are_a_clipped_float32_model(device, dt
     assert_same_but_for_norms([optimizer.grad_norm], [reference.grad_norm])
 
 
-def test_norm_spans_dtypes(device):
+def test_grad_norm_covers_parameters_of_all_dtypes(device):
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     params = [param for dtype in dtypes for param in parameters(device, dtype)]
     optimizer = ampfuse.AdamW(params, max_grad_norm=1.0)
@@ -128,7 +128,7 @@ def test_norm_spans_dtypes(device):
     assert optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_grad_norm_is_none_until_there_is_one(device):
+def test_grad_norm_is_none_before_the_first_clipped_step(device):
     unclipped = trained(ampfuse.AdamW, parameters(device), range(1))
     assert unclipped.grad_norm is None
 
@@ -140,7 +140,7 @@ def test_grad_norm_is_none_until_there_is_one(device):
     assert optimizer.grad_norm.device == params[0].device
 
 
-def test_grad_norm_is_of_the_last_step_and_keeps_what_it_gave(device):
+def test_grad_norm_of_each_step_is_not_overwritten_by_later_steps(device):
     params = parameters(device)
     optimizer = ampfuse.AdamW(params, max_grad_norm=1.0)
 
@@ -153,7 +153,7 @@ def test_grad_norm_is_of_the_last_step_and_keeps_what_it_gave(device):
         assert norm.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_norm_of_no_gradients_is_zero(device):
+def test_grad_norm_of_a_step_without_gradients_is_zero(device):
     params = parameters(device)
     optimizer = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=1.0), params, range(1))
     assert optimizer.grad_norm > 0
@@ -166,7 +166,7 @@ def test_norm_of_no_gradients_is_zero(device):
 
 @pytest.mark.parametrize("of_group", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_clipped_gradients_are_written_back_when_asked(device, max_grad_norm, of_group):
+def test_clipped_gradients_are_written_back_with_write_back_grads(device, max_grad_norm, of_group):
     first, second, groups = two_groups(device, **({"write_back_grads": True} if of_group else {}))
     optimizer = ampfuse.AdamW(groups, max_grad_norm=max_grad_norm, write_back_grads=not of_group)
     everything = [*first, *second]
@@ -185,7 +185,7 @@ def test_clipped_gradients_are_written_back_when_asked(device, max_grad_norm, of
     assert_same_bits(gradients(untouched), before)
 
 
-def test_non_finite_norm_without_a_scaler_does_to_parameters_what_torch_does(device):
+def test_nan_gradient_without_a_scaler_makes_the_same_elements_nan_as_in_torch(device):
     ours = parameters(device)
     theirs = copies(ours)
     for params in (ours, theirs):

@@ -1,4 +1,4 @@
-"""ampfuse.Adam and AdamW in torch.compile(optimizer.step, fullgraph=True): as eager, bit by bit."""
+"""torch.compile(optimizer.step, fullgraph=True) of ampfuse.Adam and AdamW gives the eager bits."""
 
 import math
 
@@ -32,7 +32,7 @@ EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=K
 
 
 class Twins:
-    """The same model twice, one with a compiled optimizer."""
+    """Two equal models with equal optimizers; the first has a compiled step."""
 
     def __init__(self, make, device, dtype, backend="inductor"):
         self.params, self.others = parameters(device, dtype), parameters(device, dtype)
@@ -40,7 +40,7 @@ class Twins:
         self.compiled_step = torch.compile(self.optimizer.step, fullgraph=True, backend=backend)
 
     def step(self, step, without=(), scale=1.0):
-        """One step of both with new gradients, but for the parameters `without`."""
+        """Step both models with new gradients, except for those at the indices `without`."""
         for params in (self.params, self.others):
             feed(params, step, scale)
             for index in without:
@@ -69,7 +69,7 @@ def test_compiled_step_gives_the_bits_of_the_eager_one(device, dtype, options):
 
 @BOTH
 @EVERY_KIND
-def test_steps_share_a_graph(device, cls, dtype, options):
+def test_repeated_steps_share_one_graph(device, cls, dtype, options):
     counter = CompileCounter()
     twins = Twins(lambda params: cls(params, **options), device, dtype, backend=counter)
 
@@ -83,7 +83,7 @@ def test_steps_share_a_graph(device, cls, dtype, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_learning_rate_in_a_tensor_changes_without_a_new_graph(device, dtype):
+def test_learning_rate_in_a_tensor_may_change_without_a_new_graph(device, dtype):
     counter = CompileCounter()
     rates = []
 
@@ -101,7 +101,7 @@ def test_learning_rate_in_a_tensor_changes_without_a_new_graph(device, dtype):
     assert counter.frame_count == 1
 
 
-def test_learning_rate_in_a_number_that_changes_is_not_baked_in(device):
+def test_learning_rate_that_is_a_number_is_not_baked_into_the_graph(device):
     twins = Twins(ampfuse.AdamW, device, torch.float32, backend="aot_eager")
 
     for step, lr in enumerate((1e-3, 0.5, 1e-2, 0.25)):
@@ -114,7 +114,7 @@ def test_learning_rate_in_a_number_that_changes_is_not_baked_in(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_gradients_that_appear_and_vanish_are_compiled_anew(device, dtype, clip):
+def test_step_is_recompiled_when_gradients_appear_or_vanish(device, dtype, clip):
     counter = CompileCounter()
     twins = Twins(
         lambda params: ampfuse.AdamW(params, max_grad_norm=clip), device, dtype, backend=counter
@@ -130,7 +130,7 @@ def test_gradients_that_appear_and_vanish_are_compiled_anew(device, dtype, clip)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_with_limits_of_their_own(device, dtype):
+def test_groups_with_their_own_limits_give_the_bits_of_eager_steps(device, dtype):
     def make(params):
         groups = [
             {"params": params[:2]},
@@ -146,7 +146,7 @@ def test_groups_with_limits_of_their_own(device, dtype):
     twins.assert_same()
 
 
-def test_mixed_dtypes_in_one_group(device):
+def test_mixed_dtypes_in_one_group_give_the_bits_of_eager_steps(device):
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     models = [[p for dtype in dtypes for p in parameters(device, dtype)] for _ in range(2)]
     optimizers = [ampfuse.AdamW(params, max_grad_norm=1.0) for params in models]
@@ -162,7 +162,7 @@ def test_mixed_dtypes_in_one_group(device):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_complex_parameters(device, clip):
+def test_complex_parameters_give_the_bits_of_eager_steps(device, clip):
     models = [
         [Parameter(torch.tensor([3 + 4j, 1 - 2j], device=device)), *parameters(device)]
         for _ in range(2)
@@ -181,7 +181,7 @@ def test_complex_parameters(device, clip):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scale_and_skip_of_a_scaler_are_honoured(device, dtype):
+def test_grad_scale_and_found_inf_take_effect_without_a_new_graph(device, dtype):
     counter = CompileCounter()
     twins = Twins(
         lambda params: ampfuse.AdamW(params, max_grad_norm=1.0), device, dtype, backend=counter
@@ -198,7 +198,7 @@ def test_scale_and_skip_of_a_scaler_are_honoured(device, dtype):
     assert counter.frame_count == 1
 
 
-def test_gradient_scaler_drives_a_compiled_step(device):
+def test_torchs_grad_scaler_drives_a_compiled_step(device):
     twins = Twins(ampfuse.AdamW, device, torch.float32, backend="aot_eager")
     twins.optimizer.step = twins.compiled_step
     scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
@@ -229,7 +229,7 @@ def test_eager_and_compiled_steps_may_alternate(device, dtype, recwarn):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_hundreds_of_parameters(device, clip):
+def test_hundreds_of_parameters_are_stepped_on_three_threads(device, clip):
     params = [Parameter(torch.ones(3, device=device)) for _ in range(200)]
     for param in params:
         param.grad = torch.ones(3, device=device)
@@ -246,7 +246,7 @@ def test_hundreds_of_parameters(device, clip):
 
 
 @pytest.mark.parametrize("master_weights", [True, "remainder"])
-def test_masters_that_were_not_loaded_are_made_from_the_model_as_it_is(device, master_weights):
+def test_masters_missing_from_a_checkpoint_are_made_from_the_current_model(device, master_weights):
     params = parameters(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(params, lr=0.0, master_weights=master_weights)
     compiled = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
@@ -265,7 +265,7 @@ def test_masters_that_were_not_loaded_are_made_from_the_model_as_it_is(device, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_that_was_loaded_is_stepped_by_the_same_graph(device, dtype):
+def test_loaded_state_is_stepped_by_the_same_graph(device, dtype):
     counter = CompileCounter()
     twins = Twins(ampfuse.AdamW, device, dtype, backend=counter)
     for step in range(2):
@@ -286,7 +286,7 @@ def test_state_that_was_loaded_is_stepped_by_the_same_graph(device, dtype):
     assert counter.frame_count == 1
 
 
-def test_training_loop_with_a_compiled_step(device):
+def test_training_loop_with_a_compiled_step_gives_the_bits_of_an_eager_one(device):
     models = [torch.nn.Linear(4, 3, dtype=torch.bfloat16, device=device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [ampfuse.AdamW(model.parameters(), max_grad_norm=1.0) for model in models]
@@ -303,7 +303,7 @@ def test_training_loop_with_a_compiled_step(device):
 
 
 @pytest.mark.parametrize("limit", [-1.0, math.nan])
-def test_limits_that_make_no_sense_stop_a_compiled_step(device, limit):
+def test_invalid_max_grad_norm_is_refused_by_a_compiled_step(device, limit):
     param = torch.nn.Parameter(torch.ones(4, device=device))
     optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
     step = torch.compile(lambda: optimizer.step(), backend="aot_eager")

@@ -1,4 +1,4 @@
-"""State dictionaries that are damaged: loading one takes over all of it or nothing."""
+"""Damaged state dicts: a load takes over all of one or raises and changes nothing."""
 
 import copy
 import random
@@ -30,7 +30,8 @@ def freed(tensor):
     return tensor
 
 
-# What is not a tensor of the right shape with numbers in memory. Some do for some entries.
+# Each function makes a damaged entry from a good one; for some entries the result is still valid.
+# If the function is None, the entry is deleted.
 JUNK = {
     "None": lambda value: None,
     "a string": lambda value: "0.9",
@@ -57,7 +58,7 @@ JUNK = {
 
 
 def picture(optimizer):
-    """Everything of an optimizer that loading may change."""
+    """Return everything of an optimizer that loading may change."""
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -86,7 +87,7 @@ def put(container, name, junk):
 
 
 def load_damaged(optimizer, params, saved):
-    """Load it, and take a step if that went well. Returns the error."""
+    """Load and take a step. If loading raises, check that it changed nothing; return the error."""
     before = picture(optimizer)
     try:
         optimizer.load_state_dict(saved)
@@ -102,7 +103,7 @@ def load_damaged(optimizer, params, saved):
 @pytest.mark.parametrize(
     "name", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "whole state"]
 )
-def test_a_damaged_entry_is_refused_before_anything_is_loaded(dtype, options, kind, name):
+def test_damaged_state_entry_is_refused_before_anything_is_loaded(dtype, options, kind, name):
     params = parameters(torch.device("cpu"), dtype)
     optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -144,7 +145,7 @@ def test_a_damaged_entry_is_refused_before_anything_is_loaded(dtype, options, ki
         "write_back_grads",
     ],
 )
-def test_a_damaged_option_is_refused_before_anything_is_loaded(name, value):
+def test_damaged_group_option_is_refused_before_anything_is_loaded(name, value):
     params = parameters(torch.device("cpu"), torch.bfloat16)
     optimizer = trained(ampfuse.AdamW, params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -159,7 +160,7 @@ def test_a_damaged_option_is_refused_before_anything_is_loaded(name, value):
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
-def test_a_group_that_lacks_an_option_is_refused_before_anything_is_loaded(name):
+def test_group_that_lacks_an_option_is_refused_before_anything_is_loaded(name):
     params = parameters(torch.device("cpu"), torch.bfloat16)
     optimizer = trained(ampfuse.AdamW, params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -173,7 +174,7 @@ def test_a_group_that_lacks_an_option_is_refused_before_anything_is_loaded(name)
 
 
 class ListConfig(Sequence):
-    """A list as configuration libraries have one of their own."""
+    """A sequence that is no `list`, as some configuration libraries have."""
 
     def __init__(self, *items):
         self.items = items
@@ -187,7 +188,7 @@ class ListConfig(Sequence):
 
 @pytest.mark.parametrize("betas", [[0.9, 0.95], ListConfig(0.9, 0.95), numpy.array([0.9, 0.95])])
 @pytest.mark.parametrize("flag", [True, 1, numpy.bool_(True)])
-def test_options_of_configuration_files_are_taken_and_saved(betas, flag, tmp_path):
+def test_list_like_betas_and_bool_like_flags_are_accepted_and_saved(betas, flag, tmp_path):
     params, others = (parameters(torch.device("cpu"), torch.bfloat16) for _ in range(2))
 
     optimizer = trained(lambda p: ampfuse.AdamW(p, betas=betas, amsgrad=flag), params, range(3))
@@ -201,7 +202,7 @@ def test_options_of_configuration_files_are_taken_and_saved(betas, flag, tmp_pat
 
 @pytest.mark.parametrize("step", [-5.0, torch.nan, torch.inf])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_counters_that_count_nothing_are_refused(step, as_tensor):
+def test_negative_or_non_finite_step_counter_is_refused(step, as_tensor):
     params = parameters(torch.device("cpu"))
     optimizer = trained(ampfuse.AdamW, params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -212,7 +213,7 @@ def test_counters_that_count_nothing_are_refused(step, as_tensor):
     assert "step of parameter 0: expected a finite number from 0 on" in str(error)
 
 
-def test_entries_of_the_programs_own_may_change_their_kind_while_graphs_are_kept():
+def test_programs_own_state_entry_may_change_type_while_graphs_hold_the_state():
     params = parameters(torch.device("cpu"))
     optimizer = trained(ampfuse.AdamW, params, range(2))
     optimizer._is_in_graphs = True
@@ -229,8 +230,8 @@ def test_entries_of_the_programs_own_may_change_their_kind_while_graphs_are_kept
 
 @EVERY_CONFIGURATION
 @pytest.mark.parametrize("in_graphs", [False, True])
-def test_randomly_damaged_dictionaries_load_whole_or_not_at_all(dtype, options, in_graphs):
-    """2000 of them, with what others have damaged before in some entries."""
+def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(dtype, options, in_graphs):
+    """Load 170 dictionaries in each case; the values of an accepted one stay for the next load."""
     rng = random.Random(0)
     params = parameters(torch.device("cpu"), dtype)
     optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
@@ -255,14 +256,14 @@ def test_randomly_damaged_dictionaries_load_whole_or_not_at_all(dtype, options, 
             try:
                 put(container, name, junk)
             except (TypeError, ValueError, RuntimeError):
-                continue  # junk that cannot be made of this value
+                continue  # this junk cannot be made from this value
         refused += load_damaged(optimizer, params, saved) is not None
     assert refused > 50
     optimizer.load_state_dict(good)
     train(optimizer, params, range(3))
 
 
-def test_an_optimizer_without_state_stays_without_after_a_refusal():
+def test_refused_load_leaves_a_new_optimizer_without_state():
     params = parameters(torch.device("cpu"), torch.bfloat16)
     saved = copy.deepcopy(trained(ampfuse.AdamW, params, range(2)).state_dict())
     saved["state"][4]["exp_avg"] = None
@@ -280,7 +281,7 @@ def test_an_optimizer_without_state_stays_without_after_a_refusal():
     assert_same_bits(others, fresh)
 
 
-def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks():
+def test_state_of_sgd_is_refused_with_the_missing_and_found_entries():
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
@@ -292,7 +293,7 @@ def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks():
         ampfuse.AdamW([param]).load_state_dict(saved)
 
 
-def test_a_counter_of_another_dtype_is_converted_at_the_next_step(device):
+def test_step_counter_of_another_type_is_converted_at_the_next_step(device):
     param = Parameter(torch.ones(3, device=device))
     optimizer = ampfuse.AdamW([param])
     for step in (torch.tensor(5, dtype=torch.int64), 7, torch.tensor(9.0, dtype=torch.float64)):
@@ -306,7 +307,7 @@ def test_a_counter_of_another_dtype_is_converted_at_the_next_step(device):
 
 @pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
 @pytest.mark.parametrize("value", [2.0, [1.0]])
-def test_a_signal_that_is_not_a_tensor_is_refused_by_name(name, value):
+def test_grad_scale_or_found_inf_that_is_not_a_tensor_is_refused_by_name(name, value):
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     optimizer = ampfuse.AdamW([param])
@@ -316,7 +317,7 @@ def test_a_signal_that_is_not_a_tensor_is_refused_by_name(name, value):
         optimizer.step()
 
 
-def test_a_model_cast_to_half_later_cannot_keep_remainders():
+def test_step_with_remainders_is_refused_after_a_cast_to_fp16():
     model = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
     optimizer = ampfuse.AdamW(model.parameters(), master_weights="remainder")
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()

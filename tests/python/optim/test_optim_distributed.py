@@ -1,4 +1,4 @@
-"""ampfuse.AdamW over two processes, on DTensors (FSDP2)."""
+"""ampfuse.AdamW on two ranks, with DTensors (FSDP2)."""
 
 import copy
 
@@ -25,19 +25,19 @@ scenario = Scenarios()
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of a scenario."""
+    """Play all scenarios; return the function that looks up the results of one on each rank."""
     scenario.play(tmp_path_factory.mktemp("processes"))
     return scenario.results
 
 
 def model(dtype):
-    """Layers of which two processes get shards of different sizes."""
+    """Return a model whose shards on two ranks have different sizes."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
 
 
 def train(network, optimizer, dtype, steps=4, scaler=None):
-    """Return the norms that the optimizer saw."""
+    """Train the model and return the norm that the optimizer reports after each step."""
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ CASES = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remain
 
 
 def sharded(dtype, **options):
-    """A fully sharded model and its optimizer."""
+    """Return a fully sharded model and its optimizer."""
     network = model(dtype)
     fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
     return network, ampfuse.AdamW(network.parameters(), **OPTIONS, **options)
@@ -80,7 +80,7 @@ def fsdp(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fully_sharded_model_steps_as_a_whole_one(outcomes, case):
+def test_fully_sharded_model_steps_like_an_unsharded_one(outcomes, case):
     dtype, master_weights = case
     network = model(dtype)
     alone = ampfuse.AdamW(
@@ -89,7 +89,7 @@ def test_fully_sharded_model_steps_as_a_whole_one(outcomes, case):
     norms = train(network, alone, dtype)
 
     for rank, result in enumerate(outcomes("fsdp", case)):
-        # Norms are added up in another order, so that clip factors may differ by a rounding.
+        # Squares are summed in another order, so clip factors may differ by a rounding.
         for norm, expected in zip(result["norms"], norms, strict=True):
             assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
             assert norm.item() > CLIP
@@ -107,7 +107,7 @@ CHECKPOINTS = tuple((*case, full) for case in CASES for full in (False, True))
 
 @scenario(*CHECKPOINTS)
 def fsdp_checkpoint(case):
-    """Save after two steps, shards or whole tensors, load into a new model, two steps more."""
+    """Save shards or full tensors after two steps, load them into a new model, take two more."""
     dtype, master_weights, full = case
     options = checkpoint.StateDictOptions(full_state_dict=full)
     network, optimizer = sharded(dtype, master_weights=master_weights)
@@ -153,7 +153,7 @@ def fsdp_overflow(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_is_skipped_in_both_processes_when_one_overflows(outcomes, dtype):
+def test_step_is_skipped_on_both_ranks_when_one_overflows(outcomes, dtype):
     for result in outcomes("fsdp_overflow", dtype):
         assert_same_bits(*result["params"])
         assert result["scale"] == 2.0
@@ -184,7 +184,7 @@ PLACEMENTS = [
     ((2,), [Shard(1)]),
     ((1, 2), [Replicate(), Shard(0)]),
     ((2, 1), [Shard(1), Shard(0)]),
-    None,  # a plain tensor beside them
+    None,  # a plain tensor among the DTensors
 ]
 
 
@@ -209,7 +209,7 @@ def mixed_placements(clip):
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
-def test_tensors_that_are_sharded_in_all_ways_are_clipped_together(outcomes, clip):
+def test_dtensors_of_all_placements_step_and_are_clipped_together(outcomes, clip):
     params = [Parameter(tensor) for tensor in numbers(0)]
     optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
     for param, grad in zip(params, numbers(50), strict=True):
@@ -236,7 +236,7 @@ def partial_gradient(clip):
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
-def test_gradients_that_are_not_added_up_yet_are_refused(outcomes, clip):
+def test_partial_gradients_are_refused_before_any_write(outcomes, clip):
     for result in outcomes("partial_gradient", clip):
         assert "expected sharded or replicated gradients" in result["error"]
         assert_same_bits(result["params"], [torch.ones(4)])
@@ -256,14 +256,14 @@ def fsdp_compiled(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_step_of_a_fully_sharded_model(outcomes, case):
+def test_compiled_step_of_a_fully_sharded_model_gives_the_bits_of_eager(outcomes, case):
     for result in outcomes("fsdp_compiled", case):
         assert_same_bits(result["compiled"], result["eager"])
 
 
 @scenario(None)
 def gradients_of_one_process(_):
-    """A mixture of experts, of which only the first process has used the second expert."""
+    """Step two experts: rank 0 has gradients of both, rank 1 only of the first."""
     mesh = init_device_mesh("cpu", (2,))
     values = [torch.arange(1.0, 5.0), torch.arange(5.0, 9.0)]
     params = [Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
@@ -277,7 +277,7 @@ def gradients_of_one_process(_):
     return {"norm": optimizer.grad_norm, "skipped": scaler.was_skipped()}
 
 
-def test_a_process_without_some_gradients_meets_the_others_in_all_collectives(outcomes):
+def test_rank_without_some_gradients_takes_part_in_all_collectives(outcomes):
     for result in outcomes("gradients_of_one_process", None):
         assert not result["skipped"]
         assert result["norm"].item() == pytest.approx((4 + 2) ** 0.5)
@@ -293,7 +293,7 @@ def clipped_with_plain_tensors(norm_type):
     return {"norms": [measured, norm], "grads": whole(param.grad for param in params)}
 
 
-def test_tensors_of_several_meshes_and_plain_ones_are_clipped_by_clip_grad_norm(outcomes):
+def test_clip_grad_norm_clips_dtensors_of_several_meshes_and_plain_tensors(outcomes):
     params = [Parameter(tensor) for tensor in numbers(0)]
     for param, grad in zip(params, numbers(50), strict=True):
         param.grad = grad
@@ -307,7 +307,7 @@ def test_tensors_of_several_meshes_and_plain_ones_are_clipped_by_clip_grad_norm(
 
 @scenario(None)
 def first_stage_of_a_pipeline(_):
-    """Only the last process has a loss to scale."""
+    """Scale a loss on rank 1 only, as in a pipeline whose last stage has the loss."""
     param = Parameter(torch.ones(3))
     optimizer = ampfuse.AdamW([param], process_group=dist.group.WORLD, lr=0.25, weight_decay=0)
     scaler = ampfuse.GradScaler("cpu", 4.0, process_group=dist.group.WORLD)
@@ -318,7 +318,7 @@ def first_stage_of_a_pipeline(_):
     return {"param": clones([param])[0], "scale": scaler.get_scale()}
 
 
-def test_processes_that_skip_together_need_not_all_scale_a_loss(outcomes):
+def test_ranks_of_a_process_group_need_not_all_scale_a_loss(outcomes):
     for result in outcomes("first_stage_of_a_pipeline", None):
         assert torch.equal(result["param"], torch.full((3,), 0.75))
         assert result["scale"] == 4.0

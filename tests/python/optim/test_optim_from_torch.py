@@ -1,4 +1,4 @@
-"""Checkpoints that have been through torch's class, which keeps masters that it does not step."""
+"""Checkpoints that torch's class has loaded and saved: it keeps masters but does not step them."""
 
 import copy
 
@@ -14,7 +14,7 @@ WITH_MASTERS = pytest.mark.parametrize(
 
 
 @WITH_MASTERS
-def test_masters_that_torch_did_not_step_are_not_taken_for_the_parameters(
+def test_stale_masters_saved_by_torch_do_not_overwrite_the_parameters(
     device, dtype, master_weights
 ):
     params = parameters(device, dtype)
@@ -35,7 +35,7 @@ def test_masters_that_torch_did_not_step_are_not_taken_for_the_parameters(
 
 
 @WITH_MASTERS
-def test_float32_parameters_are_not_set_to_masters_that_torch_did_not_step(
+def test_float32_parameters_are_not_set_to_stale_masters_saved_by_torch(
     device, dtype, master_weights
 ):
     narrow = parameters(device, dtype)
@@ -51,7 +51,7 @@ def test_float32_parameters_are_not_set_to_masters_that_torch_did_not_step(
     assert_same_bits(wide, stepped)
 
 
-def test_learning_rate_in_a_tensor_stays_in_that_tensor(device):
+def test_loading_writes_the_learning_rate_into_the_groups_own_tensor(device):
     lr = torch.tensor(1e-3, device=device)
     optimizer = ampfuse.AdamW(parameters(device), lr=lr)
 
@@ -62,7 +62,7 @@ def test_learning_rate_in_a_tensor_stays_in_that_tensor(device):
         assert lr.item() == float(saved)
 
 
-def test_learning_rate_in_a_number_takes_what_is_loaded(device):
+def test_loading_replaces_a_learning_rate_that_is_a_number(device):
     optimizer = ampfuse.AdamW(parameters(device), lr=0.5)
     saved = ampfuse.AdamW(parameters(device), lr=torch.tensor(0.25, device=device)).state_dict()
 
@@ -79,7 +79,9 @@ def default_dtype():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_default_dtype_and_device_of_torch_do_not_matter(device, default_dtype, dtype, clip):
+def test_step_does_not_depend_on_torchs_default_dtype_and_device(
+    device, default_dtype, dtype, clip
+):
     def stepped():
         params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device=device))] * 1
         params.append(torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device=device)))

@@ -1,4 +1,4 @@
-"""A whole step in a CUDA graph: captured after one ordinary step, with nothing said about it."""
+"""An optimizer step in a CUDA graph, captured after one ordinary step without any option for it."""
 
 import copy
 
@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 
 
 class Twins:
-    """The same model twice, one whose steps are replayed."""
+    """Two equal models with equal optimizers; the steps of the first are replayed from a graph."""
 
     def __init__(self, dtype, **options):
         self.params, self.others = parameters(CUDA, dtype), parameters(CUDA, dtype)
@@ -40,14 +40,14 @@ class Twins:
             self.optimizer.step()
 
     def take_a_step(self, step):
-        """An ordinary one, of both; the first one's gradients."""
+        """Take an ordinary step of both models and return the gradients of the first."""
         for params, optimizer in ((self.params, self.optimizer), (self.others, self.reference)):
             feed(params, step, scale=4.0)
             optimizer.step()
         return [param.grad for param in self.params]
 
     def replay(self, step, lr=1e-3, found_inf=0.0):
-        """A step of both with new gradients."""
+        """Step both models with new gradients, the first by replaying the graph."""
         feed(self.others, step, scale=4.0)
         for grad, other in zip(self.grads, self.others, strict=True):
             grad.copy_(other.grad)
@@ -65,7 +65,7 @@ class Twins:
 
 
 @EVERY_KIND
-def test_replays_are_eager_steps_bit_by_bit(dtype, options):
+def test_replayed_steps_equal_eager_steps_bit_by_bit(dtype, options):
     twins = Twins(dtype, **options)
 
     for step, lr in enumerate((1e-3, 0.25, 1e-2), start=1):
@@ -76,7 +76,7 @@ def test_replays_are_eager_steps_bit_by_bit(dtype, options):
 
 
 @EVERY_KIND
-def test_replays_are_skipped_when_something_overflowed(dtype, options):
+def test_replayed_steps_are_skipped_when_found_inf_is_set(dtype, options):
     twins = Twins(dtype, **options)
 
     for step, found_inf in enumerate((1.0, 0.0, 2.0), start=1):
@@ -87,7 +87,7 @@ def test_replays_are_skipped_when_something_overflowed(dtype, options):
 
 
 @EVERY_KIND
-def test_replays_go_on_from_a_loaded_state(dtype, options):
+def test_replayed_steps_continue_from_a_loaded_state(dtype, options):
     twins = Twins(dtype, **options)
     saved = copy.deepcopy(twins.reference.state_dict())
     values = [other.detach().clone() for other in twins.others]
@@ -98,7 +98,7 @@ def test_replays_go_on_from_a_loaded_state(dtype, options):
             torch._foreach_copy_(params, values)
     for optimizer, rate in zip((twins.optimizer, twins.reference), twins.rates, strict=True):
         optimizer.load_state_dict(saved)
-        optimizer.param_groups[0]["lr"] = rate  # the one that the graph reads
+        optimizer.param_groups[0]["lr"] = rate  # the tensor that the graph reads
     twins.replay(2)
 
     twins.assert_same()

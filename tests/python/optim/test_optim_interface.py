@@ -1,4 +1,4 @@
-"""What ampfuse.Adam and AdamW share with every torch optimizer, and what they refuse."""
+"""The interface that ampfuse.Adam and AdamW share with torch's, and the options they refuse."""
 
 import re
 
@@ -33,20 +33,20 @@ REFUSED_OF_OURS = [
 
 @BOTH
 @pytest.mark.parametrize(("options", "words"), [*REFUSED, *REFUSED_OF_OURS])
-def test_options_that_make_no_sense_are_refused(device, cls, options, words):
+def test_invalid_options_are_refused(device, cls, options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         cls(parameters(device), **options)
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_they_are_refused_in_torchs_words(options, words):
+def test_torch_refuses_invalid_options_in_the_same_words(options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         torch.optim.Adam(parameters(torch.device("cpu")), **options)
 
 
 @BOTH
 @pytest.mark.parametrize(("options", "words"), [*REFUSED, *REFUSED_OF_OURS])
-def test_group_with_such_options_is_refused_and_not_added(device, cls, options, words):
+def test_group_with_invalid_options_is_refused_and_not_added(device, cls, options, words):
     params = parameters(device)
     optimizer = cls(params)
     group = {"params": [Parameter(torch.ones(3, device=device))], **options}
@@ -59,7 +59,7 @@ def test_group_with_such_options_is_refused_and_not_added(device, cls, options, 
     optimizer.step()
 
 
-def test_remainders_of_fp16_parameters_are_refused_by_name(device):
+def test_refusal_of_fp16_remainders_names_the_parameter_and_group(device):
     good = parameters(device, torch.bfloat16)
     bad = [
         Parameter(torch.ones(3, dtype=dtype, device=device))
@@ -76,7 +76,7 @@ def test_remainders_of_fp16_parameters_are_refused_by_name(device):
     assert len(optimizer.param_groups) == 1
 
 
-def test_options_of_ours_are_keyword_only(device):
+def test_options_after_amsgrad_are_keyword_only(device):
     with pytest.raises(TypeError, match="positional arguments"):
         ampfuse.AdamW(parameters(device), 1e-3, (0.9, 0.999), 1e-8, 0.0, False, False)
 
@@ -133,7 +133,7 @@ def test_named_parameters_keep_their_names(device):
 
 
 @BOTH
-def test_hooks_run_around_a_step_once_each(device, cls):
+def test_step_hooks_run_once_before_and_once_after_a_step(device, cls):
     params = parameters(device)
     before = clones(params)
     optimizer = cls(params, lr=1.0)
@@ -151,7 +151,7 @@ def test_hooks_run_around_a_step_once_each(device, cls):
     assert calls == [("pre", True), ("post", False)]
 
 
-def test_closure_is_called_once_with_gradients_on_and_its_loss_returned(device):
+def test_closure_is_called_once_with_grad_enabled_and_its_loss_is_returned(device):
     param = Parameter(torch.ones(3, device=device))
     optimizer = ampfuse.AdamW([param])
     losses = []
@@ -171,7 +171,7 @@ def test_closure_is_called_once_with_gradients_on_and_its_loss_returned(device):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(device, set_to_none):
+def test_zero_grad_zeroes_or_drops_gradients(device, set_to_none):
     params = parameters(device, torch.bfloat16)
     optimizer = ampfuse.AdamW(params)
     feed(params, step=0)
@@ -197,7 +197,7 @@ def test_repr_names_the_class_and_shows_each_groups_options(device, cls):
         assert line in text
 
 
-def test_defaults_are_torchs(device):
+def test_defaults_match_torchs_except_for_implementation_options(device):
     for ours, of_torch in zip(CLASSES, (torch.optim.Adam, torch.optim.AdamW), strict=True):
         defaults = of_torch(parameters(device)).defaults
         kept = ours(parameters(device)).defaults
@@ -208,7 +208,7 @@ def test_defaults_are_torchs(device):
         }
 
 
-def test_parameters_are_not_part_of_a_graph_after_a_step(device):
+def test_step_leaves_parameters_and_state_outside_the_autograd_graph(device):
     param = Parameter(torch.ones(3, dtype=torch.bfloat16, device=device))
     optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
     param.grad = torch.ones_like(param)
@@ -222,8 +222,8 @@ def test_parameters_are_not_part_of_a_graph_after_a_step(device):
     assert not optimizer.grad_norm.requires_grad
 
 
-def test_options_of_torchs_in_a_group_take_nothing_away(device):
-    """A program may say how torch's class is to step, or make an optimizer of another's groups."""
+def test_groups_with_options_of_torch_keep_the_options_of_ampfuse(device):
+    """Groups may choose one of torch's implementations, or come from an optimizer of torch."""
     params = [torch.nn.Parameter(torch.ones(4, device=device).bfloat16()) for _ in range(3)]
     of_torch = torch.optim.AdamW([params[2]], lr=1e-4)
     optimizer = ampfuse.AdamW(
@@ -249,7 +249,7 @@ def test_options_of_torchs_in_a_group_take_nothing_away(device):
 
 
 @pytest.mark.parametrize("limit", [torch.tensor(1.0), torch.ones(2), "1"], ids=["0", "1", "word"])
-def test_limits_are_numbers_wherever_they_are_given(limit):
+def test_max_grad_norm_that_is_not_a_number_is_refused_everywhere(limit):
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
     told = pytest.raises(TypeError, match=r"max_grad_norm: .* or a number, got (T|s)")
@@ -267,7 +267,7 @@ def test_limits_are_numbers_wherever_they_are_given(limit):
 
 
 class Scheduled(ampfuse.AdamW):
-    """Whose limit is computed."""
+    """An optimizer whose `max_grad_norm` is a computed property."""
 
     @property
     def max_grad_norm(self):
@@ -278,7 +278,7 @@ class Scheduled(ampfuse.AdamW):
         self.factor = limit or 1.0
 
 
-def test_derived_classes_may_have_a_limit_of_their_own():
+def test_derived_class_may_compute_max_grad_norm_in_a_property():
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = Scheduled([param], eps=1e-4)
     param.grad = torch.ones(4)
@@ -286,7 +286,7 @@ def test_derived_classes_may_have_a_limit_of_their_own():
     assert param.tolist() == pytest.approx([1 - 1e-5] * 4, abs=1e-6)
 
 
-def test_a_wrong_checkpoint_may_be_followed_by_a_right_one():
+def test_valid_checkpoint_loads_after_an_invalid_one_was_refused():
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = ampfuse.AdamW([param], lr=torch.tensor(0.1))
     right = optimizer.state_dict()

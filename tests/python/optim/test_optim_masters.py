@@ -1,4 +1,4 @@
-"""Masters when somebody else has a hand in it: models loaded later, state moved, replaced, gone."""
+"""Masters when other code loads the model, or moves, replaces or deletes state."""
 
 import warnings
 from collections import defaultdict
@@ -27,22 +27,22 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 
 @pytest.fixture(autouse=True)
 def no_unexpected_warning():
-    """Ordinary training is quiet."""
+    """Turn warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch's
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # from torch
         yield
 
 
 def overwrite(params, values):
-    """As `load_state_dict` of a model does."""
+    """Copy values into parameters, as `load_state_dict` of a model does."""
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):
             param.copy_(value)
 
 
 @WITH_MASTERS
-def test_synced_masters_start_from_the_loaded_model(device, dtype, master_weights):
+def test_synced_masters_take_over_the_loaded_model_in_place(device, dtype, master_weights):
     params = parameters(device, dtype)
     optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(2))
     loaded = parameters(device, dtype, seed=9)
@@ -57,7 +57,7 @@ def test_synced_masters_start_from_the_loaded_model(device, dtype, master_weight
     train(optimizer, params, range(2, 4))
 
 
-def test_nothing_is_warned_about_without_masters(device):
+def test_overwriting_parameters_without_masters_does_not_warn(device):
     params = parameters(device)
     optimizer = trained(ampfuse.AdamW, params, range(2))
 
@@ -66,10 +66,10 @@ def test_nothing_is_warned_about_without_masters(device):
     train(optimizer, params, range(2, 4))
 
 
-def test_ordinary_training_is_quiet(device):
+def test_ordinary_training_does_not_warn(device):
     model = torch.nn.Linear(4, 4, dtype=torch.bfloat16, device=device)
     optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-    # torch's takes no bfloat16 gradients on a GPU.
+    # torch's scaler refuses bfloat16 gradients on a GPU.
     of = torch.amp if device.type == "cpu" else ampfuse
     scaler = of.GradScaler(device.type, init_scale=4.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
@@ -81,14 +81,16 @@ def test_ordinary_training_is_quiet(device):
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
-        if step == 3:  # a checkpoint of both
+        if step == 3:  # save and load a checkpoint of model and optimizer
             model.load_state_dict(model.state_dict())
             optimizer.sync_masters_from_model()
             optimizer.load_state_dict(optimizer.state_dict())
 
 
 @WITH_MASTERS
-def test_loading_model_and_optimizer_together_is_quiet(device, dtype, master_weights):
+def test_loading_model_and_optimizer_together_continues_without_warning(
+    device, dtype, master_weights
+):
     saved_params = parameters(device, dtype)
     saved = trained(
         lambda p: ampfuse.AdamW(p, master_weights=master_weights), saved_params, range(3)
@@ -106,12 +108,12 @@ def test_loading_model_and_optimizer_together_is_quiet(device, dtype, master_wei
 
 
 @WITH_MASTERS
-def test_master_params_come_in_the_order_of_the_parameters(device, dtype, master_weights):
+def test_master_params_have_the_order_of_the_parameters(device, dtype, master_weights):
     first, second = parameters(device, dtype), parameters(device, seed=9)
     groups = [{"params": first}, {"params": second}]
     optimizer = ampfuse.AdamW(groups, master_weights=master_weights)
     assert_same_bits(optimizer.master_params(), [*first, *second])
-    assert len(optimizer.state) == 0  # looking made no state
+    assert len(optimizer.state) == 0  # reading master_params() created no state
 
     train(optimizer, [*first, *second], range(2))
     masters = list(optimizer.master_params())
@@ -125,7 +127,7 @@ def test_master_params_come_in_the_order_of_the_parameters(device, dtype, master
 @EVERY_DTYPE
 @pytest.mark.parametrize("moved", ["values", "dictionaries", "everything"])
 def test_new_tensors_in_the_state_are_used_from_then_on(device, dtype, moved):
-    """As when state waits on the host between steps."""
+    """Replace state as programs do that keep it on the host between steps."""
     params = parameters(device, dtype)
     optimizer = trained(ampfuse.AdamW, params, range(2))
     old = {param: dict(optimizer.state[param]) for param in params}
@@ -154,7 +156,7 @@ def test_new_tensors_in_the_state_are_used_from_then_on(device, dtype, moved):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("of", ["all", "one parameter", "one tensor of each"])
-def test_state_that_was_cleared_is_made_anew(device, dtype, of):
+def test_cleared_state_is_created_again_at_the_next_step(device, dtype, of):
     params = parameters(device, dtype)
     optimizer = trained(ampfuse.AdamW, params, range(2))
     others = copies(params)
@@ -182,7 +184,7 @@ def test_state_that_was_cleared_is_made_anew(device, dtype, of):
 
 
 @pytest.mark.parametrize("master_weights", [True, "remainder"])
-def test_masters_that_were_deleted_are_made_from_the_parameters(device, master_weights):
+def test_deleted_masters_are_created_from_the_parameters(device, master_weights):
     params = parameters(device, torch.bfloat16)
     optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(2))
 
@@ -198,7 +200,7 @@ def test_masters_that_were_deleted_are_made_from_the_parameters(device, master_w
     )
 
 
-def test_amsgrad_switched_on_in_mid_run(device):
+def test_amsgrad_switched_on_in_mid_run_starts_from_the_second_moments(device):
     params = parameters(device)
     optimizer = trained(ampfuse.AdamW, params, range(2))
 
@@ -209,7 +211,7 @@ def test_amsgrad_switched_on_in_mid_run(device):
         assert_same_bits([state["max_exp_avg_sq"]], [state["exp_avg_sq"]])
 
 
-def test_parameters_swapped_in_a_group_are_stepped_in_its_place(device):
+def test_replaced_parameters_of_a_group_are_stepped_with_new_state(device):
     params, others = parameters(device), parameters(device, seed=9)
     before = clones(others)
     optimizer = trained(ampfuse.AdamW, params, range(2))
@@ -225,14 +227,14 @@ def test_parameters_swapped_in_a_group_are_stepped_in_its_place(device):
 
 @WITH_MASTERS
 @pytest.mark.parametrize("model_first", [True, False])
-def test_checkpoint_of_torchs_renews_masters_in_their_place(
+def test_loading_a_checkpoint_of_torch_rewrites_masters_in_place(
     device, dtype, master_weights, model_first, fresh_compiler
 ):
     saved_params = parameters(device, dtype)
     saved = trained(torch.optim.AdamW, saved_params, range(2)).state_dict()
     params = parameters(device, dtype, seed=9)
     optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(1))
-    torch.compile(optimizer.step, backend="eager")()  # from now on they are a graph's, too
+    torch.compile(optimizer.step, backend="eager")()  # from now on a graph writes the masters, too
     fresh_params = copies(saved_params)
     other = ampfuse.AdamW(fresh_params, master_weights=master_weights)
     other.load_state_dict(saved)
@@ -241,7 +243,7 @@ def test_checkpoint_of_torchs_renews_masters_in_their_place(
     if model_first:
         overwrite(params, saved_params)
     optimizer.load_state_dict(saved)
-    if model_first:  # a captured graph may take the next step
+    if model_first:  # masters must be right now, since a captured graph may take the next step
         fresh = [param.float() for param in saved_params]
         remainders = [torch.zeros_like(master) for master in masters]
         assert_same_bits(masters, remainders if master_weights == "remainder" else fresh)
@@ -257,7 +259,7 @@ def test_checkpoint_of_torchs_renews_masters_in_their_place(
     assert_same_bits(optimizer.master_params(), other.master_params())
 
 
-def test_masters_that_were_not_loaded_are_not_saved(device):
+def test_masters_missing_from_a_loaded_checkpoint_are_not_saved(device):
     params = parameters(device, torch.bfloat16)
     saved = trained(torch.optim.AdamW, parameters(device, torch.bfloat16), range(2)).state_dict()
     optimizer = trained(ampfuse.AdamW, params, range(1))
@@ -274,7 +276,7 @@ def test_masters_that_were_not_loaded_are_not_saved(device):
 def test_float32_parameters_take_the_masters_of_a_16_bit_run(device, dtype, master_weights):
     narrow = parameters(device, dtype)
     saved = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), narrow, range(3))
-    wide = copies(narrow, torch.float32)  # what loading the model gives
+    wide = copies(narrow, torch.float32)  # the values that loading the model gives
     optimizer = ampfuse.AdamW(wide)
 
     optimizer.load_state_dict(saved.state_dict())

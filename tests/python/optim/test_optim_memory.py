@@ -1,4 +1,4 @@
-"""A step allocates nothing that grows with the model, and copies nothing to the host."""
+"""A step allocates no memory that grows with the model, and does not make the host wait."""
 
 import ampfuse
 import pytest
@@ -21,13 +21,13 @@ EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=K
 
 
 def allocated(events: list[FunctionEvent]) -> int:
-    """Bytes of all allocations, also of those that were freed at once."""
+    """Return the bytes of all allocations, including those that were freed at once."""
     return sum(max(0, event.self_cpu_memory_usage) for event in events)
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_needs_no_memory_but_for_a_few_scalars(dtype, options, clip):
+def test_step_allocates_only_a_few_scalars(dtype, options, clip):
     params = [Parameter(torch.ones(2**16, dtype=dtype)) for _ in range(4)]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -41,7 +41,7 @@ def test_a_step_needs_no_memory_but_for_a_few_scalars(dtype, options, clip):
     assert 0 < allocated(watched.events()) < 1024
 
 
-def test_temporary_tensors_would_be_seen():
+def test_temporary_tensors_are_counted_as_allocated():
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         torch.ones(2**16).clone()
 
@@ -50,7 +50,7 @@ def test_temporary_tensors_would_be_seen():
 
 @pytest.mark.needs_cuda
 @EVERY_KIND
-def test_a_step_never_makes_the_host_wait(dtype, options):
+def test_step_does_not_sync_the_host(dtype, options):
     params = parameters(torch.device("cuda"), dtype)
     optimizer = ampfuse.AdamW(params, max_grad_norm=1.0, **options)
     feed(params, 0)

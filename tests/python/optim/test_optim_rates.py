@@ -1,4 +1,4 @@
-"""Learning rates in tensors that groups share, or that are the caller's."""
+"""Learning rates in tensors that groups share or that belong to the caller."""
 
 import copy
 
@@ -17,7 +17,7 @@ def rates(optimizer):
 
 
 @pytest.mark.parametrize("cls", [ampfuse.AdamW, torch.optim.AdamW])
-def test_rates_that_differ_are_loaded_into_groups_that_shared_one(device, cls):
+def test_different_rates_load_into_groups_that_shared_one_rate_tensor(device, cls):
     saved = pair(cls, torch.tensor(1e-3), device)
     saved.param_groups[0]["lr"] = torch.tensor(0.5)
     loaded = pair(cls, torch.tensor(0.25), device)
@@ -27,8 +27,8 @@ def test_rates_that_differ_are_loaded_into_groups_that_shared_one(device, cls):
     assert rates(loaded) == pytest.approx([0.125, 1e-3])
 
 
-def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device):
-    """Which a graph may read."""
+def test_equal_rates_load_into_the_rate_tensor_that_groups_share(device):
+    """Check that the groups keep the tensor object, since a graph may read it."""
     rate = torch.tensor(0.25, device=device)
     loaded = pair(ampfuse.AdamW, rate, device)
     before = loaded.state_dict()
@@ -38,7 +38,7 @@ def test_one_rate_is_loaded_into_the_tensor_that_groups_share(device):
     assert [group["lr"].item() for group in before["param_groups"]] == [0.25, 0.25]
 
 
-def test_integers_take_no_fraction(device):
+def test_fraction_loads_into_groups_with_an_integer_rate_tensor(device):
     loaded = pair(ampfuse.AdamW, torch.tensor(1), device)
     loaded.load_state_dict(pair(ampfuse.AdamW, 0.5, device).state_dict())
     assert rates(loaded) == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""ampfuse.Adam and AdamW under a gradient scaler: unscaled once, skipped as a whole, counted."""
+"""ampfuse.Adam and AdamW with a gradient scaler: unscaling, skipped steps and step counters."""
 
 import ampfuse
 import pytest
@@ -22,7 +22,7 @@ from optim_models import (
 )
 from reference import exact_norm, gradients
 
-SCALE = 2.0**12  # a power of two, which rounds nothing as long as nothing overflows
+SCALE = 2.0**12  # multiplying by a power of two is exact unless the product overflows
 
 
 def scaler_for(device, scale=SCALE, **options):
@@ -35,12 +35,12 @@ def skip_what_torch_cannot(device, dtype):
 
 
 def prepare(scaler, device):
-    """As the first `scaler.scale(loss)` does, without a loss."""
+    """Initialise the scaler as the first `scaler.scale(loss)` does, without a loss."""
     scaler.scale(torch.ones((), device=device))
 
 
 def scaled_steps(optimizer, params, steps, scaler, unscale=False, scale=None):
-    """Steps whose gradients come multiplied by the scale."""
+    """Take steps whose gradients are multiplied by the scale."""
     for step in steps:
         prepare(scaler, params[0].device)
         feed(params, step, scaler.get_scale() if scale is None else scale)
@@ -51,7 +51,7 @@ def scaled_steps(optimizer, params, steps, scaler, unscale=False, scale=None):
 
 
 def overflow(params, scale=SCALE, step=0):
-    """Gradients of which one element is infinite."""
+    """Set gradients with one infinite element."""
     feed(params, step, scale)
     params[2].grad[8192] = float("inf")
 
@@ -59,7 +59,7 @@ def overflow(params, scale=SCALE, step=0):
 @BOTH
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}])
-def test_scaled_run_is_the_unscaled_one_bit_by_bit(device, cls, unscale, options):
+def test_scaled_run_equals_the_unscaled_one_bit_by_bit(device, cls, unscale, options):
     ours, plain = parameters(device), parameters(device)
     optimizer = cls(ours, **options)
 
@@ -73,7 +73,7 @@ def test_scaled_run_is_the_unscaled_one_bit_by_bit(device, cls, unscale, options
 @BOTH_AND_TORCHS
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @pytest.mark.parametrize("clip", [None, 1.0, 1e9], ids=["no clip", "clip", "clip not reached"])
-def test_scaling_and_clipping_follow_torch(device, cls, of_torch, unscale, clip):
+def test_scaled_and_clipped_steps_follow_torch(device, cls, of_torch, unscale, clip):
     ours = parameters(device)
     theirs = copies(ours)
     optimizer, reference = cls(ours, max_grad_norm=clip), of_torch(theirs, fused=True)
@@ -90,7 +90,7 @@ def test_scaling_and_clipping_follow_torch(device, cls, of_torch, unscale, clip)
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_16_bit_models_need_no_unscale(device, dtype, clip):
+def test_scaled_16_bit_models_match_float32_ones_without_unscale(device, dtype, clip):
     skip_what_torch_cannot(device, dtype)
     narrow = parameters(device, dtype)
     wide = copies(narrow, torch.float32)
@@ -105,7 +105,7 @@ def test_16_bit_models_need_no_unscale(device, dtype, clip):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_overflow_at_the_first_step_leaves_no_trace(device, dtype, clip):
+def test_overflow_at_the_first_step_keeps_parameters_and_leaves_zero_state(device, dtype, clip):
     skip_what_torch_cannot(device, dtype)
     params, plain = parameters(device, dtype), parameters(device, dtype)
     optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
@@ -120,7 +120,7 @@ def test_overflow_at_the_first_step_leaves_no_trace(device, dtype, clip):
     assert scaler.get_scale() == 2.0
     for state in state_values(optimizer):
         master = state.pop("master_param", None)
-        assert not any(value.count_nonzero() for value in state.values())  # step among them
+        assert not any(value.count_nonzero() for value in state.values())  # `step` is 0, too
         assert master is None or dtype in HALVES
     scaled_steps(optimizer, params, range(1), scaler)
     expected = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=clip), plain, range(1))
@@ -130,7 +130,7 @@ def test_overflow_at_the_first_step_leaves_no_trace(device, dtype, clip):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
-def test_overflow_in_mid_run_skips_one_step_alone(device, dtype, unscale):
+def test_overflow_in_mid_run_skips_only_that_step(device, dtype, unscale):
     skip_what_torch_cannot(device, dtype)
     params, plain = parameters(device, dtype), parameters(device, dtype)
     optimizer = ampfuse.AdamW(params)
@@ -153,7 +153,7 @@ def test_overflow_in_mid_run_skips_one_step_alone(device, dtype, unscale):
 @BOTH
 @pytest.mark.parametrize("flag", [1.0, 2.0, 3.0, 1e-30, float("inf"), float("nan")])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_any_found_inf_but_zero_skips(device, cls, flag, clip):
+def test_any_nonzero_found_inf_skips_the_step(device, cls, flag, clip):
     params = parameters(device, torch.bfloat16)
     optimizer = trained(lambda p: cls(p, max_grad_norm=clip), params, range(2))
     before, states = clones(params), state_values(optimizer)
@@ -183,7 +183,7 @@ def test_grad_scale_divides_gradients_once(device, cls, shape):
 
     assert_same_bits(params, plain)
     assert_same_bits([optimizer.grad_norm], [expected.grad_norm])
-    assert_same_bits(gradients(params), before)  # and a step without it would see them scaled
+    assert_same_bits(gradients(params), before)  # the gradients themselves are still scaled
     del optimizer.grad_scale
     feed(params, step=1)
     feed(plain, step=1)
@@ -192,7 +192,7 @@ def test_grad_scale_divides_gradients_once(device, cls, shape):
     assert_same_bits(params, plain)
 
 
-def test_grad_scale_of_the_users_own_multiplies_the_scalers(device):
+def test_grad_scale_set_by_the_user_multiplies_the_scalers_scale(device):
     params, plain = parameters(device), parameters(device)
     optimizer = ampfuse.AdamW(params)
     optimizer.grad_scale = torch.tensor(8.0, device=device)
@@ -207,7 +207,9 @@ def test_grad_scale_of_the_users_own_multiplies_the_scalers(device):
 
 @pytest.mark.parametrize("write_back_grads", [False, True])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
-def test_gradients_are_written_when_asked_alone(device, unscale, write_back_grads):
+def test_gradients_are_written_only_by_unscale_or_with_write_back_grads(
+    device, unscale, write_back_grads
+):
     params, plain = parameters(device), parameters(device)
     optimizer = ampfuse.AdamW(params, write_back_grads=write_back_grads)
 
@@ -218,7 +220,7 @@ def test_gradients_are_written_when_asked_alone(device, unscale, write_back_grad
 
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
-def test_grad_norm_is_that_of_the_unscaled_gradients_even_of_a_skipped_step(device, unscale):
+def test_grad_norm_is_of_unscaled_gradients_and_non_finite_after_overflow(device, unscale):
     params = parameters(device)
     optimizer = ampfuse.AdamW(params, max_grad_norm=1.0)
     scaler = scaler_for(device)
@@ -233,11 +235,12 @@ def test_grad_norm_is_that_of_the_unscaled_gradients_even_of_a_skipped_step(devi
     feed(params, step=0)
     assert norm.item() == pytest.approx(exact_norm(gradients(params), 2), rel=1e-6)
     assert not optimizer.grad_norm.isfinite()
-    assert norm.isfinite()  # what was handed out stays
+    assert norm.isfinite()  # the norm that was returned earlier is not overwritten
 
 
-def test_one_scaler_steps_several_optimizers_and_skips_the_one_that_overflowed(device):
-    half = torch.bfloat16 if device.type == "cpu" else torch.float16  # as torch's scaler takes it
+def test_scaler_steps_several_optimizers_and_skips_only_the_overflowed_one(device):
+    # torch's scaler refuses bfloat16 gradients on a GPU.
+    half = torch.bfloat16 if device.type == "cpu" else torch.float16
     models = [parameters(device, dtype) for dtype in (torch.float32, half)]
     plain = parameters(device)
     before = clones(models[1])
@@ -257,7 +260,7 @@ def test_one_scaler_steps_several_optimizers_and_skips_the_one_that_overflowed(d
     assert scaler.get_scale() == 2.0
 
 
-def test_growing_scale_changes_nothing(device):
+def test_growing_scale_does_not_change_the_parameters(device):
     params, plain = parameters(device), parameters(device)
     optimizer = ampfuse.AdamW(params)
     scaler = scaler_for(device, growth_interval=2)
@@ -269,7 +272,7 @@ def test_growing_scale_changes_nothing(device):
     assert_same_bits(params, plain)
 
 
-def test_disabled_scaler_is_as_none(device):
+def test_disabled_scaler_steps_as_if_there_were_none(device):
     params, plain = parameters(device), parameters(device)
     optimizer = ampfuse.AdamW(params)
 
@@ -280,13 +283,13 @@ def test_disabled_scaler_is_as_none(device):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_fp16_model_learns_under_a_scaler(device, clip):
+def test_fp16_model_learns_with_a_scaler(device, clip):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1, dtype=torch.float16, device=device)
     inputs = torch.randn(64, 8, dtype=torch.float16, device=device)
     targets = inputs.float() @ torch.randn(8, 1, device=device)
     optimizer = ampfuse.AdamW(model.parameters(), lr=0.05, weight_decay=0.0, max_grad_norm=clip)
-    scaler = scaler_for(device, 2.0**24)  # overflows at first
+    scaler = scaler_for(device, 2.0**24)  # the first steps overflow
 
     losses = []
     for _ in range(150):

@@ -1,4 +1,4 @@
-"""State dictionaries of ampfuse.Adam and AdamW: saving, loading, from torch and back, copies."""
+"""State dicts of ampfuse.Adam and AdamW: saving, loading, exchange with torch, and copies."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ from optim_models import (
     trained,
 )
 
-# A model's dtype and an optimizer's options, one of each way to keep state.
+# A model's dtype and an optimizer's options for each way to keep state.
 KINDS = {
     "float32": (torch.float32, {}),
     "amsgrad": (torch.float32, {"amsgrad": True}),
@@ -35,7 +35,7 @@ EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=K
 
 
 def through_a_file(state_dict):
-    """What `torch.load` makes of what `torch.save` wrote."""
+    """Return the state dict as `torch.load` reads it from what `torch.save` wrote."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -77,7 +77,7 @@ def test_state_dict_has_torchs_keys_and_the_masters(device, kind, expected):
 
 @BOTH
 @EVERY_KIND
-def test_loaded_from_a_file_it_continues_to_the_same_bits(device, cls, dtype, options):
+def test_optimizer_loaded_from_a_file_continues_to_the_same_bits(device, cls, dtype, options):
     params = parameters(device, dtype)
     optimizer = trained(lambda p: cls(p, lr=0.01, **options), params, range(3))
 
@@ -92,7 +92,9 @@ def test_loaded_from_a_file_it_continues_to_the_same_bits(device, cls, dtype, op
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @EVERY_KIND
-def test_loading_writes_into_the_tensors_of_graphs_alone(device, is_compiled, dtype, options):
+def test_loading_writes_into_state_tensors_only_if_a_graph_uses_them(
+    device, is_compiled, dtype, options
+):
     params, others = parameters(device, dtype), parameters(device, dtype, seed=7)
     saved = trained(lambda p: ampfuse.AdamW(p, **options), params, range(3))
     optimizer = trained(lambda p: ampfuse.AdamW(p, **options), others, range(1))
@@ -113,7 +115,7 @@ def test_loading_writes_into_the_tensors_of_graphs_alone(device, is_compiled, dt
 
 
 @EVERY_KIND
-def test_loaded_state_is_not_shared(device, dtype, options):
+def test_loaded_state_is_not_shared_with_the_saved_optimizer(device, dtype, options):
     params, others = parameters(device, dtype), parameters(device, dtype)
     saved = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
     expected = state_values(saved)
@@ -128,7 +130,7 @@ def test_loaded_state_is_not_shared(device, dtype, options):
 @BOTH
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @EVERY_KIND
-def test_copies_continue_to_the_same_bits(device, cls, copied, dtype, options):
+def test_copied_optimizers_continue_to_the_same_bits(device, cls, copied, dtype, options):
     params = parameters(device, dtype)
     optimizer = trained(lambda p: cls(p, max_grad_norm=1.0, **options), params, range(3))
 
@@ -144,7 +146,9 @@ def test_copies_continue_to_the_same_bits(device, cls, copied, dtype, options):
 @BOTH_AND_TORCHS
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "weight_decay": 0.1}])
 @pytest.mark.parametrize("fused", [True, False])
-def test_from_torch_to_ours_and_back_in_mid_run(device, cls, of_torch, options, fused):
+def test_state_moves_from_torch_to_ampfuse_and_back_in_mid_run(
+    device, cls, of_torch, options, fused
+):
     params = parameters(device)
     unbroken = copies(params)
     trained(lambda p: of_torch(p, **options), unbroken, range(9))
@@ -163,7 +167,7 @@ def test_from_torch_to_ours_and_back_in_mid_run(device, cls, of_torch, options, 
         assert other["exp_avg"].shape == param.shape
 
 
-def test_hyper_parameters_come_from_the_checkpoint_and_the_ways_to_keep_state_do_not(device):
+def test_loading_sets_hyperparameters_but_not_master_weights_or_state_dtype(device):
     saved = trained(
         lambda p: torch.optim.Adam(p, lr=0.5, betas=(0.5, 0.6), eps=1e-3, maximize=True),
         parameters(device, torch.bfloat16),
@@ -183,7 +187,7 @@ def test_hyper_parameters_come_from_the_checkpoint_and_the_ways_to_keep_state_do
     assert optimizer.state[params[0]]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_options_that_torch_does_not_have_survive_a_checkpoint_of_torchs(device):
+def test_options_that_torch_lacks_survive_loading_a_checkpoint_of_torch(device):
     saved = torch.optim.AdamW(parameters(device)).state_dict()
     group = {"params": parameters(device), "max_grad_norm": 3.0, "write_back_grads": True}
     optimizer = ampfuse.AdamW([group], max_grad_norm=1.0)
@@ -207,7 +211,7 @@ def test_loading_and_copying_add_no_options(device, cls):
     assert optimizer.state_dict()["param_groups"] == expected
 
 
-def test_adamw_decays_weights_decoupled_whatever_it_loads(device):
+def test_adamw_keeps_decoupled_weight_decay_after_loading_state_of_adam(device):
     params = parameters(device)
     optimizer = ampfuse.AdamW(params)
 
@@ -218,7 +222,7 @@ def test_adamw_decays_weights_decoupled_whatever_it_loads(device):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_torchs_checkpoint_of_a_16_bit_model_gets_masters_at_the_next_step(device, dtype):
+def test_masters_are_created_at_the_step_after_a_checkpoint_of_torch(device, dtype):
     params = parameters(device, dtype)
     saved = trained(torch.optim.AdamW, params, range(2))
     wide = copies(params, torch.float32)
@@ -238,7 +242,7 @@ def test_torchs_checkpoint_of_a_16_bit_model_gets_masters_at_the_next_step(devic
 def test_masters_and_remainders_load_into_each_other_exactly(device, saved_as, loaded_as):
     params = parameters(device, torch.bfloat16)
     saved = trained(lambda p: ampfuse.AdamW(p, master_weights=saved_as), params, range(3))
-    others = copies(params)  # a model is loaded beside its optimizer
+    others = copies(params)  # the model is loaded, too
     optimizer = ampfuse.AdamW(others, master_weights=loaded_as)
 
     optimizer.load_state_dict(through_a_file(saved.state_dict()))
@@ -252,7 +256,7 @@ def test_masters_and_remainders_load_into_each_other_exactly(device, saved_as, l
     }
 
 
-def test_masters_are_dropped_where_none_are_wanted(device):
+def test_loaded_masters_are_dropped_if_none_are_wanted(device):
     params = parameters(device, torch.bfloat16)
     saved = trained(ampfuse.AdamW, params, range(2)).state_dict()
 
@@ -262,7 +266,7 @@ def test_masters_are_dropped_where_none_are_wanted(device):
         assert all("master_param" not in state for state in optimizer.state.values())
 
 
-def test_moments_are_converted_to_the_state_dtype(device):
+def test_loaded_moments_are_converted_to_the_state_dtype(device):
     params = parameters(device)
     saved = trained(ampfuse.AdamW, params, range(2))
     optimizer = ampfuse.AdamW(copies(params), state_dtype=torch.bfloat16)
@@ -274,7 +278,7 @@ def test_moments_are_converted_to_the_state_dtype(device):
         assert_same_bits([state["step"]], [other["step"]])
 
 
-def test_state_of_what_the_checkpoint_does_not_know_is_dropped(device):
+def test_state_missing_from_a_checkpoint_is_dropped_on_loading(device):
     params = parameters(device)
     optimizer = trained(ampfuse.AdamW, params, range(2))
 
@@ -305,7 +309,7 @@ def test_checkpoint_of_another_model_is_refused_and_nothing_is_changed(device, g
     train(optimizer, params, range(2, 3))
 
 
-def test_state_dict_hooks_may_change_what_is_saved_and_loaded(device):
+def test_state_dict_hooks_may_change_the_saved_and_loaded_state(device):
     params = parameters(device)
     optimizer = trained(ampfuse.AdamW, params, range(2))
     calls = []
@@ -327,7 +331,7 @@ def test_state_dict_hooks_may_change_what_is_saved_and_loaded(device):
 
 
 @pytest.mark.parametrize("missing", ["step", "exp_avg", "exp_avg_sq"])
-def test_a_state_that_lacks_something_is_refused(device, missing):
+def test_state_that_lacks_an_entry_is_refused_and_nothing_is_loaded(device, missing):
     optimizer = trained(ampfuse.AdamW, parameters(device), range(2))
     state = optimizer.state_dict()
     before = state_values(optimizer)

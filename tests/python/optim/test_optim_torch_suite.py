@@ -1,16 +1,18 @@
-"""PyTorch's own option sets and scenarios for Adam and AdamW, run against ampfuse's.
+"""PyTorch's own option sets and scenarios for Adam and AdamW, run against ampfuse's classes.
 
-From `torch.testing._internal.common_optimizers`: its option sets for every device (they differ in
-what torch implements where), its invalid options, its schedulers. Left out, and why:
+`torch.testing._internal.common_optimizers` provides the option sets for every device (torch does
+not implement all options on all devices), the invalid options and the schedulers. These are left
+out:
 
-- `capturable`: dropped from the sets that have it. Ours has one implementation, whose counters
-  are on the device, so that there is nothing to choose. torch's result on the CPU, where it
-  refuses `capturable`, is the reference.
-- Tensor betas: refused, as DEVIATIONS says; they are numbers that do not change in training.
-- `foreach`, `fused`, `differentiable`: not accepted. They choose between implementations, of which
-  ours is one; a step that is differentiated itself would have to keep what it overwrites.
+- `capturable` is dropped from the sets that have it. ampfuse has one implementation, which counts
+  steps on the device, so the option has no effect. The reference is torch's result without
+  `capturable`, which torch refuses on the CPU.
+- Tensor betas are refused (see DEVIATIONS), since betas are numbers that do not change in training.
+- `foreach`, `fused` and `differentiable` are not accepted. They choose between implementations, and
+  ampfuse has only one. A differentiable step would have to keep the values that it overwrites.
 
-Gradients keep their values but not their version counters: the op may write them when asked to.
+A step keeps the values of gradients but raises their version counters, since the op can write
+gradients on request.
 """
 
 import copy
@@ -31,7 +33,7 @@ OURS = {cls.__name__: cls for cls in CLASSES}
 INFOS = {info.name: info for info in optim_db if info.name in OURS}
 BOTH = pytest.mark.parametrize("name", OURS)
 
-# torch's words, or what torch accepts, and ours.
+# torch's error messages, and those of ampfuse for the same options where they differ.
 DEVIATIONS = {
     "betas must be either both floats or both Tensors": "betas: expected two floats, got a Tensor",
 }
@@ -39,7 +41,7 @@ NOT_ACCEPTED = {"foreach", "fused", "differentiable"}
 
 
 def option_sets(name: str, dtype: torch.dtype) -> list[OptimizerInput]:
-    """Those of all devices without doubles."""
+    """Return the option sets of all devices without duplicates."""
     sets = {}
     for device in ("cpu", "cuda", "mps"):
         for given in INFOS[name].optim_inputs_func(device, dtype):
@@ -53,7 +55,7 @@ def expressible(given: OptimizerInput) -> bool:
 
 
 def cases(*dtypes: torch.dtype) -> list:
-    """Class, dtype and options, of which a test must make its own copy before it writes them."""
+    """Return cases of class name, dtype and options. Tests must copy options that they change."""
     return [
         pytest.param(name, dtype, given.kwargs, id=f"{name}-{str(dtype)[6:]}-{given.desc}")
         for name in OURS
@@ -71,7 +73,7 @@ EVERY_OPTION_SET = pytest.mark.parametrize(("name", "dtype", "options"), cases(t
 
 
 def model(device, dtype=torch.float32):
-    """The parameters of a model, and what makes their gradients."""
+    """Return the parameters of a model, and a function that computes their gradients."""
     torch.manual_seed(1)
     layers = [
         layer
@@ -94,7 +96,7 @@ def steps(optimizer, backward, count=7):
         optimizer.step()
 
 
-def test_the_option_sets_are_there_and_few_are_left_out():
+def test_torch_has_nine_option_sets_and_only_tensor_betas_are_left_out():
     for name in OURS:
         sets = option_sets(name, torch.float32)
         left_out = [given for given in sets if not expressible(given)]
@@ -106,7 +108,7 @@ def test_the_option_sets_are_there_and_few_are_left_out():
 
 
 @EVERY_CASE
-def test_steps_are_those_of_torchs_loop(device, name, dtype, options):
+def test_steps_match_torchs_single_tensor_implementation(device, name, dtype, options):
     params, backward = model(device, dtype)
     others, backward_others = model(device, dtype)
 
@@ -115,9 +117,10 @@ def test_steps_are_those_of_torchs_loop(device, name, dtype, options):
     steps(ours, backward)
     steps(theirs, backward_others)
 
-    # Two roundings of the same steps. Of 16-bit models torch rounds every intermediate result and
-    # the moments, ours the parameters alone. With a learning rate in a float32 tensor torch rounds
-    # 1 − lr·weight_decay and a step's size to float32, seven times here, and ours to float64.
+    # Both take the same steps but round differently. In 16-bit models torch rounds every
+    # intermediate result and the moments; ampfuse rounds only the parameters. If the learning rate
+    # is a float32 tensor, torch rounds 1 − lr·weight_decay and the step size to float32, at each of
+    # seven steps here; ampfuse computes them in float64.
     single = isinstance(options.get("lr"), torch.Tensor)
     double = 7 * 2.0**-24 if single else 1e-12
     tolerance = {
@@ -130,13 +133,13 @@ def test_steps_are_those_of_torchs_loop(device, name, dtype, options):
         torch.testing.assert_close(param, other, **tolerance)
         for key, expected in theirs.state[other].items():
             value = ours.state[param][key]
-            # torch's loop counts steps on the CPU.
+            # torch's single-tensor implementation counts steps on the CPU.
             value = value.to(expected.device)
             torch.testing.assert_close(value, expected, check_dtype=False, **tolerance)
 
 
 @EVERY_OPTION_SET
-def test_loss_goes_in_the_right_direction_with_torchs_schedulers(device, name, dtype, options):
+def test_loss_moves_in_the_right_direction_with_torchs_schedulers(device, name, dtype, options):
     for schedulers in INFOS[name].scheduler_inputs:
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(10, 5, device=device))
@@ -185,7 +188,7 @@ def test_step_is_a_noop_without_gradients(device, name, dtype, options):
 
 
 @EVERY_OPTION_SET
-def test_gradients_are_never_written(device, name, dtype, options):
+def test_step_with_clipping_does_not_write_gradients(device, name, dtype, options):
     params, backward = model(device)
     optimizer = OURS[name](params, max_grad_norm=1e-3, **options)
 
@@ -200,7 +203,7 @@ def test_gradients_are_never_written(device, name, dtype, options):
 
 @EVERY_OPTION_SET
 @pytest.mark.parametrize("scale", [None, 2.0])
-def test_no_step_when_infinities_were_found(device, name, dtype, options, scale):
+def test_step_is_skipped_when_found_inf_is_set(device, name, dtype, options, scale):
     params, backward = model(device)
     optimizer = OURS[name](params, **options)
     steps(optimizer, backward, 2)
@@ -217,7 +220,7 @@ def test_no_step_when_infinities_were_found(device, name, dtype, options, scale)
 
 @EVERY_OPTION_SET
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_learning_rate_may_be_a_tensor_of_any_shape_of_one_element(
+def test_learning_rate_may_be_a_one_element_tensor_of_any_shape(
     device, name, dtype, options, shape
 ):
     params, backward = model(device)
@@ -232,7 +235,7 @@ def test_learning_rate_may_be_a_tensor_of_any_shape_of_one_element(
 
 
 @EVERY_OPTION_SET
-def test_state_dict_continues_deterministically(device, name, dtype, options):
+def test_run_continued_from_a_state_dict_gives_the_same_bits(device, name, dtype, options):
     params, backward = model(device)
     optimizer = OURS[name](params, **options)
     steps(optimizer, backward, 3)
@@ -250,7 +253,9 @@ def test_state_dict_continues_deterministically(device, name, dtype, options):
 
 
 @EVERY_OPTION_SET
-def test_saved_with_weights_only_it_is_loaded_as_it_was(device, name, dtype, options, tmp_path):
+def test_state_dict_is_unchanged_by_a_file_loaded_with_weights_only(
+    device, name, dtype, options, tmp_path
+):
     params, backward = model(device)
     optimizer = OURS[name](params, **options)
     steps(optimizer, backward, 2)
@@ -268,7 +273,7 @@ def test_saved_with_weights_only_it_is_loaded_as_it_was(device, name, dtype, opt
 
 @BOTH
 @pytest.mark.parametrize("kind", [int, float])
-def test_step_that_is_no_tensor_is_loaded_as_one(device, name, kind):
+def test_step_counter_that_is_a_number_is_loaded_as_a_tensor(device, name, kind):
     params, backward = model(device)
     optimizer = OURS[name](params)
     steps(optimizer, backward, 3)
@@ -284,7 +289,7 @@ def test_step_that_is_no_tensor_is_loaded_as_one(device, name, kind):
 
 
 @BOTH
-def test_older_state_dict_lacks_options_and_they_get_their_defaults(device, name):
+def test_options_missing_from_an_older_state_dict_get_their_defaults(device, name):
     params, backward = model(device)
     optimizer = OURS[name](params)
     steps(optimizer, backward, 2)
@@ -302,7 +307,7 @@ def test_older_state_dict_lacks_options_and_they_get_their_defaults(device, name
 
 
 @BOTH
-def test_state_from_the_host_is_loaded_to_where_the_parameters_are(device, name):
+def test_state_on_the_host_is_loaded_to_the_device_of_the_parameters(device, name):
     params, backward = model(device, torch.bfloat16)
     optimizer = OURS[name](params)
     steps(optimizer, backward, 2)
@@ -320,7 +325,7 @@ def test_state_from_the_host_is_loaded_to_where_the_parameters_are(device, name)
 
 
 @BOTH
-def test_deepcopy_copies_every_public_attribute(device, name):
+def test_deepcopy_has_the_same_public_attribute_names(device, name):
     params, backward = model(device)
     optimizer = OURS[name](params, max_grad_norm=1.0)
     steps(optimizer, backward, 1)

@@ -1,6 +1,6 @@
-"""Parameters that something else than the optimizer writes: their masters take over what is there.
+"""Parameters that other code than the optimizer writes: their masters take over the new values.
 
-Models are loaded, averaged, masked and swapped, through whatever names of the same memory.
+Programs load, average, mask and swap models, also through other tensors of the same memory.
 """
 
 import copy
@@ -58,14 +58,14 @@ EVERY_WRITE = pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES)
 
 @pytest.fixture
 def quiet():
-    """Warnings are errors."""
+    """Turn warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
 
 def still(params, **options):
-    """An optimizer whose steps leave parameters where they are, after one that did not."""
+    """Return an optimizer after one real step; lr is 0 then, so later steps keep the parameters."""
     optimizer = ampfuse.AdamW(params, lr=0.01, weight_decay=0, **options)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -83,7 +83,9 @@ def step_in_silence(optimizer):
 @EVERY_HALF
 @EVERY_WRITE
 @pytest.mark.parametrize("master_weights", ["auto", "remainder"])
-def test_what_is_written_into_a_parameter_stays_there(device, dtype, write, master_weights):
+def test_value_written_into_a_parameter_survives_the_next_step(
+    device, dtype, write, master_weights
+):
     if master_weights == "remainder" and dtype == torch.float16:
         pytest.skip("only bfloat16 has a remainder")
     param = Parameter(torch.randn(300, device=device).to(dtype))
@@ -101,7 +103,7 @@ def test_what_is_written_into_a_parameter_stays_there(device, dtype, write, mast
 
 @EVERY_HALF
 @EVERY_WRITE
-def test_a_second_write_is_taken_over_too(device, dtype, write):
+def test_each_of_several_writes_survives_the_next_step(device, dtype, write):
     param = Parameter(torch.randn(300, device=device).to(dtype))
     optimizer = still([param])
 
@@ -113,7 +115,7 @@ def test_a_second_write_is_taken_over_too(device, dtype, write):
 
 
 @EVERY_WRITE
-def test_writes_that_show_on_the_host_are_warned_about_once(device, write):
+def test_writes_visible_on_the_host_warn_once(device, write):
     if write is WRITES["data.copy_"]:
         pytest.skip("it shows to the kernel alone")
     param = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
@@ -124,7 +126,7 @@ def test_writes_that_show_on_the_host_are_warned_about_once(device, write):
         train(optimizer, [param], range(2))
 
     assert len(caught) == 1
-    assert caught[0].filename == train.__code__.co_filename  # where step() was called
+    assert caught[0].filename == train.__code__.co_filename  # the file that called step()
     write(param, torch.full_like(param, 5.0).detach())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +135,7 @@ def test_writes_that_show_on_the_host_are_warned_about_once(device, write):
 
 @EVERY_HALF
 @pytest.mark.parametrize("through_data", [False, True])
-def test_only_the_elements_that_were_written_lose_bits_of_their_masters(
+def test_only_written_elements_lose_the_extra_bits_of_their_masters(
     device, dtype, through_data, quiet
 ):
     if through_data and device.type == "cuda":
@@ -156,8 +158,8 @@ def test_only_the_elements_that_were_written_lose_bits_of_their_masters(
 
 
 @EVERY_HALF
-def test_a_model_that_is_swapped_and_put_back_loses_nothing(device, dtype, quiet):
-    """As averages of weights are for an evaluation."""
+def test_weights_swapped_out_and_put_back_keep_their_masters(device, dtype, quiet):
+    """Swap weights as programs do that evaluate averaged weights."""
     params, others = parameters(device, dtype), parameters(device, dtype)
     optimizer = trained(ampfuse.AdamW, params, range(2))
     expected = trained(ampfuse.AdamW, others, range(4))
@@ -174,7 +176,7 @@ def test_a_model_that_is_swapped_and_put_back_loses_nothing(device, dtype, quiet
     assert_same_state(optimizer, state_values(expected))
 
 
-def test_synced_masters_are_quiet_after_a_write(device, quiet):
+def test_step_after_a_write_and_a_sync_of_masters_does_not_warn(device, quiet):
     param = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
     optimizer = still([param])
 
@@ -184,7 +186,7 @@ def test_synced_masters_are_quiet_after_a_write(device, quiet):
     optimizer.step()
 
 
-def test_a_skipped_step_leaves_what_was_written(device):
+def test_written_value_survives_a_skipped_step_and_the_next_one(device):
     param = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
     optimizer = still([param])
     value = torch.full_like(param, 3.0).detach()
@@ -200,7 +202,7 @@ def test_a_skipped_step_leaves_what_was_written(device):
 
 
 @EVERY_HALF
-def test_nan_that_is_written_is_taken_over_and_nan_masters_stay(device, dtype):
+def test_nan_written_into_a_parameter_is_taken_over_by_its_master(device, dtype):
     param = Parameter(torch.ones(300, device=device, dtype=dtype))
     optimizer = still([param])
 
@@ -211,7 +213,7 @@ def test_nan_that_is_written_is_taken_over_and_nan_masters_stay(device, dtype):
         assert master.isnan().all()
 
 
-def test_zeros_of_both_signs_are_the_same_to_a_master(device, quiet):
+def test_rewriting_a_parameter_with_its_own_value_keeps_its_master(device, quiet):
     param = Parameter(torch.full((300,), 1e-42, device=device, dtype=torch.bfloat16))
     optimizer = still([param])
     (before,) = clones(optimizer.master_params())
@@ -222,7 +224,7 @@ def test_zeros_of_both_signs_are_the_same_to_a_master(device, quiet):
     assert_same_bits(optimizer.master_params(), [before])
 
 
-def test_compiled_steps_take_over_what_was_written(device, fresh_compiler):
+def test_compiled_step_takes_over_a_written_value(device, fresh_compiler):
     param = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
     optimizer = still([param])
     step = torch.compile(optimizer.step, backend="aot_eager")
@@ -258,7 +260,7 @@ def test_parameters_with_remainders_may_be_set_to_zero_or_infinity(device, value
 
 @pytest.mark.parametrize("sign", [0, -0x8000])
 @pytest.mark.parametrize("upper", [0x0000, 0x7F80, 0x0001, 0x3F80, 0x7F7F])
-def test_no_remainder_makes_a_nan_of_a_number(upper, sign):
+def test_no_remainder_turns_a_number_or_infinity_into_nan(upper, sign):
     bits = torch.full((65536,), upper + sign, dtype=torch.int32).to(torch.int16)
     param = Parameter(bits.view(torch.bfloat16))
     optimizer = ampfuse.AdamW([param], lr=0.0, weight_decay=0, master_weights="remainder")
@@ -274,7 +276,7 @@ def test_no_remainder_makes_a_nan_of_a_number(upper, sign):
     assert not param.isnan().any()
 
 
-def test_masters_that_are_loaded_set_their_parameters(device):
+def test_loaded_masters_set_their_parameters(device):
     params = parameters(device, torch.bfloat16)
     saved = trained(ampfuse.AdamW, params, range(3))
     others = parameters(device, torch.bfloat16, seed=9)
@@ -288,7 +290,7 @@ def test_masters_that_are_loaded_set_their_parameters(device):
     assert_same_bits(others, params)
 
 
-def test_a_model_loaded_after_the_optimizer_is_taken_over(device):
+def test_model_loaded_after_the_optimizer_keeps_its_values(device):
     params = parameters(device, torch.bfloat16)
     saved = trained(ampfuse.AdamW, params, range(3)).state_dict()
     others = parameters(device, torch.bfloat16, seed=9)
@@ -305,7 +307,7 @@ def test_a_model_loaded_after_the_optimizer_is_taken_over(device):
     assert_same_bits(others, values)
 
 
-def test_gradients_and_state_are_not_kept_alive(device):
+def test_dropped_gradients_and_replaced_state_are_not_kept_alive(device):
     param = Parameter(torch.ones(300, device=device, dtype=torch.bfloat16))
     optimizer = still([param])
     saved = copy.deepcopy(optimizer.state_dict())

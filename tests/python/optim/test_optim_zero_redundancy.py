@@ -1,4 +1,4 @@
-"""ampfuse.AdamW over two processes, inside ZeroRedundancyOptimizer."""
+"""ampfuse.AdamW on two ranks, inside ZeroRedundancyOptimizer and PostLocalSGDOptimizer."""
 
 import copy
 import warnings
@@ -25,7 +25,7 @@ scenario = Scenarios()
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process made of a scenario."""
+    """Play all scenarios; return the function that looks up the results of one on each rank."""
     scenario.play(tmp_path_factory.mktemp("processes"))
     return scenario.results
 
@@ -44,7 +44,7 @@ def zero_redundancy(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inside_zero_redundancy_optimizer_it_steps_as_alone(outcomes, dtype):
+def test_adamw_in_zero_redundancy_optimizer_steps_as_on_one_rank(outcomes, dtype):
     params = parameters(CPU, dtype)
     alone = trained(lambda p: ampfuse.AdamW(p, **OPTIONS), params, range(5))
 
@@ -60,7 +60,7 @@ def test_inside_zero_redundancy_optimizer_it_steps_as_alone(outcomes, dtype):
 
 
 def over_all_processes():
-    """The class to hand ZeroRedundancyOptimizer, with a limit for the norm of all gradients."""
+    """Return a class for ZeroRedundancyOptimizer that limits the norm over all ranks."""
     return partial(ampfuse.AdamW, max_grad_norm=CLIP, process_group=dist.group.WORLD)
 
 
@@ -77,7 +77,7 @@ def zero_redundancy_clip(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inside_zero_redundancy_optimizer_it_clips_to_the_norm_of_all(outcomes, dtype):
+def test_adamw_in_zero_redundancy_optimizer_clips_to_the_norm_of_all_ranks(outcomes, dtype):
     params = parameters(CPU, dtype)
     alone = ampfuse.AdamW(params, max_grad_norm=CLIP, **OPTIONS)
     norms = []
@@ -98,7 +98,7 @@ def test_inside_zero_redundancy_optimizer_it_clips_to_the_norm_of_all(outcomes, 
 
 @scenario("finite", "overflow", "no gradients")
 def one_parameter_for_two_processes(case):
-    """The second process has no parameter, and so no gradient to measure."""
+    """Step a single parameter, which rank 0 owns: rank 1 has no parameter and no gradient."""
     param = Parameter(torch.ones(3))
     optimizer = ZeroRedundancyOptimizer([param], over_all_processes(), lr=0.25, weight_decay=0)
     inner = optimizer.optim
@@ -111,7 +111,7 @@ def one_parameter_for_two_processes(case):
 
 @scenario(None)
 def one_process_overflows(_):
-    """A scaler sees the gradients of its process alone."""
+    """Overflow on rank 1 only: torch's scaler checks only the gradients of its own rank."""
     param = Parameter(torch.ones(3))
     optimizer = ampfuse.AdamW([param], process_group=dist.group.WORLD)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -127,7 +127,7 @@ def one_process_overflows(_):
     }
 
 
-def test_all_skip_what_one_cannot_step(outcomes):
+def test_ranks_of_a_process_group_all_skip_a_step_when_one_overflows(outcomes):
     for result in outcomes("one_process_overflows", None):
         assert torch.equal(result["param"], torch.ones(3))
         assert result["steps"] == 0
@@ -142,7 +142,7 @@ def test_all_skip_what_one_cannot_step(outcomes):
         ("no gradients", 0.0, [1.0] * 3),
     ],
 )
-def test_processes_without_gradients_take_part(outcomes, case, norm, param):
+def test_ranks_without_gradients_take_part_in_norm_and_skip(outcomes, case, norm, param):
     for result in outcomes("one_parameter_for_two_processes", case):
         assert result["norm"].item() == norm
         torch.testing.assert_close(result["param"], torch.tensor(param))
@@ -178,7 +178,7 @@ def limit_of_one_shard(make):
 
 
 @pytest.mark.parametrize("make", LIMITED)
-def test_a_limit_for_the_norm_of_one_shard_is_refused(outcomes, make):
+def test_max_grad_norm_for_the_norm_of_one_shard_is_refused(outcomes, make):
     for result in outcomes("limit_of_one_shard", make):
         assert (
             "functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group="
@@ -189,7 +189,7 @@ def test_a_limit_for_the_norm_of_one_shard_is_refused(outcomes, make):
 
 @scenario(torch.float32, torch.bfloat16)
 def post_local_sgd(dtype):
-    """Steps of each process's own, after each of which torch's averager assigns `p.data`."""
+    """Step each rank by itself; torch's averager assigns `p.data` after each step."""
     spreads = {}
     for name, cls in (("torch", torch.optim.AdamW), ("ampfuse", ampfuse.AdamW)):
         param = Parameter(torch.zeros(4, dtype=dtype))
@@ -198,7 +198,7 @@ def post_local_sgd(dtype):
         )
         param.grad = torch.full_like(param, 1.0 if dist.get_rank() == 0 else -1.0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # once, that masters take over what was assigned
+            warnings.simplefilter("ignore")  # warns once that masters take over assigned values
             for _ in range(3):
                 optimizer.step()
             before = param.detach().float().clone()
@@ -210,7 +210,7 @@ def post_local_sgd(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_that_a_model_averager_assigns_are_stepped_from_there(outcomes, dtype):
+def test_step_starts_from_parameters_that_a_model_averager_assigned(outcomes, dtype):
     results = outcomes("post_local_sgd", dtype)
     for result in results:
         (moved, params), (expected, others) = result["ampfuse"], result["torch"]

@@ -1,4 +1,4 @@
-"""ampfuse.patch(): what torch's names mean, for how long, and who else's."""
+"""ampfuse.patch(): the replacements of torch's names, how long they last, and how they behave."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ ORIGINALS = {
 
 
 def replaced():
-    """The parts all of whose names are replaced; a part is so whole or not at all."""
+    """Return the replaced parts; check that all or no names of each part are replaced."""
     found = []
     for part, names in NAMES.items():
         changed = {getattr(module, name) is not ORIGINALS[module, name] for module, name in names}
@@ -68,7 +68,7 @@ def test_all_parts_are_replaced_and_put_back():
     assert replaced() == []
 
 
-def test_parts_can_be_chosen():
+def test_patch_and_unpatch_accept_chosen_parts():
     ampfuse.patch("scaler", "cross_entropy")
     assert replaced() == ["scaler", "cross_entropy"]
     ampfuse.patch(without=["scaler", "optimizers", "cross_entropy"])
@@ -78,7 +78,7 @@ def test_parts_can_be_chosen():
 
 
 @pytest.mark.parametrize("call", [ampfuse.patch, ampfuse.unpatch])
-def test_parts_there_are_not_are_refused(call):
+def test_unknown_parts_are_refused(call):
     with pytest.raises(ValueError, match=r"expected parts among scaler, .*got 'adamw'"):
         call("scaler", "adamw")
     with pytest.raises(ValueError, match="got 'loss'"), ampfuse.patched(without=["loss"]):
@@ -88,7 +88,7 @@ def test_parts_there_are_not_are_refused(call):
     assert replaced() == []
 
 
-def test_twice_is_once():
+def test_patching_or_unpatching_twice_has_the_effect_of_once():
     ampfuse.patch()
     first = torch.optim.AdamW
     ampfuse.patch()
@@ -98,24 +98,24 @@ def test_twice_is_once():
     ampfuse.unpatch()
 
 
-def test_blocks_nest_in_whatever_order():
+def test_patched_blocks_may_nest_and_mix_with_patch_and_unpatch():
     with ampfuse.patched("scaler"):
         with ampfuse.patched():
             assert replaced() == list(NAMES)
             ampfuse.patch("optimizers")
-            ampfuse.unpatch("scaler")  # which a block wants still
+            ampfuse.unpatch("scaler")  # the surrounding block still needs it
             assert replaced() == list(NAMES)
         assert replaced() == ["scaler", "optimizers"]
     assert replaced() == ["optimizers"]
 
 
-def test_a_block_that_raises_puts_all_back():
+def test_patched_block_that_raises_restores_all_names():
     with pytest.raises(KeyError), ampfuse.patched():
         raise KeyError
     assert replaced() == []
 
 
-def test_a_block_of_one_thread_outlives_that_of_another():
+def test_patched_block_of_a_thread_outlives_the_block_of_another():
     entered, left = threading.Event(), threading.Event()
     seen = []
 
@@ -136,7 +136,7 @@ def test_a_block_of_one_thread_outlives_that_of_another():
     assert seen == [list(NAMES)]
 
 
-def test_many_threads_come_and_go():
+def test_many_threads_may_enter_and_leave_patched_blocks():
     errors = []
 
     def come_and_go():
@@ -158,7 +158,7 @@ def test_many_threads_come_and_go():
 # --- classes -------------------------------------------------------------------------------------
 
 
-def test_what_was_made_before_and_after_is_an_instance_of_either():
+def test_isinstance_holds_for_objects_made_before_and_while_patched():
     cls = torch.optim.AdamW
     before = cls([parameter()])
     scaler_before = torch.amp.GradScaler("cpu")
@@ -181,7 +181,7 @@ def test_what_was_made_before_and_after_is_an_instance_of_either():
     assert isinstance(ampfuse.Adam([parameter()]), torch.optim.Adam)
 
 
-def test_the_type_of_an_optimizer_is_not_torchs_while_patched():
+def test_type_of_a_patched_optimizer_is_not_the_class_it_was_made_by():
     with ampfuse.patched():
         optimizer = torch.optim.AdamW([parameter()])
         assert type(optimizer) is not torch.optim.AdamW
@@ -189,7 +189,7 @@ def test_the_type_of_an_optimizer_is_not_torchs_while_patched():
         assert isinstance(optimizer, torch.optim.AdamW)
 
 
-def test_keys_of_tables_are_the_classes_that_names_meant_when_the_table_was_made():
+def test_dict_keys_are_the_classes_bound_when_the_dict_was_made():
     cls = torch.optim.AdamW
     before = {torch.optim.AdamW: "before"}
     with ampfuse.patched():
@@ -202,7 +202,7 @@ def test_keys_of_tables_are_the_classes_that_names_meant_when_the_table_was_made
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler.args.*deprecated")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_older_names_of_scalers_mean_ours_and_warn_as_torchs(device):
+def test_deprecated_scaler_names_make_ampfuse_scalers_and_warn_as_torch(device):
     home = getattr(torch, device).amp
     cls = home.GradScaler
     with ampfuse.patched():
@@ -219,12 +219,12 @@ def test_older_names_of_scalers_mean_ours_and_warn_as_torchs(device):
         assert again.state_dict() == scaler.state_dict()
 
 
-def test_who_derives_a_class_derives_it_from_torchs():
+def test_class_derived_while_patched_derives_from_torchs_class():
     cls = torch.optim.AdamW
     with ampfuse.patched():
 
         class Mine(torch.optim.AdamW):
-            """With a keyword for classes, too."""
+            """A derived class whose own subclasses take the class keyword `mark`."""
 
             def __init_subclass__(cls, mark=None):
                 cls.mark = mark
@@ -247,7 +247,7 @@ def test_who_derives_a_class_derives_it_from_torchs():
         Abstract([parameter()])
 
 
-def test_signatures_names_and_attributes_are_torchs():
+def test_replacements_have_torchs_signatures_names_and_attributes():
     originals = {name: getattr(torch.optim, name) for name in ("Adam", "AdamW")}
     cross_entropy = torch.nn.functional.cross_entropy
     with ampfuse.patched():
@@ -263,7 +263,7 @@ def test_signatures_names_and_attributes_are_torchs():
         assert mine.__doc__ == cross_entropy.__doc__
 
 
-def test_what_outlives_its_block_is_torchs_again():
+def test_replacements_kept_after_their_block_act_as_torchs():
     with ampfuse.patched():
         adamw, scaler = torch.optim.AdamW, torch.amp.GradScaler
         loss, clip = torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_
@@ -277,7 +277,7 @@ def test_what_outlives_its_block_is_torchs_again():
     assert clip([p], 1.0).item() == pytest.approx(3**0.5)
 
 
-def test_one_part_may_be_left_out_by_its_name():
+def test_single_part_may_be_left_out_by_its_name():
     with ampfuse.patched(without="scaler"):
         assert replaced() == ["optimizers", "cross_entropy", "clip_grad_norm"]
 
@@ -295,7 +295,7 @@ def test_one_part_may_be_left_out_by_its_name():
     ],
     ids=str,
 )
-def test_norms_are_in_torchs_dtype(device, dtypes, kind):
+def test_patched_clip_grad_norm_returns_a_norm_of_torchs_dtype(device, dtypes, kind):
     def clipped():
         params = [torch.nn.Parameter(torch.ones(3, device=device, dtype=d)) for d in dtypes]
         for param in params:
@@ -314,7 +314,7 @@ def test_norms_are_in_torchs_dtype(device, dtypes, kind):
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norms_in_compiled_programs_too(device, dtype):
+def test_patched_clip_grad_norm_has_torchs_dtype_in_compiled_programs(device, dtype):
     param = torch.nn.Parameter(torch.ones(3, device=device, dtype=dtype))
     param.grad = torch.ones_like(param)
     with ampfuse.patched():

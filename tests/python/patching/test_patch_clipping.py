@@ -1,4 +1,4 @@
-"""torch.nn.utils.clip_grad_norm_ while it is ampfuse's."""
+"""torch.nn.utils.clip_grad_norm_ while it is patched."""
 
 import ampfuse
 import pytest
@@ -14,7 +14,7 @@ def patched():
         yield
 
 
-def test_clipping_is_ours_and_as_torchs(device):
+def test_patched_clipping_is_served_by_ampfuse_and_matches_torch(device):
     def gradients():
         made = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(3)]
         for number, p in enumerate(made):
@@ -34,8 +34,8 @@ def test_clipping_is_ours_and_as_torchs(device):
     assert PARTS["clip_grad_norm"].usage.served == 2
 
 
-def test_gradients_written_through_data_since_unscaling_are_seen():
-    """As old programs do; version counters do not tell."""
+def test_norm_includes_writes_through_data_after_unscaling():
+    """Write through `.data` as old programs do, which leaves version counters unchanged."""
     p = torch.nn.Parameter(torch.ones(2))
     sgd = torch.optim.SGD([p], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", 4.0)
@@ -46,7 +46,7 @@ def test_gradients_written_through_data_since_unscaling_are_seen():
     assert norm.item() == pytest.approx(3 * 2**0.5)
 
 
-def test_no_parameters_are_warned_of_as_in_torch():
+def test_empty_generator_warns_and_non_finite_norm_raises_as_in_torch():
     with pytest.warns(UserWarning, match="empty generator"):
         torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
     p = torch.nn.Parameter(torch.ones(1))

@@ -1,4 +1,4 @@
-"""What a program may know of torch's optimizers: the patched ones are fused where it says so."""
+"""Patched optimizers behave as programs expect of torch's, and as fused only with fused=True."""
 
 import copy
 import math
@@ -8,11 +8,11 @@ import ampfuse
 import pytest
 import torch
 
-OVERFLOWS = (1, 2, 4)  # of six steps
+OVERFLOWS = (1, 2, 4)  # indices of the steps, of six, whose gradients are infinite
 
 
 def train(device, optimizer_class=None, watch=None, steps=6, **options):
-    """A program; what it comes by, written down."""
+    """Run a training program; return a list of all values that it observes."""
     optimizer_class = optimizer_class or torch.optim.AdamW
     param = torch.nn.Parameter(torch.ones(3, device=device))
     optimizer = optimizer_class([param], lr=1e-2, **options)
@@ -51,7 +51,7 @@ def clip_in_a_hook(optimizer, told):
 
 
 def wrap_step(optimizer, told):
-    """As accelerate does, to see whether a step was skipped."""
+    """Wrap `step` as accelerate does to detect skipped steps."""
     step = optimizer.step
     optimizer.step = lambda *args, **kwargs: (told.append(("step",)), step(*args, **kwargs))[1]
 
@@ -75,7 +75,7 @@ WATCHES = {
 @pytest.mark.parametrize(
     "options", [{}, {"foreach": True}, {"fused": False}, {"fused": True}], ids=str
 )
-def test_programs_come_by_the_same(device, watch, options):
+def test_programs_observe_the_same_values_when_patched(device, watch, options):
     plain = train(device, watch=watch, **options)
     with ampfuse.patched():
         ours = train(device, watch=watch, **options)
@@ -86,7 +86,7 @@ def test_programs_come_by_the_same(device, watch, options):
 
 
 @pytest.mark.parametrize("fused", [None, False, True])
-def test_who_unscales_is_what_was_asked_for(device, fused):
+def test_patched_optimizer_unscales_gradients_itself_only_with_fused(device, fused):
     with ampfuse.patched():
         optimizer = torch.optim.AdamW(
             [torch.nn.Parameter(torch.ones(3, device=device))], fused=fused
@@ -96,7 +96,7 @@ def test_who_unscales_is_what_was_asked_for(device, fused):
     assert ampfuse.AdamW(optimizer.param_groups[0]["params"])._step_supports_amp_scaling
 
 
-def test_fp16_gradients_are_refused_as_by_torch(device):
+def test_fp16_gradients_are_refused_as_in_torch(device):
     messages = []
     for patch in (False, True):
         param = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float16))
@@ -109,7 +109,7 @@ def test_fp16_gradients_are_refused_as_by_torch(device):
     assert messages[1].startswith(messages[0])
 
 
-def test_a_step_without_gradients_is_an_error_as_in_torch(device):
+def test_scaler_step_without_gradients_raises_torchs_error(device):
     with ampfuse.patched():
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device=device))])
         scaler = torch.amp.GradScaler(device.type)
@@ -119,7 +119,7 @@ def test_a_step_without_gradients_is_an_error_as_in_torch(device):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_options_are_where_torchs_are(name):
+def test_defaults_groups_and_repr_equal_those_of_torch(name):
     torchs = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(3))], capturable=True)
     with ampfuse.patched():
         ours = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(3))], capturable=True)
@@ -132,7 +132,7 @@ def test_options_are_where_torchs_are(name):
     assert type(ours).__name__ == name
 
 
-def test_groups_stay_the_programs(device):
+def test_patched_optimizer_uses_the_programs_own_group_dictionary(device):
     group = {"params": iter([torch.nn.Parameter(torch.ones(3, device=device))]), "lr": 1e-3}
     with ampfuse.patched():
         optimizer = torch.optim.AdamW([group])
@@ -143,7 +143,7 @@ def test_groups_stay_the_programs(device):
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 1]
 
 
-def test_groups_that_ours_refuses_are_as_they_were():
+def test_refused_group_gains_no_options_of_ampfuse():
     group = {"params": [torch.nn.Parameter(torch.ones(3))], "betas": (0.5, 0.5), "eps": -1.0}
     with ampfuse.patched(), pytest.raises(ValueError, match="epsilon"):
         torch.optim.AdamW([group], eps=-1.0)
@@ -151,7 +151,7 @@ def test_groups_that_ours_refuses_are_as_they_were():
 
 
 @pytest.mark.needs_cuda
-def test_nobody_waits_where_nobody_can_tell(waits_are_errors):
+def test_patched_step_does_not_sync_the_host_if_nobody_can_notice(waits_are_errors):
     param = torch.nn.Parameter(torch.ones(3, device="cuda"))
     with ampfuse.patched():
         optimizer, scaler = torch.optim.AdamW([param]), torch.amp.GradScaler("cuda")
@@ -167,19 +167,19 @@ def test_nobody_waits_where_nobody_can_tell(waits_are_errors):
 
 @pytest.mark.parametrize("name", ["cuda", "cpu"])
 @pytest.mark.filterwarnings("ignore:.*GradScaler.* is deprecated")
-def test_scalers_of_old_names_take_what_those_took(name):
+def test_deprecated_scaler_names_take_their_positional_arguments(name):
     with ampfuse.patched():
         scaler = getattr(torch, name).amp.GradScaler(4.0, 3.0)
     again = type(scaler)(8.0, 2.0, 0.5, 2000, False)
     assert isinstance(scaler, getattr(torch, name).amp.GradScaler)
     assert not again.is_enabled()
-    if scaler.is_enabled():  # not for CUDA where there is none
+    if scaler.is_enabled():  # a CUDA scaler is disabled on a machine without a GPU
         assert scaler.get_growth_factor() == copy.deepcopy(scaler).get_growth_factor() == 3.0
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("is_patched", [False, True], ids=["torch", "patched"])
-def test_a_first_step_that_is_skipped_leaves_nothing(device, is_patched):
+def test_skipped_first_step_leaves_no_state_and_is_not_counted(device, is_patched):
     if is_patched:
         ampfuse.patch()
     model = torch.nn.Linear(3, 1, device=device)

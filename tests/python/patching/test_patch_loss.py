@@ -1,4 +1,4 @@
-"""torch.nn.functional.cross_entropy while it is ampfuse's."""
+"""torch.nn.functional.cross_entropy while it is patched."""
 
 import ampfuse
 import pytest
@@ -38,7 +38,7 @@ def results(loss_of, logits, *arguments, **options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-def test_losses_have_torchs_values_and_dtypes(device, dtype, reduction, autocast):
+def test_patched_losses_have_torchs_values_and_dtypes(device, dtype, reduction, autocast):
     logits, target = batch(device, dtype)
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         loss, grad = results(functional.cross_entropy, logits, target, reduction=reduction)
@@ -54,7 +54,7 @@ def test_losses_have_torchs_values_and_dtypes(device, dtype, reduction, autocast
     assert USAGE.served == 1
 
 
-def test_the_module_is_replaced_too(device):
+def test_cross_entropy_loss_module_uses_the_patched_function(device):
     logits, target = batch(device)
     weight = torch.linspace(0.5, 2, 11, device=device)
     criterion = torch.nn.CrossEntropyLoss(weight, label_smoothing=0.1, ignore_index=3)
@@ -65,7 +65,7 @@ def test_the_module_is_replaced_too(device):
     assert USAGE.served == 1
 
 
-def test_what_ours_does_not_take_is_torchs(device):
+def test_unsupported_arguments_are_left_to_torch(device):
     logits, target = batch(device)
     probabilities = torch.rand(6, 11, device=device).softmax(1).requires_grad_()
     cases = [
@@ -91,7 +91,7 @@ def error_of(call, arguments, options):
     raise AssertionError("there was none")
 
 
-def test_errors_are_torchs(device):
+def test_errors_of_the_patched_loss_equal_those_of_torch(device):
     logits, target = batch(device)
     cases = [
         ((logits, target[:3]), {}),
@@ -107,13 +107,13 @@ def test_errors_are_torchs(device):
         assert (type(found), str(found)) == (type(expected), str(expected))
 
 
-def test_a_class_there_is_not_is_torchs_error():
+def test_target_out_of_range_raises_torchs_error():
     logits, _ = batch("cpu")
     with pytest.raises(IndexError, match="Target 11 is out of bounds"):
         functional.cross_entropy(logits, torch.full((6,), 11))
 
 
-def test_second_derivatives(device):
+def test_second_derivatives_match_torch(device):
     logits, target = batch(device, torch.float64)
     for loss_of in (functional.cross_entropy, torchs):
         (grad,) = torch.autograd.grad(loss_of(logits, target), logits, create_graph=True)
@@ -123,7 +123,7 @@ def test_second_derivatives(device):
     assert_close(found, again)
 
 
-def test_functional_transforms_and_forward_mode(device):
+def test_functional_transforms_and_forward_mode_match_torch(device):
     logits, target = batch(device)
     wide = logits.detach()
     grad = torch.func.grad(functional.cross_entropy)(wide, target)
@@ -135,7 +135,7 @@ def test_functional_transforms_and_forward_mode(device):
 
 
 class Tagged(torch.Tensor):
-    """Whose losses are told by the function of that name."""
+    """A tensor subclass that has its own `functional.cross_entropy`."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -144,7 +144,7 @@ class Tagged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_subclasses_are_asked_as_of_the_function_of_that_name(device):
+def test_torch_function_of_a_subclass_receives_functional_cross_entropy(device):
     logits, target = batch(device)
     tagged = logits.detach().as_subclass(Tagged)
     assert functional.cross_entropy(tagged, target) == "told"
@@ -153,10 +153,10 @@ def test_subclasses_are_asked_as_of_the_function_of_that_name(device):
 
 
 class Plain(torch.Tensor):
-    """Without a word of its own."""
+    """A tensor subclass that overrides no operation."""
 
 
-def test_subclasses_keep_their_class(device):
+def test_loss_of_a_tensor_subclass_keeps_the_class(device):
     logits, target = batch(device)
     loss = functional.cross_entropy(logits.detach().as_subclass(Plain), target)
     assert type(loss) is Plain
@@ -164,7 +164,7 @@ def test_subclasses_keep_their_class(device):
 
 
 class Seen(TorchFunctionMode):
-    """Remembers which functions were called."""
+    """A mode that records the called functions."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_see_the_function_of_that_name(device):
+def test_torch_function_mode_sees_functional_cross_entropy(device):
     logits, target = batch(device)
     with Seen() as seen:
         loss = functional.cross_entropy(logits, target)
@@ -183,7 +183,7 @@ def test_modes_see_the_function_of_that_name(device):
     assert_close(loss, torchs(logits, target))
 
 
-def test_a_default_device_changes_nothing(device):
+def test_patched_loss_is_used_under_a_default_device(device):
     logits, target = batch(device)
     with torch.device(device):
         functional.cross_entropy(logits, target)
@@ -191,7 +191,7 @@ def test_a_default_device_changes_nothing(device):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_torchscript_compiles_torchs(device):
+def test_torchscript_compiles_and_traces_torchs_function(device):
     logits, target = batch(device)
     scripted = torch.jit.script(torch.nn.CrossEntropyLoss())
     assert_close(scripted(logits, target), torchs(logits, target))
@@ -200,13 +200,13 @@ def test_torchscript_compiles_torchs(device):
     assert not any("ampfuse" in node.kind() for node in traced.inlined_graph.nodes())
 
 
-def test_exported_programs_need_nothing_of_ampfuse():
+def test_exported_program_contains_no_ampfuse_op():
     logits, target = batch("cpu")
     program = torch.export.export(torch.nn.CrossEntropyLoss(), (logits.detach(), target))
     assert not any("ampfuse" in str(node.target) for node in program.graph.nodes)
 
 
-def test_compiled_it_is_in_the_graph(device):
+def test_compiled_loss_keeps_ampfuse_ops_in_the_graphs(device):
     torch._dynamo.reset()
     logits, target = batch(device)
     graphs = []
@@ -232,8 +232,8 @@ def test_compiled_it_is_in_the_graph(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**16, 3.0, 2.0**24])
 @pytest.mark.parametrize("divisor", [1, 3, 4])
-def test_gradients_are_exact_with_and_without_a_scaler(device, dtype, scale, divisor):
-    """Through the scaler, divided first, without it, and through another one."""
+def test_gradients_are_correct_with_and_without_a_scaler(device, dtype, scale, divisor):
+    """Scale the divided loss by the scaler that was used last, by another one, and not at all."""
     logits, target = batch(device, dtype, rows=64)
     scaler, other = (torch.amp.GradScaler(device.type, s) for s in (scale, 2.0**9))
     for one in (other, scaler):
@@ -256,7 +256,7 @@ def test_gradients_are_exact_with_and_without_a_scaler(device, dtype, scale, div
         assert torch.isinf(grad[~fits]).all()
 
 
-def test_many_threads_with_scalers_of_their_own(device):
+def test_gradients_are_correct_on_threads_with_their_own_scalers(device):
     from concurrent.futures import ThreadPoolExecutor
 
     logits, target = batch(device)
@@ -277,7 +277,7 @@ def test_many_threads_with_scalers_of_their_own(device):
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_losses_by_probabilities_have_torchs_dtype(device, dtype, wide, is_autocast):
+def test_losses_of_class_probabilities_have_torchs_dtype(device, dtype, wide, is_autocast):
     logits = torch.randn(4, 5, device=device, dtype=dtype, requires_grad=True)
     probabilities = torch.rand(4, 5, device=device).softmax(1)
     weight = torch.ones(5, device=device, dtype=wide)
@@ -295,7 +295,7 @@ def test_losses_by_probabilities_have_torchs_dtype(device, dtype, wide, is_autoc
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
-def test_graphs_that_make_fx_makes_need_nothing_of_ampfuse(device, pre_dispatch):
+def test_graph_of_make_fx_contains_no_ampfuse_op(device, pre_dispatch):
     logits, target = batch(device)
 
     def loss(logits):

@@ -1,4 +1,4 @@
-"""torch.optim.Adam and AdamW while they are ampfuse's, or torch's for a reason."""
+"""torch.optim.Adam and AdamW while they are patched, and the cases that are left to torch."""
 
 import ampfuse
 import pytest
@@ -46,7 +46,7 @@ def step(optimizer, params, number):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_they_step_as_torchs(device, name, options, dtype):
+def test_patched_optimizers_step_like_torchs(device, name, options, dtype):
     params, others = parameters(device, dtype), parameters(device, dtype)
     optimizer, reference = (
         getattr(torch.optim, name)(params, **options),
@@ -62,7 +62,7 @@ def test_they_step_as_torchs(device, name, options, dtype):
 
 
 @BOTH
-def test_positional_arguments_are_torchs(name):
+def test_positional_arguments_have_torchs_order(name):
     optimizer = getattr(torch.optim, name)(parameters("cpu"), 0.1, (0.5, 0.9), 1e-6, 0.3, True)
     group = optimizer.param_groups[0]
     assert [group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")] == [
@@ -75,7 +75,7 @@ def test_positional_arguments_are_torchs(name):
 
 
 @BOTH
-def test_parameters_may_come_in_every_way_that_torch_takes(name):
+def test_parameters_are_accepted_in_every_form_that_torch_accepts(name):
     cls = getattr(torch.optim, name)
     a, b = parameters("cpu")[:2]
     ways = [
@@ -99,7 +99,7 @@ def test_parameters_may_come_in_every_way_that_torch_takes(name):
         {torch.float16: torch.float32, torch.float64: torch.float64},
     ],
 )
-def test_16_bit_parameters_have_no_masters_that_torch_had_not(states):
+def test_patched_optimizers_keep_no_masters_of_16_bit_parameters(states):
     params = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in states]
     optimizer = torch.optim.AdamW(params)
     step(optimizer, params, 0)
@@ -109,7 +109,7 @@ def test_16_bit_parameters_have_no_masters_that_torch_had_not(states):
 
 
 @BOTH
-def test_what_ours_cannot_do_is_torchs_and_the_reason_is_logged_once(name, caplog):
+def test_unsupported_optimizer_is_left_to_torch_and_the_reason_logged_once(name, caplog):
     cls, torchs = getattr(torch.optim, name), original(name)
     beta = torch.tensor(0.9)
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_what_ours_cannot_do_is_torchs_and_the_reason_is_logged_once(name, caplo
         (([{"params": {torch.ones(2, requires_grad=True)}}],), {}),
     ],
 )
-def test_errors_are_torchs(name, arguments, options):
+def test_constructor_errors_equal_those_of_torch(name, arguments, options):
     errors = []
     for cls in (original(name), getattr(torch.optim, name)):
         try:
@@ -152,7 +152,7 @@ def test_errors_are_torchs(name, arguments, options):
 
 
 @BOTH
-def test_state_goes_to_torchs_and_back(name):
+def test_state_dicts_are_exchanged_with_torchs_optimizers(name):
     params, others = parameters("cpu"), parameters("cpu")
     optimizer, reference = getattr(torch.optim, name)(params), original(name)(others)
     for number in range(3):
@@ -165,7 +165,7 @@ def test_state_goes_to_torchs_and_back(name):
         assert torch.equal(optimizer.state[p]["exp_avg"], fresh.state[other]["exp_avg"])
 
 
-def test_schedulers_and_hooks_see_an_optimizer_of_torchs():
+def test_scheduler_drives_a_patched_optimizer():
     params = parameters("cpu")
     optimizer = torch.optim.AdamW(params, lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
@@ -178,8 +178,8 @@ def test_schedulers_and_hooks_see_an_optimizer_of_torchs():
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("has_scaler", [False, True])
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
-def test_a_parameter_that_is_in_a_group_twice_is_torchs_matter(name, has_scaler, options):
-    """As tied weights are, where a program lists the parameters of two layers."""
+def test_parameter_listed_twice_in_a_group_steps_as_in_torch(name, has_scaler, options):
+    """Tie the weights of two layers and list the parameters of both."""
 
     def trained():
         torch.manual_seed(0)

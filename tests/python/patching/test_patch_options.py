@@ -1,4 +1,4 @@
-"""What programs do with torch's optimizers besides steps: make one from another, change, load."""
+"""Uses of torch's optimizers besides steps: copied options, changed groups and methods, loads."""
 
 import copy
 from unittest import mock
@@ -25,7 +25,7 @@ def step(optimizer, grad=1.0):
 
 @pytest.fixture(params=[False, True], ids=["torch", "patched"], autouse=True)
 def is_patched(request):
-    """Each of these holds for torch's, too."""
+    """Run each test with torch's classes and with the patched ones."""
     PARTS["optimizers"].usage.forget()
     if not request.param:
         yield False
@@ -39,7 +39,7 @@ def assert_is(optimizer, is_patched, name):
     assert isinstance(optimizer, ours) == is_patched
 
 
-def test_one_may_be_made_from_the_options_of_another(is_patched):
+def test_optimizer_may_be_made_from_the_options_of_another(is_patched):
     first = torch.optim.Adam([parameter()], lr=0.5, fused=True)
     options = {name: value for name, value in first.param_groups[0].items() if name != "params"}
     for made in (
@@ -64,7 +64,7 @@ def test_one_may_be_made_from_the_options_of_another(is_patched):
 
 
 @BOTH
-def test_options_of_ours_are_unknown_as_in_torch(name):
+def test_options_of_ampfuse_are_unknown_as_in_torch(name):
     for option in ("master_weights", "max_grad_norm", "process_group"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
             getattr(torch.optim, name)([parameter()], **{option: None})
@@ -74,8 +74,8 @@ def test_options_of_ours_are_unknown_as_in_torch(name):
 
 
 @BOTH
-def test_moments_are_of_the_parameters_dtype_whenever_that_changes(device, name):
-    """As torch's; a group's parameters may be replaced by wider ones, say."""
+def test_moments_have_the_dtype_of_the_groups_current_parameters(device, name):
+    """Replace a group's parameters, for example by wider ones, as torch allows."""
     narrow = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
     optimizer = getattr(torch.optim, name)([narrow])
     wide = parameter(device)
@@ -89,7 +89,7 @@ def test_moments_are_of_the_parameters_dtype_whenever_that_changes(device, name)
 
 
 @BOTH
-def test_a_group_may_be_appended(device, name):
+def test_group_appended_to_param_groups_is_stepped(device, name):
     optimizer = getattr(torch.optim, name)([parameter(device)], lr=0.5)
     late = parameter(device)
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": [late]})
@@ -100,7 +100,7 @@ def test_a_group_may_be_appended(device, name):
 
 @BOTH
 @pytest.mark.parametrize("in_tensor", [False, True])
-def test_rates_may_go_below_nothing(device, name, in_tensor):
+def test_learning_rate_may_become_negative(device, name, in_tensor):
     lr = torch.tensor(1.0, device=device) if in_tensor else 1.0
     param = parameter(device)
     optimizer = getattr(torch.optim, name)([param], lr=lr, capturable=in_tensor and param.is_cuda)
@@ -111,11 +111,11 @@ def test_rates_may_go_below_nothing(device, name, in_tensor):
         schedule.step()
         seen.append(param[0].item())
     assert float(optimizer.param_groups[0]["lr"]) == -1.5
-    assert seen[4] > seen[3]  # uphill
+    assert seen[4] > seen[3]  # the negative rate steps uphill
 
 
 @BOTH
-def test_weight_decay_may_go_below_nothing(device, name):
+def test_weight_decay_may_become_negative(device, name):
     optimizer = getattr(torch.optim, name)([parameter(device)], weight_decay=0.1)
     (group,) = optimizer.param_groups
     (param,) = group["params"]
@@ -136,7 +136,7 @@ def state_of(optimizer):
 
 
 @BOTH
-def test_state_dictionaries_keep_what_they_had_while_others_are_loaded(device, name):
+def test_state_dicts_keep_their_values_while_others_are_loaded(device, name):
     first, second = (getattr(torch.optim, name)([parameter(device)]) for _ in range(2))
     step(first, 1.0)
     step(second, 2.0)
@@ -162,7 +162,7 @@ def test_state_dictionaries_keep_what_they_had_while_others_are_loaded(device, n
 
 @BOTH
 @pytest.mark.parametrize("dtype", [None, torch.int64, torch.float64], ids=str)
-def test_steps_are_counted_from_any_number(name, dtype):
+def test_steps_are_counted_from_a_loaded_counter_of_any_type(name, dtype):
     number = 3 if dtype is None else torch.tensor(3, dtype=dtype)
     param = parameter()
     optimizer = getattr(torch.optim, name)([param], betas=(0.5, 0.5))
@@ -179,7 +179,7 @@ def test_steps_are_counted_from_any_number(name, dtype):
 
 
 @BOTH
-def test_what_torch_refuses_is_refused_in_its_words(name):
+def test_options_that_torch_refuses_are_refused_in_torchs_words(name):
     for options, words in (
         ({"fused": True, "foreach": True}, "cannot be `True` together"),
         ({"lr": torch.tensor(0.1), "foreach": True}, "lr as a Tensor is not supported"),
@@ -193,7 +193,7 @@ def test_what_torch_refuses_is_refused_in_its_words(name):
 
 
 @BOTH
-def test_a_late_group_that_is_to_be_differentiable_is_not_taken_silently(name, is_patched):
+def test_added_group_with_differentiable_is_refused(name, is_patched):
     if not is_patched:
         pytest.skip("torch's takes it")
     optimizer = getattr(torch.optim, name)([parameter()])
@@ -203,7 +203,7 @@ def test_a_late_group_that_is_to_be_differentiable_is_not_taken_silently(name, i
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
-def test_methods_that_a_program_puts_into_torchs_classes_are_called(name):
+def test_methods_that_a_program_assigns_to_torchs_classes_are_called(name):
     cls = getattr(torch.optim, name)
     before = cls.step
     with mock.patch.object(cls, "step", return_value="mine"):
@@ -217,7 +217,7 @@ def test_methods_that_a_program_puts_into_torchs_classes_are_called(name):
 
 @pytest.mark.parametrize("name", ["__init__", "step", "__setstate__", "zero_grad"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_what_is_put_back_is_torchs_also_when_nothing_is_patched(monkeypatch, name, times):
+def test_torchs_class_works_after_a_program_replaced_and_restored_methods(monkeypatch, name, times):
     before = {cls: dict(vars(cls)) for cls in torch.optim.AdamW.__mro__}
     cls = torch.optim.AdamW
     function = getattr(cls, name)
@@ -236,7 +236,7 @@ def test_what_is_put_back_is_torchs_also_when_nothing_is_patched(monkeypatch, na
     step(optimizer)
 
 
-def test_an_init_of_the_programs_own_is_called_with_what_was_given():
+def test_init_assigned_by_a_program_is_called_with_the_given_arguments():
     seen = []
     original = torch.optim.AdamW.__init__
 
@@ -253,7 +253,7 @@ def test_an_init_of_the_programs_own_is_called_with_what_was_given():
         torch.amp.GradScaler("anything")
 
 
-def test_making_one_makes_no_other(monkeypatch):
+def test_making_an_optimizer_makes_exactly_one(monkeypatch):
     made = []
     original = torch.optim.Optimizer.__init__
 
@@ -266,7 +266,7 @@ def test_making_one_makes_no_other(monkeypatch):
     assert made == [[3]]
 
 
-def test_private_methods_of_scalers_are_put_back(monkeypatch, is_patched):
+def test_private_scaler_methods_assigned_by_a_program_are_restored(monkeypatch, is_patched):
     names = {name for name in dir(torch.amp.GradScaler) if not name.startswith("__")}
     with monkeypatch.context() as patch:
         patch.setattr(torch.amp.GradScaler, "_maybe_opt_step", lambda *_: "mine")
@@ -276,7 +276,7 @@ def test_private_methods_of_scalers_are_put_back(monkeypatch, is_patched):
     assert isinstance(torch.amp.GradScaler("cpu"), ampfuse.GradScaler) == is_patched
 
 
-def test_changes_that_are_put_back_are_none(monkeypatch, is_patched):
+def test_undone_changes_to_torchs_classes_leave_none_of_their_effects(monkeypatch, is_patched):
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", lambda _: "mine")
         assert torch.optim.AdamW([parameter()]).step() == "mine"
@@ -291,7 +291,7 @@ def test_changes_that_are_put_back_are_none(monkeypatch, is_patched):
     assert isinstance(torch.amp.GradScaler("cpu"), ampfuse.GradScaler) == is_patched
 
 
-def test_classes_of_the_programs_own_are_told_of(is_patched):
+def test_class_derived_by_the_program_is_reported_as_left_to_torch(is_patched):
     usage = PARTS["optimizers"].usage
 
     class Mine(torch.optim.AdamW): ...
@@ -302,10 +302,10 @@ def test_classes_of_the_programs_own_are_told_of(is_patched):
 
 
 @BOTH
-def test_groups_of_another_kind_of_optimizer_are_not_stepped(name):
+def test_loading_and_stepping_groups_of_sgd_raises_key_error(name):
     optimizer = getattr(torch.optim, name)([parameter()])
 
-    def load_and_step():  # torch's class loads them, and refuses the step
+    def load_and_step():  # torch's class loads the groups and raises in step()
         optimizer.load_state_dict(torch.optim.SGD([parameter()]).state_dict())
         step(optimizer)
 

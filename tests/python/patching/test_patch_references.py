@@ -1,4 +1,4 @@
-"""Names of torch's that other modules had imported before they were replaced."""
+"""Names of torch that other modules imported before or while they were replaced."""
 
 import gc
 import importlib.util
@@ -43,28 +43,28 @@ def other(tmp_path):
     del sys.modules["other_module"]
 
 
-def test_names_that_were_imported_before_mean_ours(other):
+def test_names_imported_before_patching_are_replaced(other):
     functional, optim = torch.nn.functional, torch.optim
     torchs = optim.AdamW
     with ampfuse.patched():
         assert other.GradScaler is torch.amp.GradScaler
         assert other.AdamW is optim.AdamW is other.Settings.AdamW
         assert other.cross_entropy is functional.cross_entropy
-        # Whoever has another name for it may mean torch's.
+        # A module that uses a name of its own may mean torch's class, so that name is kept.
         assert other.TorchAdamW is torchs is other.OPTIMIZERS["adamw"]
     assert other.AdamW is torchs is other.Settings.AdamW
     assert other.cross_entropy is functional.cross_entropy
 
 
-def test_names_that_are_imported_meanwhile_are_put_back(other):
+def test_names_bound_while_patched_are_restored(other):
     torchs = torch.optim.AdamW
     with ampfuse.patched():
         other.AdamW = torch.optim.AdamW
     assert other.AdamW is torchs
 
 
-def test_tables_that_a_library_makes_at_its_import_follow_a_patch_that_came_before(monkeypatch):
-    """As the registry of optimizers in timm does."""
+def test_table_of_a_library_holds_replacements_only_if_patched_before_import(monkeypatch):
+    """Import a library that has such a table, like timm's registry of optimizers."""
     library = "import torch\nTABLE = {'adamw': torch.optim.AdamW}\n"
     library += "def create(name, params): return TABLE[name](params)\n"
     made = {}
@@ -81,7 +81,7 @@ def test_tables_that_a_library_makes_at_its_import_follow_a_patch_that_came_befo
     assert isinstance(made["patch first"], ampfuse.AdamW)
 
 
-def test_names_that_somebody_else_has_changed_since_are_left_alone():
+def test_unpatch_leaves_names_that_the_program_has_changed_since():
     original = torch.optim.AdamW
     ampfuse.patch("optimizers")
     torch.optim.AdamW = torch.optim.SGD
@@ -91,7 +91,7 @@ def test_names_that_somebody_else_has_changed_since_are_left_alone():
 
 
 class Refusing(type(sys)):
-    """A module that cannot be written to."""
+    """A module that refuses assignments to its attributes."""
 
     def __setattr__(self, name, value):
         raise AttributeError("read only")
@@ -106,7 +106,7 @@ def refusing():
     del sys.modules["refusing"]
 
 
-def test_modules_that_refuse_to_be_written_keep_torchs_names(refusing):
+def test_modules_that_refuse_assignment_keep_torchs_names(refusing):
     torchs = torch.optim.AdamW
     with ampfuse.patched():
         assert torch.optim.AdamW is not torchs
@@ -114,7 +114,7 @@ def test_modules_that_refuse_to_be_written_keep_torchs_names(refusing):
     assert torch.optim.AdamW is torchs
 
 
-def test_a_block_that_does_not_begin_leaves_nothing(monkeypatch):
+def test_interrupted_entry_into_a_patched_block_leaves_nothing_replaced(monkeypatch):
     torchs = torch.optim.AdamW
 
     def interrupted(pairs):
@@ -128,14 +128,14 @@ def test_a_block_that_does_not_begin_leaves_nothing(monkeypatch):
     assert all(part.blocks == 0 and not part.is_bound for part in ampfuse.patching.PARTS.values())
 
 
-def test_classes_that_are_made_of_a_stand_in_are_of_the_module_that_made_them():
+def test_class_made_from_a_replacement_has_the_module_that_made_it():
     ampfuse.patch()
     made = type("Made", (torch.optim.AdamW,), {})
     assert made.__module__ == __name__
     assert made.__mro__[1].__module__ == "torch.optim.adamw"
 
 
-def test_traced_losses_name_their_options_as_torchs_do():
+def test_symbolic_trace_of_the_patched_loss_keeps_torchs_keywords():
     def calls():
         graph = torch.fx.symbolic_trace(torch.nn.CrossEntropyLoss(reduction="sum")).graph
         return [(len(node.args), node.kwargs) for node in graph.nodes if node.kwargs]
@@ -147,7 +147,7 @@ def test_traced_losses_name_their_options_as_torchs_do():
     assert plain[0][1].items() <= ours[1].items()
 
 
-def test_names_that_appear_between_blocks_are_exchanged(other):
+def test_names_that_appear_between_patched_blocks_are_replaced(other):
     torchs = torch.optim.AdamW
     other.GradScaler = other.Settings = None
     with ampfuse.patched():
@@ -160,7 +160,7 @@ def test_names_that_appear_between_blocks_are_exchanged(other):
     assert other.Settings.AdamW is torchs
 
 
-def test_names_in_a_module_that_took_the_place_of_another_are_exchanged(other, monkeypatch):
+def test_names_in_a_new_module_of_the_same_name_are_replaced(other, monkeypatch):
     with ampfuse.patched():
         pass
     newer = types.ModuleType("other_module")
@@ -171,7 +171,7 @@ def test_names_in_a_module_that_took_the_place_of_another_are_exchanged(other, m
         assert newer.AdamW is not newer.TorchAdamW
 
 
-def test_modules_are_not_kept_alive(monkeypatch):
+def test_patching_does_not_keep_modules_alive(monkeypatch):
     module = types.ModuleType("short_lived")
     module.AdamW = torch.optim.AdamW
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -186,7 +186,7 @@ def test_modules_are_not_kept_alive(monkeypatch):
     assert alive() is None
 
 
-def test_proxies_whose_object_is_gone_are_not_asked_anything(monkeypatch):
+def test_dead_weak_proxies_in_modules_do_not_break_patching(monkeypatch):
     module = types.ModuleType("of_proxies")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.proxy = weakref.proxy(set())

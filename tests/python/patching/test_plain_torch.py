@@ -11,8 +11,9 @@ import torch
 FOLDER = Path(__file__).parents[3] / "examples" / "plain_torch"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
-# Of 16-bit activations, whose rounding the smallest difference before may turn: how far apart the
-# trained weights may be, and the numbers that are printed; an image of 512 may change its class.
+# Any difference may change how later 16-bit activations are rounded. WEIGHTS is the relative
+# tolerance of the trained weights, PRINTED that of printed numbers. ONE_IMAGE lets one image of 512
+# change its class.
 WEIGHTS = 3e-2
 PRINTED = 2e-3
 ONE_IMAGE = 2.5e-3
@@ -26,7 +27,7 @@ USED = {
     "resume": {"scaler", "optimizers", "cross_entropy"},
 }
 
-# Fewer than people would take.
+# Fewer steps than a user would take, to save time.
 STEPS = {"char_language_model": ["--steps", "20"], "image_classifier": ["--epochs", "2"]}
 
 
@@ -41,7 +42,7 @@ def weights(path):
 
 
 def printed(text):
-    """Numbers, and the words before them."""
+    """Return the printed numbers, each with the word before it."""
     return re.findall(r"(\w*)\W*?(\d+\.\d+)", text)
 
 
@@ -51,7 +52,7 @@ def run(*command):
     return done
 
 
-def test_there_are_six():
+def test_examples_are_the_six_expected_programs():
     assert (
         sorted(
             ["accumulation", "char_language_model", "gan", "image_classifier", "lbfgs", "resume"]
@@ -63,7 +64,7 @@ def test_there_are_six():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_results_are_those_without(tmp_path, program, dtype):
+def test_results_under_ampfuse_match_those_of_plain_torch(tmp_path, program, dtype):
     script = FOLDER / f"{program}.py"
     options = ["--dtype", dtype, *STEPS.get(program, ())]
     plain = run(script, *options, "--save", tmp_path / "plain.pt")

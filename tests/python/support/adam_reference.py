@@ -1,9 +1,9 @@
-"""A step of Adam or AdamW in float64, and without ampfuse what tests of `fused_adam` feed in.
+"""Inputs for tests of `fused_adam`, and a step of Adam or AdamW in float64, without ampfuse.
 
-The formulae are those of torch.optim's documentation, with t the number of the step:
+The formulae are those of torch.optim's documentation; t is the number of the step:
 
     g ← −g if maximize;  g ← g + λ·p (Adam) or p ← p − lr·λ·p (AdamW)
-    m ← β₁·m + (1−β₁)·g;  v ← β₂·v + (1−β₂)·g²;  with amsgrad the largest v so far takes its place
+    m ← β₁·m + (1−β₁)·g;  v ← β₂·v + (1−β₂)·g²;  with amsgrad, the largest v so far replaces v
     p ← p − lr·m̂ / (√v̂ + ε)  with m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)
 """
 
@@ -15,7 +15,7 @@ import torch
 from reference import heavy_tailed
 from torch import Tensor
 
-# Weight decay large enough to be seen in float16.
+# The weight decay is large enough to be visible in float16.
 OPTIONS = {
     "beta1": 0.9,
     "beta2": 0.999,
@@ -29,7 +29,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of one tensor's columns."""
+    """Dtypes of one parameter and of its gradient, moments and master."""
 
     param: torch.dtype = torch.float32
     grad: torch.dtype = torch.float32
@@ -47,7 +47,7 @@ HALF_WITH_MASTERS = Dtypes(torch.float16, torch.float16, master=torch.float32)
 BFLOAT16_WITH_MASTERS = Dtypes(torch.bfloat16, torch.bfloat16, master=torch.float32)
 BFLOAT16_WITH_REMAINDERS = Dtypes(torch.bfloat16, torch.bfloat16, master=torch.int16)
 
-# All that the op takes.
+# All combinations that the op accepts.
 COMBINATIONS = [
     Dtypes(param, grad, moment, master)
     for param, master in [
@@ -61,7 +61,7 @@ COMBINATIONS = [
 
 EVERY_COMBINATION = pytest.mark.parametrize("dtypes", COMBINATIONS, ids=str)
 
-# The kinds of numbers that are stepped, with the gradients and moments that usually go with them.
+# All kinds of parameters and masters, with the dtypes that gradients and moments usually have.
 WITH_MASTERS = [HALF_WITH_MASTERS, BFLOAT16_WITH_MASTERS, BFLOAT16_WITH_REMAINDERS]
 EVERY_MASTER = pytest.mark.parametrize("dtypes", WITH_MASTERS, ids=str)
 SOME_COMBINATIONS = pytest.mark.parametrize("dtypes", [Dtypes(), DOUBLE, *WITH_MASTERS], ids=str)
@@ -69,7 +69,7 @@ SOME_COMBINATIONS = pytest.mark.parametrize("dtypes", [Dtypes(), DOUBLE, *WITH_M
 
 @dataclass
 class AdamLists:
-    """What a step reads and writes: lists of which entries with the same index belong together."""
+    """Lists that a step reads and writes; entries with the same index belong to one parameter."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -80,23 +80,23 @@ class AdamLists:
     masters: list[Tensor]  # empty without masters
 
     def columns(self) -> list[list[Tensor]]:
-        """The lists, in the order in which the op takes them."""
+        """Return the lists, in the order in which the op takes them."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def tensors(self) -> list[Tensor]:
-        """All of all lists."""
+        """Return the tensors of all lists."""
         return [tensor for column in self.columns() for tensor in column]
 
     def clone(self) -> "AdamLists":
-        """A copy to be stepped by itself."""
+        """Return a copy that shares no memory with this."""
         return AdamLists(*([x.clone() for x in column] for column in self.columns()))
 
     def only(self, *indices: int) -> "AdamLists":
-        """Some of the tensors, shared with this."""
+        """Return the tensors with these indices, without copying them."""
         return AdamLists(*([column[i] for i in indices if column] for column in self.columns()))
 
     def stepped(self) -> list[Tensor]:
-        """The numbers that are stepped: masters if there are any, else parameters."""
+        """Return the tensors that a step updates: the masters if present, else the parameters."""
         if not self.masters:
             return self.params
         pairs = zip(self.params, self.masters, strict=True)
@@ -104,7 +104,7 @@ class AdamLists:
 
 
 def concatenated(*parts: AdamLists) -> AdamLists:
-    """The lists of all parts, one part after the other."""
+    """Return the lists of all parts, one part after the other."""
     columns = zip(*(part.columns() for part in parts), strict=True)
     return AdamLists(*([x for column in of_all for x in column] for of_all in columns))
 
@@ -119,11 +119,11 @@ def adam_lists(
     steps: float = 0,
     seed: int = 0,
 ) -> AdamLists:
-    """Heavy-tailed numbers, of which `steps` have been taken.
+    """Return lists of heavy-tailed numbers, as they might be after `steps` steps.
 
-    Parameter, gradient and mean of an element have the same sign (the gradient the other one where
-    it is to be climbed), and parameters are so far from zero that a few first steps of 1e-3 don't
-    carry them across. Then no sum cancels but the last, and all results can be right to a few
+    Parameter, gradient and mean of an element have the same sign (with `maximize`, the gradient has
+    the opposite one). Parameters are so far from zero that the first few steps of 1e-3 do not
+    change their sign. So no sum except the last one cancels, and all results can be exact to a few
     roundings of their own size.
     """
     lists = AdamLists([], [], [], [], [], [], [])
@@ -159,7 +159,7 @@ def renew_gradients(lists: AdamLists, seed: int) -> None:
 
 
 def with_masters(lists: AdamLists, dtypes: Dtypes) -> AdamLists:
-    """A copy of float32 lists, with 16-bit parameters and masters in place of the parameters."""
+    """Return a copy of float32 lists whose parameters became 16-bit parameters and masters."""
     copy = lists.clone()
     if dtypes.master == torch.float32:
         return replace(copy, params=[x.to(dtypes.param) for x in copy.params], masters=copy.params)
@@ -168,10 +168,10 @@ def with_masters(lists: AdamLists, dtypes: Dtypes) -> AdamLists:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 as the nearest bfloat16, of two the larger in magnitude, and what its bits lack.
+    """Split float32 numbers into the nearest bfloat16 (ties away from zero) and a remainder.
 
-    As integers, bits are the bfloat16's times 2¹⁶ plus the remainder; not those of a NaN, which are
-    cut in two, and the upper half made quiet lest it be an infinity.
+    As integers, the bits of x are those of the bfloat16 times 2¹⁶ plus the remainder. The bits of a
+    NaN are cut in two instead. The upper half is made a quiet NaN, or it might be an infinity.
     """
     bits = x.view(torch.int32).long()
     upper = torch.where(x.isnan(), (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
@@ -179,20 +179,20 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 that was split."""
+    """Return the float32 numbers that were split."""
     upper = param.view(torch.int16).long() << 16
     bits = torch.where(param.isnan(), upper | (remainder.long() & 0xFFFF), upper + remainder.long())
     return (((bits + 2**31) % 2**32) - 2**31).int().view(torch.float32)
 
 
 def wrapped(integers: Tensor) -> Tensor:
-    """The lower 16 bits as a signed integer."""
+    """Return the lower 16 bits as signed integers."""
     return (((integers + 2**15) % 2**16) - 2**15).short()
 
 
 @dataclass
 class ExactStep:
-    """One tensor after a step, in float64."""
+    """One parameter before and after a step, and its state after the step, in float64."""
 
     before: Tensor
     param: Tensor
@@ -215,7 +215,7 @@ def exact_step(
     decoupled_weight_decay: bool,
     grad_factor: float = 1.0,
 ) -> list[ExactStep]:
-    """What becomes of each tensor, by the formulae above, from what the lists hold."""
+    """Return the result of one step for each parameter of the lists, by the formulae above."""
     results = []
     for i, before in enumerate(x.to(torch.float64, copy=True) for x in lists.stepped()):
         grad = lists.grads[i].double() * grad_factor
@@ -236,7 +236,7 @@ def exact_step(
 
 
 def take_exact_step(lists: AdamLists, lr: float, **options: float) -> None:
-    """Step float64 lists by the formulae."""
+    """Replace the tensors of float64 lists by the results of one step of the formulae."""
     results = exact_step(lists, lr, **options)
     lists.params = [result.param for result in results]
     lists.exp_avgs = [result.exp_avg for result in results]
@@ -245,8 +245,8 @@ def take_exact_step(lists: AdamLists, lr: float, **options: float) -> None:
 
 
 def assert_stored(actual: Tensor, expected: Tensor, error: Tensor) -> None:
-    """Compare with what is exact but for `error` in the arithmetic and the rounding to be stored,
-    by half a last bit of the dtype, or half a step of its subnormal numbers."""
+    """Check `actual` against exact numbers. Allow `error` for the arithmetic, and one rounding to
+    the dtype: half an ulp, or half a step of its subnormal numbers."""
     info = torch.finfo(actual.dtype)
     half_a_bit = (info.eps * expected.abs()).clamp(min=info.smallest_normal * info.eps) / 2
     off = (actual.double() - expected).abs()
@@ -254,14 +254,19 @@ def assert_stored(actual: Tensor, expected: Tensor, error: Tensor) -> None:
 
 
 def assert_step(lists: AdamLists, exact: list[ExactStep]) -> None:
-    """Compare the lists with the step that they should have taken.
+    """Check that the lists contain the exact results of the step, except for roundings.
 
-    Roundings in the arithmetic, half a last bit each, relative to the result when nothing cancels:
-    g: the factor, ·factor, λ, + λ·p.  m: those of g, 1−β₁, g − m, + m.  v: twice those of g, 1−β₂,
-    ·g, β₂, ·v, +.  The update: those of m, half of those of v, the size, ·m, √, the floor, +, /.
-    p: lr·λ, − lr·λ·p, − the update, and the update's.  Each is counted as if it happened to the
-    whole of what it is part of. The reference's own roundings, in float64, are only seen next to a
-    double, which may be off by as much again.
+    These operations round by half an ulp each, which is relative to the result if nothing cancels.
+    Each is counted as if it rounded the whole number that it is a part of:
+
+        g: the factor, ·factor, λ, + λ·p
+        m: the roundings of g, and 1−β₁, g − m, + m
+        v: twice the roundings of g, and 1−β₂, ·g, β₂, ·v, +
+        update: the roundings of m, half of those of v, and the size, ·m, √, the floor, +, /
+        p: lr·λ, − lr·λ·p, − the update, and the roundings of the update
+
+    The reference rounds in float64, which only matters for float64 results: these may have twice
+    the error.
     """
     of_grad, of_mean = 4, 4 + 3
     of_square = 2 * of_grad + 5

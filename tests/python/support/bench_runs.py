@@ -1,4 +1,4 @@
-"""Runs benchmark cases in tests, through the command line."""
+"""Runs of benchmark cases in tests, through the command line of the harness."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Run = Callable[..., tuple[int, list[dict[str, str]]]]
 
 
 def bench_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A function that runs cases and returns the exit status and the CSV's rows."""
+    """Return a function that runs cases and returns the exit status and the rows of the CSV."""
     ceilings = {"read": 10.0, "copy": 10.0, "update": 20.0}
     ceilings |= {torch.bfloat16: 10.0, torch.float32: 10.0}
     monkeypatch.setattr(harness.cli, "measure_ceilings", lambda *_: ceilings)

@@ -1,4 +1,4 @@
-"""Archives of C++ to read, and ways to spoil them."""
+"""Comparison of values from C++ archives, and ways to corrupt such archives."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ Edit = Callable[[bytes], bytes | None]
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Compare two trees of values: types, numbers, and the dtype and layout of tensors."""
+    """Return True if two trees of values agree, including types, dtypes, devices and strides."""
     if isinstance(a, dict):
         return (
             isinstance(b, dict) and a.keys() == b.keys() and all(same_values(a[k], b[k]) for k in a)
@@ -26,7 +26,7 @@ def same_values(a: Any, b: Any) -> bool:
 
 
 def edited(file: Path, record: str, edit: Edit) -> Path:
-    """Copy an archive with a change to one record, or without it if the edit returns None."""
+    """Copy an archive and edit one record, or omit it if `edit` returns None."""
     copy = file.with_name(f"edited_{file.name}")
     with ZipFile(file) as archive, ZipFile(copy, "w") as out:
         for name in archive.namelist():
@@ -47,7 +47,7 @@ def replaced(old: bytes, new: bytes) -> Edit:
 
 
 def spoiled(file: Path) -> Iterator[bytes]:
-    """Yield the file cut short, with one byte changed, and without one record: many of each."""
+    """Yield many corrupted copies: truncated, with one byte changed, and without one record."""
     data = file.read_bytes()
     yield from (data[: len(data) * i // 100] for i in range(100))
     numbers = random.Random(0)

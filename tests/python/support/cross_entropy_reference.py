@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient in float64, and how far off a result is in units of its dtype."""
+"""Cross-entropy and its gradient in float64, and functions that measure errors of results."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# By how many units of its last place a gradient may be off. A CPU without fused multiply-add rounds
-# twice where formulae round once.
+# Allowed error of a gradient, in ulps. A CPU without fused multiply-add rounds twice where the
+# formulae round once.
 ULPS = 1.25 if ampfuse.build_info()["cpu_capability"] == "DEFAULT" else 1.0
 
 
@@ -22,9 +22,9 @@ def exact(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and the gradient for `upstream`, of the same rounded logits."""
+    """Return loss and gradient for `upstream` in float64, from the same rounded logits."""
     if logits.dim() == 1 and logits.is_cuda:
-        # torch's mean of one ignored row is 0 on a GPU; of a batch, or on a CPU, it is no number.
+        # torch's mean of a single ignored row is 0 on a GPU, but NaN on a CPU and for a batch.
         on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
         loss, gradient = exact(
             logits.cpu(),
@@ -66,21 +66,21 @@ def exact(
 
 
 def ulp(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """The distance of neighbours of `dtype` at each of `x`."""
+    """Return the distance between neighbouring numbers of `dtype` at each element of `x`."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(x.double().abs()).exponent - 1
     return info.eps * torch.exp2(exponent.double()).clamp(min=info.tiny)
 
 
 def ulps_off(result: Tensor, expected: Tensor) -> float:
-    """By how many units of the result's last place it is off, at most."""
+    """Return the largest error of the result, in ulps. Non-finite numbers are left out."""
     off = (result.detach().double() - expected).abs() / ulp(result.dtype, expected)
     off = off[expected.isfinite()]
     return off.max().item() if off.numel() else 0.0
 
 
 def relatively_off(result: Tensor, expected: Tensor) -> float:
-    """The largest relative error."""
+    """Return the largest relative error. Zeros and non-finite numbers are left out."""
     off = (result.detach().double() - expected).abs() / expected.abs()
     off = off[expected.isfinite() & (expected != 0)]
     return off.max().item() if off.numel() else 0.0

@@ -1,4 +1,4 @@
-"""What torch.library.opcheck calls the operators of cross-entropy with."""
+"""Arguments with which torch.library.opcheck calls the operators of cross-entropy."""
 
 import torch
 
@@ -10,13 +10,13 @@ def rows(dtype, device, count=4, classes=6):
     return logits, target
 
 
-# What forward leaves for backward.
+# Values of `for_backward`: the data that forward computes for backward.
 NOTHING = 0
 STATISTICS = 1
 GRADIENT = 2
 GRADIENT_WITHIN_RANGE = 3
 
-SUM = 2  # of no rows it is a number, which a mean is not
+SUM = 2  # zero for an empty batch; a mean would be NaN
 
 
 def reduced(dtype, device, count):

@@ -1,10 +1,13 @@
-"""Steps as CUDA graphs."""
+"""Capture of a step in a CUDA graph."""
 
 import torch
 
 
 def capture(step):
-    """A graph of it and what replays write, after a call in which torch makes what it needs."""
+    """Return a graph of `step` and the results that replays overwrite.
+
+    The step runs once before, so that torch allocates what it keeps.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

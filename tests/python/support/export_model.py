@@ -1,4 +1,4 @@
-"""A model that scores itself, by both losses."""
+"""A model that returns both losses, and its export."""
 
 import ampfuse
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Scored(nn.Module):
-    """Losses of two last layers."""
+    """A model that returns the losses of two last layers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class Scored(nn.Module):
 
 
 def batch(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As the C++ program makes it, too."""
+    """Return the batch that the C++ program makes, too."""
     features = torch.linspace(-2, 2, rows * 8).reshape(rows, 8).to(dtype)
     return features, torch.arange(rows) * 7 % 11
 
 
 def exported(model: Scored) -> torch.export.ExportedProgram:
-    """For any number of rows."""
+    """Export the model for any number of rows from 2 to 64."""
     rows = torch.export.Dim("rows", min=2, max=64)
     dtype = model.head.weight.dtype
     return torch.export.export(model, batch(6, dtype), dynamic_shapes=({0: rows}, {0: rows}))

@@ -1,7 +1,7 @@
-"""CUDA graphs of steps on a CPU: what is captured is not done, and a replay does it.
+"""Fake CUDA graphs of steps on a CPU: a capture has no effect, and a replay runs the step.
 
-A replay takes the captured step again, and puts its results where capturing it had put them, as a
-graph would; of Python's objects it changes none.
+Like a real graph, a replay writes its results into the tensors that the capture returned, and
+changes no Python objects.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -10,7 +10,7 @@ import torch
 
 
 class FakeGraph:
-    """In place of torch.cuda.CUDAGraph."""
+    """A replacement for torch.cuda.CUDAGraph."""
 
     step = None  # the GraphedStep
 
@@ -54,7 +54,7 @@ class Stream:
 
 
 def capture(step, monkeypatch):
-    """Have a step on a CPU captured as if it were on a GPU."""
+    """Capture a step on a CPU as if it were on a GPU."""
 
     @contextmanager
     def graph(fake, capture_error_mode):

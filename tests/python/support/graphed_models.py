@@ -1,4 +1,4 @@
-"""A model, and a training step written out, for comparison with `ampfuse.GraphedStep`."""
+"""A model and its training step in plain code, for comparison with `ampfuse.GraphedStep`."""
 
 import ampfuse
 import torch
@@ -12,7 +12,7 @@ CLASSES = 5
 
 
 class Model(nn.Module):
-    """With buffers, and random numbers."""
+    """A model with buffers and random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 class Checkpointed(Model):
-    """Whose activations are recomputed in backward."""
+    """The model with activations that backward recomputes."""
 
     def forward(self, inputs):
         return checkpoint(self.layers, inputs, use_reentrant=False, preserve_rng_state=False)
@@ -42,7 +42,7 @@ def batch(device, seed=0):
 
 
 class Side:
-    """A model, its optimizer and scaler; and the step as one would write it."""
+    """A model, its optimizer and scaler, and the training step in plain code."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Side:
         monkeypatch=None,
         **options,
     ):
-        """With `monkeypatch` steps are captured on a CPU, too."""
+        """Pass `monkeypatch` to capture steps on a CPU, too."""
         self.monkeypatch = monkeypatch
         torch.manual_seed(0)
         self.device, self.dtype, self.clip, self.parts = device, dtype, clip, parts
         self.model = (Checkpointed() if checkpointed else Model()).to(device)
         if checkpointed:
-            self.model.layers[3] = nn.Identity()  # no random numbers
+            self.model.layers[3] = nn.Identity()  # recomputed, it would draw other random numbers
         if half:
             self.model.bfloat16()
         options.setdefault("max_grad_norm", None if clip else 0.5)
@@ -103,7 +103,7 @@ class Side:
 
     @property
     def tensors(self):
-        """All that training changes."""
+        """All tensors that training changes."""
         states = [*self.optimizer.state.values()]
         return [
             *self.model.parameters(),

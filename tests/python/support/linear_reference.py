@@ -1,4 +1,4 @@
-"""Linear cross-entropy in float64, and batches to call it with."""
+"""Batches for linear cross-entropy, and its exact results in float64."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 @dataclass
 class Head:
-    """Hidden states, a weight and perhaps a bias that require grad, and targets of some rows."""
+    """A batch: hidden states, a weight and an optional bias, which require grad, and targets."""
 
     hidden: Tensor
     weight: Tensor
@@ -30,12 +30,12 @@ class Head:
     def grads(self, loss: Tensor, upstream: Tensor | float = 1.0, **how: Any) -> list[Tensor]:
         if isinstance(upstream, Tensor):
             upstream = upstream.to(loss).expand(loss.shape)
-        else:  # of what a float32 has; filled in there: a copy to a GPU would be waited for
+        else:  # rounded to float32; filled on the device, as a copy to a GPU would synchronise
             upstream = torch.full_like(loss, torch.tensor(upstream).item())
         return list(torch.autograd.grad(loss, self.tensors(), upstream, **how))
 
     def as_leaves(self, dtype: torch.dtype) -> "Head":
-        """The same numbers in another dtype."""
+        """Return a batch of leaves with the same numbers in another dtype."""
         return Head(*(leaf(t, dtype) for t in (self.hidden, self.weight, self.bias)), self.target)
 
 
@@ -53,7 +53,7 @@ def head(
     bias: bool = True,
     seed: int = 0,
 ) -> Head:
-    """Logits of a few units; every seventh row is ignored."""
+    """Return a batch whose logits are a few units in size. Every seventh row is ignored."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> Tensor:
@@ -70,7 +70,7 @@ def head(
 
 @dataclass
 class Exact:
-    """What a float64 run of the same rounded numbers gives."""
+    """Loss and gradients in float64, from the same rounded numbers."""
 
     loss: Tensor
     grads: list[Tensor] = field(default_factory=list)
@@ -93,15 +93,15 @@ def exactly(head: Head, upstream: Tensor | float = 1.0, **options: Any) -> Exact
 
 
 def off(result: Tensor, expected: Tensor) -> float:
-    """The largest error, relative to the largest number."""
+    """Return the largest error, relative to the largest expected number."""
     if expected.numel() == 0:
         return 0.0
     error = (result.detach().double() - expected).abs().max()
     return (error / expected.abs().max().clamp(min=1e-300)).item()
 
 
-# By how much results may be off: of what is rounded once or twice to 16 bits, and of what is added
-# up in float.
+# Allowed errors of gradients, which are rounded to 16 bits once or twice, and of losses, which are
+# added up in float32.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 2e-6,
@@ -114,7 +114,7 @@ LOSS_TOLERANCE = {torch.float64: 1e-12} | dict.fromkeys(
 
 
 def check(head: Head, *, upstream: Tensor | float = 1.0, tolerance: float = 1, **options: Any):
-    """Loss and gradients of a call against the exact ones."""
+    """Check loss and gradients of a call against the exact ones."""
     how = {name: options.pop(name) for name in ("chunk_rows", "grad_scale") if name in options}
     expected = exactly(head, upstream, **options)
     loss = head.loss(**how, **options)

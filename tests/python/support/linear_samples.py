@@ -1,9 +1,9 @@
-"""What torch.library.opcheck calls the operators of linear cross-entropy with."""
+"""Arguments with which torch.library.opcheck calls the operators of linear cross-entropy."""
 
 import torch
 from linear_reference import head
 
-NONE, SUM = 0, 2  # of no rows these are numbers, which a mean is not
+NONE, SUM = 0, 2  # finite for an empty batch; a mean would be NaN
 WANTED = [True, True, True]
 
 
@@ -15,7 +15,7 @@ def rows(dtype, device, count):
 
 
 def dtypes(dtype):
-    """Of products, and of the weight's gradient."""
+    """Return the dtypes of products and of the weight's gradient."""
     return dtype, torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -63,7 +63,7 @@ LINEAR_SAMPLES = {
     "linear_cross_entropy_backward": backward,
 }
 
-# By name alone.
+# Keyword-only arguments.
 LINEAR_KEYWORDS = {
     "linear_cross_entropy": {"reduction": SUM, "chunk_rows": 3},
     "linear_cross_entropy.metrics": {"reduction": SUM, "chunk_rows": 3},

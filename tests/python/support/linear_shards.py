@@ -1,4 +1,4 @@
-"""A batch of linear cross-entropy whose classes two processes share out."""
+"""A batch of linear cross-entropy whose classes are sharded over two ranks."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ ROWS = 21
 
 
 def whole_head(dtype, classes, options):
-    """The batch, and the options as they are passed where all classes are."""
+    """Return the batch with all classes, and the options of a call on one rank."""
     batch = head(torch.device("cpu"), dtype, rows=ROWS, classes=classes)
     options = dict(options)
     generator = torch.Generator().manual_seed(3)
@@ -23,7 +23,7 @@ def whole_head(dtype, classes, options):
 
 
 def shard_of(batch, first, last):
-    """The classes from one to another."""
+    """Return the batch with the classes from `first` up to, not including, `last`."""
     weight, bias = (
         None if whole is None else whole.detach()[first:last].clone().requires_grad_()
         for whole in (batch.weight, batch.bias)
@@ -34,7 +34,7 @@ def shard_of(batch, first, last):
 
 
 def my_shard(batch, even=True):
-    """This process's, and how it says so."""
+    """Return this rank's shard, and the arguments that describe it."""
     classes = batch.weight.shape[0]
     middle = classes // 2 if even else classes // 3
     first, last = (0, middle) if dist.get_rank() == 0 else (middle, classes)
@@ -55,7 +55,10 @@ def result_of(mine, loss, reduction="mean", **more):
 
 
 def joined(results):
-    """Loss and gradients of both: what they must agree in, and the classes' one after another."""
+    """Return the loss and the gradients of all classes.
+
+    The ranks must agree in the loss and in the gradient of the hidden states.
+    """
     one, other = results
     assert torch.equal(one["loss"], other["loss"])
     assert torch.equal(one["hidden"], other["hidden"])
@@ -75,6 +78,6 @@ def check_joined(results, batch, reduction="mean", **options):
     )
     for tensor, grad, right in zip(batch.tensors(), grads, expected.grads, strict=True):
         assert grad.dtype == tensor.dtype
-        # Of products that add up thousands of numbers torch's own are as far off.
+        # In products that add up thousands of numbers, torch's own errors are as large.
         allowed = 2 if batch.weight.shape[0] > 5000 else 1
         assert off(grad, right) <= TOLERANCE[dtype] * allowed

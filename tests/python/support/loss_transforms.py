@@ -1,4 +1,4 @@
-"""What asks a loss of one tensor for derivatives that those of ampfuse do not have."""
+"""Transforms that request derivatives which the losses of ampfuse do not support."""
 
 import torch
 from torch.autograd import forward_ad

@@ -1,4 +1,4 @@
-"""The overloads of operators, and what tells their results apart but for their values."""
+"""Overloads of operators, and the metadata of their results."""
 
 import torch
 

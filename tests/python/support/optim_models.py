@@ -1,4 +1,4 @@
-"""Parameters whose gradients are given step by step, for the tests of ampfuse.Adam and AdamW."""
+"""Parameters with given gradients for each step, for the tests of ampfuse.Adam and AdamW."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,14 +18,17 @@ BOTH_AND_TORCHS = pytest.mark.parametrize(
 )
 HALVES = [torch.float16, torch.bfloat16]
 
-# The CPU's unit of work is 8192 elements; one parameter is longer, one has no element.
+# The CPU's unit of work is 8192 elements; one parameter is longer, one is empty.
 SHAPES = [(33, 5), (), (8193,), (0, 4), (2, 3)]
 
 
 def parameters(
     device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> list[Parameter]:
-    """One of each shape, of magnitudes 1e-7 … 10: some that a step moves far, some hardly."""
+    """Return one parameter of each shape, of magnitudes 1e-7 … 10.
+
+    A step changes small parameters a lot, and large ones hardly.
+    """
     return [
         Parameter((heavy_tailed(shape, torch.float32, device, seed + i) / 1024).to(dtype))
         for i, shape in enumerate(SHAPES)
@@ -33,19 +36,19 @@ def parameters(
 
 
 def copies(params: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Parameter]:
-    """Parameters of their own with the same values, and without gradients."""
+    """Return new parameters with the same values and without gradients."""
     return [Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params]
 
 
 def feed(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
-    """Set the gradients of a step: 1e-4 … 1e4, and bfloat16 numbers, which every dtype holds."""
+    """Set the gradients of a step: bfloat16 numbers of 1e-4 … 1e4, which every dtype can hold."""
     for i, param in enumerate(params):
         grad = heavy_tailed(tuple(param.shape), torch.bfloat16, param.device, 1000 * step + i)
         param.grad = (grad.double() * scale).to(param.dtype)
 
 
 def train(optimizer: Optimizer, params: Sequence[Tensor], steps: Iterable[int]) -> None:
-    """Take the steps with these numbers."""
+    """Take the steps with these numbers, each with its own gradients."""
     for step in steps:
         feed(params, step)
         optimizer.step()
@@ -54,19 +57,19 @@ def train(optimizer: Optimizer, params: Sequence[Tensor], steps: Iterable[int]) 
 def trained(
     make: Callable[[list[Parameter]], Optimizer], params: list[Parameter], steps: Iterable[int]
 ) -> Optimizer:
-    """A new optimizer of the parameters, some steps later."""
+    """Return a new optimizer of the parameters after it has taken the steps."""
     optimizer = make(params)
     train(optimizer, params, steps)
     return optimizer
 
 
 def clones(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The values as they are now."""
+    """Return copies of the current values."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def state_values(optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """Each parameter's state as it is now, {} where there is none."""
+    """Return a copy of each parameter's state, or {} for a parameter without state."""
     return [
         {name: value.clone() for name, value in optimizer.state.get(param, {}).items()}
         for group in optimizer.param_groups
@@ -75,8 +78,11 @@ def state_values(optimizer: Optimizer) -> list[dict[str, Tensor]]:
 
 
 def assert_same_but_for_norms(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-    """Every bit on a CPU. A GPU adds squares in an order that depends on how many elements a pack
-    has, so norms differ in their last bits there, and what was clipped to them does."""
+    """Compare every bit on a CPU, and allow small differences on a GPU.
+
+    A GPU adds squares in an order that depends on the number of elements per pack, so norms, and
+    numbers that were clipped by them, differ in their last bits.
+    """
     for tensor, other in zip(tensors, others, strict=True):
         if tensor.is_cuda:
             torch.testing.assert_close(tensor, other.detach(), rtol=2e-6, atol=2e-6)
@@ -91,7 +97,7 @@ def assert_same_bits(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> Non
 
 
 def assert_same_state(optimizer: Optimizer, states: Sequence[dict[str, Tensor]]) -> None:
-    """Compare what the optimizer keeps with `state_values` of another, or of an earlier time."""
+    """Compare the optimizer's state with `state_values`, taken earlier or of another optimizer."""
     for state, other in zip(state_values(optimizer), states, strict=True):
         assert state.keys() == other.keys()
         assert_same_bits(state.values(), [other[name] for name in state])
@@ -102,9 +108,9 @@ def assert_near(
 ) -> None:
     """Compare two float32 runs of the same gradients that round differently.
 
-    A step rounds the parameter about twice, each time by 2⁻²⁴ of it, and a distance of at most
-    10·lr (an old √v is up to 1/√(1−β₂) smaller than a new gradient, of which m takes 1−β₁) about
-    ten times.
+    A step rounds the parameter about twice, each time by 2⁻²⁴ of its size. It also rounds the
+    update, of at most 10·lr, about ten times (an old √v is up to 1/√(1−β₂) times smaller than a new
+    gradient, and m takes 1−β₁ of that gradient).
     """
     unit = 2.0**-24 * steps
     for param, other in zip(params, others, strict=True):

@@ -1,6 +1,6 @@
-"""What the packaging tests need: a second checkout to build in, and an environment to install into.
+"""A second checkout to build in, and an environment to install into, for the packaging tests.
 
-The second checkout stays in the build folder from run to run, so that only the first run compiles.
+The second checkout stays in the build folder between runs, so only the first run compiles.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import ampfuse
 import torch
 
-# This interpreter's cmake and ninja, also where its environment is not active.
+# Use this interpreter's cmake and ninja, even if its environment is not active.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ PACKAGE = Path(ampfuse.__file__).parent
 
 
 def find_tool(name: str) -> str | None:
-    """nvcc from the toolkit or torch's packages; cuobjdump from the toolkit or triton."""
+    """Return the path of nvcc (toolkit or torch's packages) or cuobjdump (toolkit or triton)."""
     folders = [Path("/usr/local/cuda/bin"), *SITE.glob("nvidia/cu*/bin")]
     folders += [SITE / "triton" / "backends" / "nvidia" / "bin"]
     found = [folder / name for folder in folders if (folder / name).exists()]
@@ -34,7 +34,7 @@ NVCC = find_tool("nvcc")
 
 
 def run(*command: str | Path, **options: object) -> str:
-    """A command's output; its error output in the failure when it fails."""
+    """Run a command and return its output. If it fails, the assertion shows all output."""
     done = subprocess.run(
         [str(part) for part in command], text=True, capture_output=True, **options
     )
@@ -43,7 +43,10 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def second_checkout() -> Path:
-    """The sources of this checkout, copied where they differ, times kept for ninja's sake."""
+    """Copy sources that differ to the second checkout, and return its path.
+
+    Files keep their times, so that ninja rebuilds only what changed.
+    """
     copy = Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging"))
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in listed.splitlines():
@@ -57,7 +60,7 @@ def second_checkout() -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without its own ampfuse, with changes."""
+    """Return the environment with changes, without CMAKE_ARGS and the path to ampfuse."""
     kept = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CMAKE_ARGS")
     }
@@ -65,10 +68,10 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def ccache_settings(build_dir: Path) -> dict[str, str]:
-    """The settings with which ccache finds what `make build` compiled.
+    """Return the settings with which ccache finds what `make build` compiled.
 
-    The folder is as deep in its checkout as that of `make build`, since ccache makes paths
-    relative, and torch is not reached over a link.
+    ccache makes paths relative. So the folder must be as deep in its checkout as that of
+    `make build`, and torch must not be reached through a link.
     """
     torch_root = shlex.quote(f"-DAMPFUSE_TORCH_ROOT={SITE / 'torch'}")
     return {
@@ -80,8 +83,8 @@ def ccache_settings(build_dir: Path) -> dict[str, str]:
 class EmptyEnvironment:
     """A virtual environment with torch in its own site-packages and no ampfuse.
 
-    torch and its CUDA libraries are links, to spare gigabytes; what ampfuse looks for beside itself
-    is found as in a real installation.
+    torch and its CUDA libraries are links, which saves gigabytes. ampfuse finds the packages beside
+    itself as in a real installation.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +99,7 @@ class EmptyEnvironment:
         (self.site / "dependencies.pth").write_text("\n".join(paths) + "\n")
 
     def pip_install(self, *arguments: str | Path, cwd: Path, **changes: str) -> None:
-        """Install with this interpreter's pip, CPU kernels only."""
+        """Install with this interpreter's pip, with CPU kernels only."""
         build = environment(AMPFUSE_WITH_CUDA="OFF", **changes)
         options = ("--no-build-isolation", "--no-deps", "--disable-pip-version-check")
         run(self.python, "-m", "pip", "install", *options, *arguments, cwd=cwd, env=build)

@@ -1,7 +1,7 @@
-"""Scenarios that two processes play together.
+"""Scenarios that two ranks run together.
 
-Processes are slow to start, so that one pair plays all scenarios of a test module, and each of its
-tests looks at one result.
+Processes are slow to start, so one pair runs all scenarios of a test module, and each test checks
+one result.
 """
 
 import os
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 
 class Scenarios:
-    """A module's: functions of one argument that return a dictionary, the tests' to judge."""
+    """The scenarios of a module: functions of one argument that return a dictionary."""
 
     def __init__(self) -> None:
         self._functions: dict[tuple[str, Any], Callable[[Any], dict[str, Any]]] = {}
-        self._results: list[dict[tuple[str, Any], Any]] = []  # of each process
+        self._results: list[dict[tuple[str, Any], Any]] = []  # of each rank
 
     def __call__(self, *arguments: Any) -> Callable[[Any], Any]:
-        """Have both processes call the function with each of the arguments."""
+        """Return a decorator. Both ranks will call its function with each of the arguments."""
 
         def register(function: Any) -> Any:
             for argument in arguments:
@@ -33,12 +33,12 @@ class Scenarios:
         return register
 
     def play(self, folder: Path) -> None:
-        """All of them, with files in the folder."""
+        """Run all scenarios, with files in the folder."""
         torch.multiprocessing.spawn(_play, (str(folder), self._functions), nprocs=2)
         self._results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
     def results(self, name: str, argument: Any) -> list[dict[str, Any]]:
-        """What each process made of one, without an error or a warning of stale masters."""
+        """Return each rank's result. Fail if there was an error or a warning of stale masters."""
         results = [of_process[name, argument] for of_process in self._results]
         for result in results:
             assert not isinstance(result, str), result
@@ -60,5 +60,5 @@ def _play(rank: int, folder: str, functions: dict[tuple[str, Any], Any]) -> None
             results[name, argument] = traceback.format_exc()
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-    # gloo's threads let go of tensors with Python's lock, and abort where the interpreter is gone.
+    # gloo's threads take Python's lock to release tensors, and abort if the interpreter is gone.
     os._exit(0)

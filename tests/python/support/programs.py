@@ -1,4 +1,4 @@
-"""Programs in a folder, run by Python as they are, and by `python -m ampfuse`."""
+"""Programs in a folder, run by plain Python and by `python -m ampfuse`."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "120"}
 
 
 class Programs:
-    """In a folder of their own."""
+    """A folder of programs."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -25,7 +25,7 @@ class Programs:
         return subprocess.run(command, capture_output=True, check=False, **options)
 
     def both(self, *arguments, **options):
-        """Without and with."""
+        """Run a program without and with ampfuse."""
         return self.run(*arguments, **options), self.run(
             "-m", "ampfuse", "--quiet", *arguments, **options
         )

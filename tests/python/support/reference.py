@@ -1,4 +1,4 @@
-"""What the multi-tensor tests feed in, and in float64 and without ampfuse what must come out."""
+"""Inputs of the multi-tensor tests, and the exact results in float64, without ampfuse."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ ORDERS = [1.0, 2.0, math.inf]
 
 SIZES = [
     *(0, 1),
-    *(31, 32, 33),  # the CPU adds up in 32 lanes, a warp has as many
-    *(255, 256, 257),  # a warp's 16-byte loads of 16-bit elements
+    *(31, 32, 33),  # the CPU adds up in 32 lanes, and a warp has 32 lanes
+    *(255, 256, 257),  # a warp loads 256 16-bit elements at once, 16 bytes per lane
     *(8191, 8192, 8193),  # a chunk, the unit of work
-    *(65535, 65536, 65537),  # several chunks, and where a 16-bit index would end
+    *(65535, 65536, 65537),  # several chunks, and the limit of a 16-bit index
 ]
 
-# A shape and a view of it for each way in which a tensor can lie in memory. Sizes are odd, so that
-# rows start at all alignments.
+# A shape and a view for each kind of memory layout. Sizes are odd, so that rows start at all
+# alignments.
 VIEWS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "contiguous": ((37, 41), lambda x: x),
     "scalar": ((3,), lambda x: x[1]),
@@ -41,8 +41,8 @@ VIEWS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 def heavy_tailed(
     shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Tensor:
-    """Signed numbers whose magnitudes are spread evenly over 1e-4 … 1e4, normal in every dtype."""
-    random = np.random.default_rng(seed)  # and not torch's, which an instruction set could change
+    """Return signed, log-uniform numbers of 1e-4 … 1e4, which are normal in every dtype."""
+    random = np.random.default_rng(seed)  # torch's could vary with the instruction set
 
     def numbers() -> np.ndarray:
         return random.choice([-1.0, 1.0], shape) * 10 ** random.uniform(-4, 4, shape)
@@ -52,7 +52,7 @@ def heavy_tailed(
 
 
 def random_bits(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of all kinds: NaNs with payloads, infinities, subnormals, and -0.0 at both ends."""
+    """Return random bits: NaNs with payloads, infinities, subnormals, and -0.0 at both ends."""
     noise = bytearray(np.random.default_rng(0).bytes(size * dtype.itemsize))
     numbers = torch.frombuffer(noise, dtype=dtype).to(device)
     numbers[0] = numbers[-1] = -0.0
@@ -60,7 +60,7 @@ def random_bits(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def view(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """Heavy-tailed numbers that lie in memory as VIEWS says."""
+    """Return heavy-tailed numbers with the memory layout of this name in VIEWS."""
     shape, take = VIEWS[name]
     return take(heavy_tailed(shape, dtype, device, seed))
 
@@ -68,7 +68,7 @@ def view(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> 
 def parameters_with_gradients(
     device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32,) * 4, seed: int = 0
 ) -> list[torch.nn.Parameter]:
-    """Four parameters, one 0-dim and one longer than a chunk, with heavy-tailed gradients."""
+    """Return four parameters, one 0-dim and one longer than a chunk, with gradients."""
     parameters = []
     for i, (shape, dtype) in enumerate(zip([(33, 5), (), (8193,), (2, 3)], dtypes, strict=True)):
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
@@ -78,7 +78,7 @@ def parameters_with_gradients(
 
 
 def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of parameters that all have one."""
+    """Return the gradients of parameters that all have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -94,17 +94,17 @@ mixtures = strategies.lists(
 
 
 def mixture(recipe: list[tuple[str, torch.dtype, int]], device: torch.device) -> list[Tensor]:
-    """The list that a recipe describes."""
+    """Return the list that a recipe describes."""
     return [view(name, dtype, device, seed) for name, dtype, seed in recipe]
 
 
 def real_parts(x: Tensor) -> Tensor:
-    """The numbers of which `x` consists: a complex one is two."""
+    """Return the real numbers in `x`: two for a complex number."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def exact_norm(tensors: Sequence[Tensor], ord: float) -> float:
-    """The norm of the list as one vector, to the last bit or so of a double, for finite data."""
+    """Return the norm of the list as one vector, exact to about an ulp of a double if finite."""
     if ord == 2:
         parts = [real_parts(x).flatten().double().tolist() for x in tensors]
         return math.hypot(*(number for part in parts for number in part))
@@ -113,18 +113,18 @@ def exact_norm(tensors: Sequence[Tensor], ord: float) -> float:
 
 
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that the norm of a list has."""
+    """Return the dtype of the norm of a list."""
     double = any(x.dtype in (torch.float64, torch.complex128) for x in tensors)
     return torch.float64 if double else torch.float32
 
 
 def norm_tolerance(norm: Tensor, tensors: Sequence[Tensor]) -> float:
-    """How far, relative to its size, a norm of a list may be from the exact one.
+    """Return the allowed relative error of the norm of a list.
 
-    On the CPU sums are kept in double, so what is left in float32 is one rounding, 2⁻²⁴. On a GPU a
-    lane adds the 256 elements that are its share of a chunk in float32, but for doubles, then lanes
-    are joined: less than 300 roundings. float64: less than that by lanes, but a chunk whose squares
-    leave the range is read again, its 8192 elements one after the other: 2¹³·2⁻⁵³.
+    The CPU adds in double, so a float32 norm has one rounding, 2⁻²⁴. On a GPU a lane adds its 256
+    elements of a chunk, in float32 (doubles in float64), and then lanes are joined: fewer than 300
+    roundings. A float64 norm has fewer roundings than that, too. But a chunk whose squares leave
+    the range is read again, its 8192 elements one after the other: 2¹³·2⁻⁵³.
     """
     if norm.is_cuda and any(norm_dtype([x]) == torch.float32 for x in tensors):
         return 300 * 2.0**-24
@@ -132,7 +132,7 @@ def norm_tolerance(norm: Tensor, tensors: Sequence[Tensor]) -> float:
 
 
 def assert_norm(norm: Tensor, tensors: Sequence[Tensor], ord: float) -> None:
-    """Compare a 0-dim norm with the exact one of the list."""
+    """Compare a 0-dim norm with the exact norm of the list."""
     expected = exact_norm(tensors, ord)
     subnormal_step = torch.finfo(norm.dtype).smallest_normal * torch.finfo(norm.dtype).eps
     assert norm.item() == pytest.approx(
@@ -141,8 +141,11 @@ def assert_norm(norm: Tensor, tensors: Sequence[Tensor], ord: float) -> None:
 
 
 def exact_product(x: Tensor, factor: Tensor) -> Tensor:
-    """x · factor as the contract has it: in float32, in float64 for double, and rounded once more
-    to 16 bits. A double holds the product of two floats exactly, so `.float()` rounds it once."""
+    """Return x · factor, rounded as the contract defines it.
+
+    The product is rounded to float32, or to float64 for doubles, and 16-bit results are rounded
+    once more. A double holds the product of two floats exactly, so `.float()` rounds it once.
+    """
     numbers = real_parts(x)
     product = numbers.double() * factor.double()
     if numbers.dtype != torch.float64:
@@ -151,18 +154,18 @@ def exact_product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of the numbers of `x`, so that NaN payloads and the sign of zero count."""
+    """Return the bits of `x` as integers, to compare NaN payloads and the sign of zero, too."""
     numbers = real_parts(x)
     return numbers.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit."""
+    """Return True if two tensors agree in dtype, shape and every bit."""
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def free_gib(device: torch.device) -> float:
-    """Memory that a test on this device may use."""
+    """Return the free memory of the device, in GiB."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info()[0] / 2**30
     with open("/proc/meminfo") as file:

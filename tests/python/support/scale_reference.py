@@ -1,4 +1,4 @@
-"""Loss-scale policies, each as its library carries it out, in plain Python without ampfuse."""
+"""Loss-scale policies of other libraries, in plain Python without ampfuse."""
 
 import math
 import struct
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 def as_float32(x: float) -> float:
-    """The nearest float32."""
+    """Return the nearest float32, or infinity if `x` is out of range."""
     try:
         return struct.unpack("f", struct.pack("f", x))[0]  # type: ignore[no-any-return]
     except OverflowError:
@@ -16,7 +16,7 @@ def as_float32(x: float) -> float:
 
 @dataclass
 class Policy:
-    """What the references share."""
+    """Parameters of the references."""
 
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -26,7 +26,7 @@ class Policy:
 
 
 def torch_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
-    """As torch.amp: no hysteresis, no floor."""
+    """Return the scales of torch.amp: no hysteresis, no smallest scale."""
     tracker, scales = 0, []
     for overflow in flags:
         if overflow:
@@ -42,7 +42,7 @@ def torch_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]
 
 
 def megatron_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
-    """As Megatron-LM: overflows use up the hysteresis, growth restores it."""
+    """Return the scales of Megatron-LM: overflows use up the hysteresis, growth restores it."""
     growth_tracker, hysteresis_tracker, scales = 0, policy.hysteresis, []
     for overflow in flags:
         if overflow:
@@ -60,7 +60,7 @@ def megatron_scales(scale: float, flags: list[bool], policy: Policy) -> list[flo
 
 
 def apex_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
-    """As apex's kernel: overflows use up the hysteresis, each clean step restores it."""
+    """Return the scales of apex: overflows use up the hysteresis, a clean step restores it."""
     growth_tracker, hysteresis_tracker, scales = 0, policy.hysteresis, []
     for overflow in flags:
         if overflow:
@@ -82,7 +82,10 @@ def apex_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
 def deepspeed_scales(
     scale: float, flags: list[bool], policy: Policy, *, consecutive: bool
 ) -> list[float]:
-    """As DeepSpeed: it counts steps since the last overflow, and its tracker ends at 1."""
+    """Return the scales of DeepSpeed.
+
+    It counts steps since the last overflow, and its hysteresis does not fall below 1.
+    """
     last_overflow, hysteresis, scales = -1, policy.hysteresis, []
     for step, overflow in enumerate(flags):
         if overflow:
@@ -103,7 +106,7 @@ def deepspeed_scales(
 
 Reference = Callable[[float, list[bool], Policy], list[float]]
 
-# By the name of our refill policy: who has it.
+# For each of ampfuse's refill policies, the libraries that have it.
 REFERENCES: dict[str, list[tuple[str, Reference]]] = {
     "growth": [
         ("Megatron-LM", megatron_scales),

@@ -1,4 +1,4 @@
-"""GradScaler and optimizers of Python and of C++, behind the same names."""
+"""GradScaler and optimizers of Python and of C++ with the same interface."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Language:
-    """What a training loop needs."""
+    """The parts of a training loop in one language."""
 
-    scaler: Callable[..., Any]  # of a device, an initial scale, and options
+    scaler: Callable[..., Any]  # takes a device, an initial scale and options
     sgd: Callable[..., Any]
     adamw: Callable[..., Any]
     lbfgs: Callable[..., Any]
-    misuse: type[Exception]  # what torch asserts in Python
+    misuse: type[Exception]  # raised for misuse that torch in Python catches by assertions
     save: Callable[[Any, Path], None]
     load: Callable[[Any, Path], None]
 
@@ -61,7 +61,7 @@ EVERY_LANGUAGE = pytest.mark.parametrize("language", LANGUAGES.values(), ids=lis
 
 
 def ready(language: Language, device: torch.device, **options: Any) -> tuple[Parameter, Any, Any]:
-    """A parameter with a gradient scaled by 4, its optimizer, and the scaler."""
+    """Return a parameter with a gradient scaled by 4, its optimizer, and the scaler."""
     param = Parameter(torch.ones(2, device=device))
     scaler = language.scaler(device, 4.0, **options)
     scaler.scale(param.sum()).backward()

@@ -1,6 +1,6 @@
-"""What a scaler shall do, in plain Python without ampfuse: the states of torch's, our policy.
+"""A model of GradScaler in plain Python, without ampfuse: torch's states and ampfuse's policy.
 
-An optimizer is a list of gradients here, numbers or None; stepping one is its caller's business.
+An optimizer is only a list of gradients, numbers or None, and a count of its steps.
 """
 
 import math
@@ -11,7 +11,7 @@ from scale_reference import as_float32
 
 
 class Stage(Enum):
-    """Of one optimizer between two updates."""
+    """The stage of one optimizer between two updates."""
 
     READY = 0
     UNSCALED = 1
@@ -20,7 +20,7 @@ class Stage(Enum):
 
 @dataclass
 class Expected:
-    """An exception and words of its message."""
+    """An expected exception, and words of its message."""
 
     error: type[Exception]
     words: str
@@ -31,18 +31,18 @@ NO_SCALE = Expected(AssertionError, "_scale is None")
 
 @dataclass
 class Optimizer:
-    """Its gradients, what was found in them, and how often it has stepped."""
+    """The gradients of an optimizer, the result of their inspection, and the count of steps."""
 
     grads: list[float | None]
     takes_tensors: bool
     stage: Stage = Stage.READY
-    overflow: bool | None = None  # None: nobody has looked
+    overflow: bool | None = None  # None: gradients were not inspected, or there were none
     steps: int = 0
 
 
 @dataclass
 class Scaler:
-    """The specification."""
+    """The specification of GradScaler."""
 
     optimizers: list[Optimizer]
     init_scale: float
@@ -58,16 +58,16 @@ class Scaler:
         self.hysteresis_tracker = self.hysteresis
 
     def get_scale(self) -> float:
-        """The scale, also before its first use."""
+        """Return the scale, also before its first use."""
         return self.init_scale if self.scale is None else self.scale
 
     def scale_(self) -> float:
-        """The first use."""
+        """Create the scale if this is its first use, and return it."""
         self.scale = self.get_scale()
         return self.scale
 
     def unscale_(self, optimizer: Optimizer) -> Expected | None:
-        """All gradients by the inverse, unless that is refused."""
+        """Multiply all gradients by the inverse of the scale, or return the expected error."""
         if self.scale is None:
             return NO_SCALE
         if optimizer.stage is Stage.UNSCALED:
@@ -81,12 +81,12 @@ class Scaler:
         return None
 
     def look(self, optimizer: Optimizer) -> None:
-        """Nothing is told of an optimizer without gradients."""
+        """Inspect the gradients for overflow; without gradients the result is None."""
         present = [g for g in optimizer.grads if g is not None]
         optimizer.overflow = any(not math.isfinite(g) for g in present) if present else None
 
     def step(self, optimizer: Optimizer) -> Expected | None:
-        """Counts the step, unless it is skipped or refused."""
+        """Count the step unless it is skipped, or return the expected error."""
         if self.scale is None:
             return NO_SCALE
         if optimizer.stage is Stage.STEPPED:
@@ -98,14 +98,14 @@ class Scaler:
                 self.unscale_(optimizer)
         if optimizer.overflow is None and not optimizer.takes_tensors:
             return Expected(AssertionError, "No inf checks were recorded for this optimizer")
-        # None: gradients came after unscale_() had found none, and nobody looks again.
+        # overflow is None if unscale_() found no gradients. Later ones are not inspected.
         if not optimizer.overflow and any(g is not None for g in optimizer.grads):
             optimizer.steps += 1
         optimizer.stage = Stage.STEPPED
         return None
 
     def update(self) -> Expected | None:
-        """The policy."""
+        """Apply the policy, or return the expected error."""
         if self.scale is None:
             return NO_SCALE
         flags = [o.overflow for o in self.optimizers if o.overflow is not None]
@@ -129,10 +129,10 @@ class Scaler:
         return None
 
     def begin_again(self) -> None:
-        """For all optimizers."""
+        """Reset all optimizers after an update."""
         for optimizer in self.optimizers:
             optimizer.stage, optimizer.overflow = Stage.READY, None
 
     def is_between_updates(self) -> bool:
-        """Whether somebody has been looked at, or stepped, since the last one."""
+        """Return True if an optimizer was unscaled or stepped since the last update."""
         return any(o.stage is not Stage.READY for o in self.optimizers)

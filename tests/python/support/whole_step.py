@@ -1,4 +1,4 @@
-"""A small transformer and what training does with it, step by step, as one function."""
+"""A small transformer, and a whole training step as one function."""
 
 import ampfuse
 import torch
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Returns logits; with `linear_loss` the loss itself, of which logits are never kept."""
+    """A transformer that returns its loss; with `linear_loss` it never holds all logits."""
 
     def __init__(self, linear_loss=False, checkpointing=False, blocks=2):
         super().__init__()
@@ -60,7 +60,7 @@ def batch(device, seed=0, rows=4):
 
 
 class Training:
-    """The same from the same seed: what differs is whether `step` is compiled."""
+    """A training run from a fixed seed; two of them differ only in whether `step` is compiled."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Training:
         if half:
             self.model.bfloat16()
         self.params = list(self.model.parameters())
-        self.factor = torch.ones((), device=device)  # of the loss
+        self.factor = torch.ones((), device=device)  # multiplies the loss
         self.resets, self.batches = "by the optimizer", batches
         self.lr = torch.tensor(1e-2, device=device) if lr is None else lr
         self.optimizer = optimizer(
@@ -118,7 +118,7 @@ class Training:
 
 
 class Twins:
-    """The same training twice, compiled and as it is."""
+    """The same training twice, compiled and eager."""
 
     def __init__(self, device, backend="aot_eager", **options):
         self.counter = CompileCounterWithBackend(backend)
@@ -145,7 +145,7 @@ class Twins:
 
     @property
     def operators(self):
-        """Ours, as often as they are called in all graphs."""
+        """The names of ampfuse's operators in all graphs, one entry per call."""
         nodes = [node for graph in self.counter.graphs for node in graph.graph.nodes]
         names = [str(node.target).split(".") for node in nodes]
         return sorted(name[1] for name in names if name[0] == "ampfuse")
