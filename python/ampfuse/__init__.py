@@ -62,7 +62,7 @@ if _C.has_cuda():
 __version__: str = _C.build_info()["version"]
 
 cmake_prefix_path: str = str(_library.PACKAGE)
-"""For a C++ project's `CMAKE_PREFIX_PATH`: `find_package(ampfuse)` looks here."""
+"""The folder to add to a C++ project's `CMAKE_PREFIX_PATH`, for `find_package(ampfuse)`."""
 
 
 def build_info() -> dict[str, Any]:

@@ -44,9 +44,9 @@ class Gradients:
 
     on: dict[torch.device, DeviceGradients] = field(default_factory=dict)
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
-    """Mesh dimensions over which some parameters are spread."""
+    """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
-    """Whether the kernels get all elements of all, and nothing else."""
+    """True if the kernels get every element of every gradient, and nothing else."""
 
     def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
         part = self.on.setdefault(device, DeviceGradients([], []))

@@ -28,11 +28,11 @@ class ScaleRecord(NamedTuple):
     """One update of the scale, as `GradScaler.history` returns it."""
 
     scale: float
-    """The scale that the step was taken with."""
+    """The scale before the update."""
     skipped: bool
-    """Whether gradients were not finite."""
+    """True if a gradient was non-finite, so the step was skipped."""
     norm: float
-    """Of all unscaled gradients; NaN where nobody measured it."""
+    """Norm of all unscaled gradients; NaN if it was not computed."""
 
 
 ScaleRecord.__module__ = "ampfuse"  # the module from which users import it

@@ -89,9 +89,9 @@ class NewState(NamedTuple):
 
     entries: dict[str, Any]
     param: Tensor | None
-    """What the parameter itself becomes; None: it stays."""
+    """The new value of the parameter itself, or None if it stays."""
     has_own_master: bool
-    """Whether masters belong to it, saved or not."""
+    """True if the parameter has a master, saved or not."""
 
 
 @torch.no_grad()

@@ -125,9 +125,9 @@ class KeptMaster(NamedTuple):
     """A float32 master, converted to the form in which a group keeps masters."""
 
     master: Tensor | None
-    """float32, an int16 remainder, or None where the parameter needs none."""
+    """float32, an int16 remainder, or None if the parameter has neither."""
     param: Tensor | None
-    """What the parameter becomes, so that the two fit together; None: it stays."""
+    """The parameter's new value, so that it fits the master; None if it stays."""
 
 
 def kept_master(value: Tensor, param: Tensor, dtype: torch.dtype | None) -> KeptMaster:
