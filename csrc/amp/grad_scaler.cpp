@@ -45,7 +45,7 @@ void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
       "Closure use is not currently supported if GradScaler is enabled.";
   TORCH_CHECK(!has_closure, refusal);
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr, refusal,
-              " LBFGS needs one: train without a scaler, in bfloat16 or float");
+              " LBFGS needs a closure: train without a scaler, in bfloat16 or float32");
 }
 
 void unscale(ScalerState& state, OptimizerState& of_optimizer) {
@@ -116,7 +116,8 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   check_has_scale(*state_, "unscale_");
   OptimizerState& of_optimizer = state_->of(optimizer);
   TORCH_CHECK(of_optimizer.stage != Stage::kUnscaled,
-              "unscale_() has already been called on this optimizer since the last update().");
+              "unscale_() has already been called on this optimizer since the last update(). Is "
+              "scaler.update() missing?");
   TORCH_CHECK(of_optimizer.stage != Stage::kStepped, "unscale_() is being called after step().");
   unscale(*state_, of_optimizer);
 }
@@ -142,8 +143,9 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   check_closure(optimizer, closure != nullptr);
   check_has_scale(*state_, "step");
   OptimizerState& of_optimizer = state_->of(optimizer);
-  TORCH_CHECK(of_optimizer.stage != Stage::kStepped,
-              "step() has already been called since the last update().");
+  TORCH_CHECK(
+      of_optimizer.stage != Stage::kStepped,
+      "step() has already been called since the last update(). Is scaler.update() missing?");
   auto* const takes_tensors = dynamic_cast<Adam*>(&optimizer);
   if (of_optimizer.stage == Stage::kReady) {
     if (takes_tensors) {
@@ -154,8 +156,9 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
   TORCH_CHECK(!flags.empty() || takes_tensors || state_->options.allow_no_grads(),
-              "No inf checks were recorded for this optimizer. None of its parameters has a "
-              "gradient, which allow_no_grads makes no error");
+              "No inf checks were recorded for this optimizer: none of its parameters has a "
+              "gradient. Did you call scaler.scale(loss).backward()? If it is intended, set "
+              "allow_no_grads");
   // Without gradients nothing can overflow.
   const at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
@@ -209,9 +212,10 @@ void GradScaler::update() {
       found_infs.push_back(on_device(flag, device));
     }
   }
-  TORCH_CHECK(!found_infs.empty() || state_->options.allow_no_grads(),
-              "No inf checks were recorded prior to update. Nothing that has gradients was stepped "
-              "or unscaled since the last one, which allow_no_grads makes no error");
+  TORCH_CHECK(
+      !found_infs.empty() || state_->options.allow_no_grads(),
+      "No inf checks were recorded prior to update: no optimizer with gradients was stepped "
+      "since the last update. If it is intended, set allow_no_grads");
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->memory.counters(device);

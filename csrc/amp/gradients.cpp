@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "../tensors/device_scalars.h"
+#include "../tensors/dtype_name.h"
 #include "../tensors/tensor_list.h"
 
 namespace ampfuse::amp {
@@ -41,8 +42,8 @@ Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
       if (!param.grad().defined()) continue;
       TORCH_CHECK_VALUE(allow_fp16 || param.grad().scalar_type() != at::kHalf,
                         "Attempting to unscale FP16 gradients. Parameter ", place, " of group ",
-                        group, " is ", param.scalar_type(), " of shape ", param.sizes(),
-                        ": keep parameters in float under autocast, or set allow_fp16_grads for "
+                        group, " is ", dtype_name(param.scalar_type()), " of shape ", param.sizes(),
+                        ": keep parameters in float32 under autocast, or set allow_fp16_grads for "
                         "an optimizer that has masters");
       const at::Tensor grad = dense_part(param);
       all.are_whole = all.are_whole && grad.is_same(param.grad());

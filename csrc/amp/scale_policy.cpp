@@ -1,14 +1,17 @@
 #include "scale_policy.h"
 
 #include <cmath>
+#include <limits>
+
+#include "../ops/update_scale.h"
 
 namespace ampfuse::amp {
 
 namespace {
 
 template <typename T>
-void check(const char* name, const T& value, bool makes_sense, const char* expected) {
-  TORCH_CHECK_VALUE(makes_sense, name, ": expected ", expected, ", got ", value);
+void check(const char* name, const T& value, bool in_range, const char* expected) {
+  TORCH_CHECK_VALUE(in_range, name, ": expected ", expected, ", got ", value);
 }
 
 }  // namespace
@@ -19,34 +22,22 @@ void check_scale(const char* name, double scale) {
 }
 
 void check_first_options(const GradScalerOptions& options) {
-  TORCH_CHECK(!(options.growth_factor() <= 1), "The growth factor must be > 1.0.");
-  TORCH_CHECK(!(options.backoff_factor() >= 1), "The backoff factor must be < 1.0.");
+  TORCH_CHECK(!(options.growth_factor() <= 1), "The growth factor must be > 1.0, got ",
+              options.growth_factor(), ".");
+  TORCH_CHECK(!(options.backoff_factor() >= 1), "The backoff factor must be < 1.0, got ",
+              options.backoff_factor(), ".");
   check_options(options);
-  const double init_scale = options.init_scale();
-  const bool in_range = init_scale >= options.min_scale().value_or(init_scale) &&
-                        init_scale <= options.max_scale().value_or(init_scale);
-  check("init_scale", init_scale, in_range, "a number from min_scale to max_scale");
+  const double scale = options.init_scale();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const double low = options.min_scale().value_or(-kInfinity);
+  const double high = options.max_scale().value_or(kInfinity);
+  TORCH_CHECK_VALUE(low <= scale && scale <= high, "init_scale: expected a number between ",
+                    "min_scale=", low, " and max_scale=", high, ", got ", scale);
 }
 
 void check_options(const GradScalerOptions& options) {
-  const auto check_positive = [](const char* name, double number) {
-    check(name, number, number > 0 && std::isfinite(number), "a finite number above 0");
-  };
   check_scale("init_scale", options.init_scale());
-  check_positive("growth_factor", options.growth_factor());
-  check_positive("backoff_factor", options.backoff_factor());
-  check("growth_factor", options.growth_factor(), options.growth_factor() >= 1, "at least 1");
-  check("backoff_factor", options.backoff_factor(), options.backoff_factor() <= 1, "at most 1");
-  check("growth_interval", options.growth_interval(), options.growth_interval() >= 1, "at least 1");
-  const auto low = options.min_scale();
-  const auto high = options.max_scale();
-  if (low) check("min_scale", *low, *low > 0, "none or more than 0");
-  if (high) check("max_scale", *high, *high > 0, "none or more than 0");
-  if (low && high) check("max_scale", *high, *high >= *low, "at least min_scale");
-  check("hysteresis", options.hysteresis(), options.hysteresis() >= 1, "at least 1");
-  const std::string& refill = options.hysteresis_refill();
-  check("hysteresis_refill", refill, refill == "growth" || refill == "clean_step",
-        "growth or clean_step");
+  scale_policy("", update_options(options));
   const auto skips = options.max_consecutive_skips();
   if (skips) check("max_consecutive_skips", *skips, *skips >= 1, "none or at least 1");
   check("history", options.history(), options.history() >= 0, "at least 0");

@@ -183,8 +183,10 @@ at::Tensor cross_entropy_composite(const NamedArguments& named) {
 
 at::Tensor cross_entropy_as_torch_composite(const NamedArguments& named) {
   CrossEntropyCall call = CrossEntropyCall::from(named);
-  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && call.arguments.target.requires_grad()),
-                    "cross_entropy.as_torch: target: has no derivative here");
+  TORCH_CHECK_VALUE(
+      !(c10::GradMode::is_enabled() && call.arguments.target.requires_grad()),
+      "cross_entropy.as_torch: target: gradients with respect to probabilities are not "
+      "supported");
   call.is_twice_differentiable = true;
   const CrossEntropyRows rows(std::move(call));
   return rows.shaped_loss(differentiable(rows.call())[0]);
@@ -207,16 +209,18 @@ CrossEntropyInPlaceOutputs cross_entropy_in_place_autograd(const NamedArguments&
   CrossEntropyCall call = CrossEntropyCall::from(named);
   const auto& [input, target] = std::tie(call.arguments.input, call.arguments.target);
   TORCH_CHECK_NOT_IMPLEMENTED(!stands_for_others(input),
-                              "cross_entropy_: input cannot be overwritten inside torch.compile, "
-                              "nor where it is a tensor subclass: cross_entropy is for that");
+                              "cross_entropy_: input: cannot be overwritten inside torch.compile, "
+                              "nor if it is a tensor subclass; use cross_entropy");
   TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()),
-                    "cross_entropy_: target: has no derivative here: cross_entropy is for that");
+                    "cross_entropy_: target: gradients with respect to probabilities are not "
+                    "supported; detach() it or use cross_entropy");
   torch::autograd::check_inplace(input, input.requires_grad());
   check_cross_entropy_in_place(input);
-  TORCH_CHECK_VALUE(call.grad_scale || input.scalar_type() != at::kHalf ||
-                        !(c10::GradMode::is_enabled() && input.requires_grad()),
-                    "cross_entropy_: grad_scale: expected the loss scale, or 1 where there is "
-                    "none: half gradients that are formed without it are mostly zeros");
+  TORCH_CHECK_VALUE(
+      call.grad_scale || input.scalar_type() != at::kHalf ||
+          !(c10::GradMode::is_enabled() && input.requires_grad()),
+      "cross_entropy_: grad_scale: expected the loss scale for float16 logits, got "
+      "none: gradients formed without it are mostly zeros; pass 1 if there is no scale");
   const CrossEntropyRows rows(call);
   const variable_list results = GradientInPlace::apply(input, rows.call());
   return {results[0], results[1].detach()};

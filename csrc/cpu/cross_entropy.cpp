@@ -27,9 +27,9 @@ double check_targets(const CpuRows& rows) {
   });
   double total = 0;
   for (const CpuRows::Weighed& some : weights) {
-    TORCH_CHECK_INDEX(some.bad_row < 0, "cross_entropy: Target ", rows.target(some.bad_row),
-                      " is out of bounds. It is row ", some.bad_row, "'s, and there are ",
-                      rows.classes(), " classes");
+    TORCH_CHECK_INDEX(some.bad_row < 0, "Target ", rows.target(some.bad_row),
+                      " is out of bounds: in row ", some.bad_row, ", expected a class in [0, ",
+                      rows.classes(), "), or ignore_index if the row is padding");
     total += some.weight;
   }
   return total;

@@ -34,8 +34,8 @@ void BadTargets::raise_earlier() {
   const int64_t row = bad_target.row;
   const int64_t target = bad_target.target;
   bad_target.is_set = 0;
-  TORCH_CHECK_INDEX(false, "cross_entropy: Target ", target, " is out of bounds. It was row ", row,
-                    "'s in an earlier call, whose loss is NaN");
+  TORCH_CHECK_INDEX(false, "Target ", target, " is out of bounds: it was in row ", row,
+                    " of an earlier call, whose loss is NaN");
 }
 
 namespace {

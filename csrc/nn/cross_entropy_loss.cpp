@@ -10,7 +10,7 @@ namespace ampfuse {
 CrossEntropyLossImpl::CrossEntropyLossImpl(CrossEntropyOptions options, GradScaler* scaler)
     : options(std::move(options)), scaler(scaler) {
   TORCH_CHECK_VALUE(!scaler || !this->options.grad_scale(),
-                    "CrossEntropyLoss: grad_scale: the scaler has one");
+                    "CrossEntropyLoss: pass either scaler or grad_scale, not both");
   weight = this->options.weight().value_or(at::Tensor());
   this->options.weight(std::nullopt);
   CrossEntropyLossImpl::reset();

@@ -12,7 +12,7 @@ LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(const torch::nn::LinearOp
                                                        GradScaler* scaler)
     : linear_options(linear), options(std::move(options)), scaler(scaler) {
   TORCH_CHECK_VALUE(!scaler || !this->options.grad_scale(),
-                    "LinearCrossEntropyLoss: grad_scale: the scaler has one");
+                    "LinearCrossEntropyLoss: pass either scaler or grad_scale, not both");
   weight = this->options.class_weight().value_or(at::Tensor());
   this->options.class_weight(std::nullopt);
   LinearCrossEntropyLossImpl::reset();

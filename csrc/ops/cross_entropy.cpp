@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../math/cross_entropy.h"
+#include "../tensors/dtype_name.h"
 #include "../tensors/tensor_list.h"
 #include "registration.h"
 
@@ -23,7 +24,8 @@ bool has_neighbours(const at::Tensor& rows) {
 void check_class_dtype(const char* op, const at::Tensor& target) {
   const at::ScalarType dtype = target.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kLong || dtype == at::kInt || dtype == at::kByte, op,
-                   ": target: expected dtype Long, Int or Byte, or probabilities, got ", dtype);
+                   ": target: expected indices (int64, int32 or uint8) or probabilities, got ",
+                   dtype_name(dtype));
 }
 
 namespace {
@@ -31,14 +33,14 @@ namespace {
 void check_target(const char* op, const CrossEntropyArguments& arguments) {
   const at::Tensor& input = arguments.input;
   const at::Tensor& target = arguments.target;
-  TORCH_CHECK_VALUE(target.device() == input.device(), op, ": target: expected device ",
-                    input.device(), " as input, got ", target.device());
+  TORCH_CHECK_VALUE(target.device() == input.device(), op, ": target: expected input's device, ",
+                    input.device(), ", got ", target.device());
   if (arguments.has_probabilities()) {
     const at::ScalarType dtype = target.scalar_type();
-    TORCH_CHECK_TYPE(
-        dtype == loss_dtype(input) ||
-            (loss_dtype(input) == at::kFloat && (dtype == at::kHalf || dtype == at::kBFloat16)),
-        op, ": target: expected probabilities of dtype ", loss_dtype(input), ", got ", dtype);
+    TORCH_CHECK_TYPE(dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat &&
+                                                    (dtype == at::kHalf || dtype == at::kBFloat16)),
+                     op, ": target: expected probabilities of dtype ",
+                     dtype_name(loss_dtype(input)), ", got ", dtype_name(dtype));
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_neighbours(target), op,
                       ": target: expected probabilities of shape ", input.sym_sizes(), ", got ",
                       target.sym_sizes());
@@ -59,14 +61,14 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
   const at::Tensor& input = arguments.input;
   TORCH_CHECK_TYPE(input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16 ||
                        input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble,
-                   op, ": input: expected dtype Half, BFloat16, Float or Double, got ",
-                   input.scalar_type());
+                   op, ": input: expected dtype float16, bfloat16, float32 or float64, got ",
+                   dtype_name(input.scalar_type()));
   TORCH_CHECK_VALUE(
       input.layout() == at::kStrided && (input.dim() == 2 || input.dim() == 3) &&
           has_neighbours(input),
       op,
-      ": input: expected strided logits of shape [rows, classes] or [batch, classes, places] with "
-      "what is along the last dimension next to each other, got shape ",
+      ": input: expected strided logits of shape [rows, classes] or [batch, classes, positions] "
+      "whose last dimension has stride 1, got shape ",
       input.sym_sizes());
   check_target(op, arguments);
   if (arguments.weight) {
@@ -74,9 +76,10 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
     TORCH_CHECK_VALUE(weight.dim() == 1 && weight.sym_size(0) == input.sym_size(1) &&
                           weight.scalar_type() == loss_dtype(input) && weight.is_contiguous() &&
                           weight.device() == input.device(),
-                      op, ": weight: expected ", loss_dtype(input), " of shape [",
-                      input.sym_size(1), "] on ", input.device(), ", got ", weight.scalar_type(),
-                      " of shape ", weight.sym_sizes(), " on ", weight.device());
+                      op, ": weight: expected ", dtype_name(loss_dtype(input)), " of shape [",
+                      input.sym_size(1), "] on ", input.device(), ", got ",
+                      dtype_name(weight.scalar_type()), " of shape ", weight.sym_sizes(), " on ",
+                      weight.device());
   }
   arguments.options.check(op, loss_dtype(input));
 }
@@ -91,14 +94,14 @@ bool has_memory_of_its_own(const at::Tensor& rows) {
 void check_cross_entropy_in_place(const at::Tensor& input) {
   TORCH_CHECK_VALUE(
       input.dim() == 2 && has_memory_of_its_own(input),
-      "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own, "
-      "classes next to each other, got shape ",
+      "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own "
+      "whose class dimension has stride 1, got shape ",
       input.sym_sizes(), " and strides ", input.sym_strides());
 }
 
 void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, op, ": ", name,
-                    ": its storage was freed");
+                    ": its storage is empty (freed, or resized to 0)");
 }
 
 void check_target_memory(const CrossEntropyArguments& arguments) {
@@ -117,9 +120,9 @@ void check_cross_entropy_scalar(const char* op, const char* name,
   if (!scalar) return;
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && scalar->scalar_type() == dtype &&
                         scalar->device() == input.device(),
-                    op, ": ", name, ": expected one ", dtype, " on ", input.device(), ", got ",
-                    scalar->scalar_type(), " of shape ", scalar->sym_sizes(), " on ",
-                    scalar->device());
+                    op, ": ", name, ": expected one ", dtype_name(dtype), " on ", input.device(),
+                    ", got ", dtype_name(scalar->scalar_type()), " of shape ", scalar->sym_sizes(),
+                    " on ", scalar->device());
 }
 
 void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& arguments,

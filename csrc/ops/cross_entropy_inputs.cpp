@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include "../tensors/device_scalars.h"
+#include "../tensors/dtype_name.h"
 #include "../tensors/tensor_list.h"
 
 namespace ampfuse {
@@ -12,7 +13,7 @@ namespace {
 
 void check_no_derivative(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && tensor.requires_grad()), op, ": ", name,
-                    ": has no derivative");
+                    ": expected a tensor that does not require grad; detach() it");
 }
 
 }  // namespace
@@ -22,10 +23,10 @@ std::optional<at::Tensor> loss_number(const char* op, const char* name,
                                       at::Device device) {
   if (!scalar || !scalar->defined()) return std::nullopt;
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), op, ": ", name,
-                    ": expected one number, got ", scalar->scalar_type(), " of shape ",
+                    ": expected one number, got ", dtype_name(scalar->scalar_type()), " of shape ",
                     scalar->sym_sizes());
   TORCH_CHECK_VALUE(has_memory(*scalar), op, ": ", name,
-                    ": expected a tensor with memory, got one whose storage has none");
+                    ": its storage is empty (freed, or resized to 0)");
   check_no_derivative(op, name, *scalar);
   return on_device(*scalar, device).to(dtype).reshape({});
 }
@@ -39,7 +40,7 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                     " tensor should be defined either for all ", classes,
                     " classes or no classes but got weight tensor of shape: ", weight->sym_sizes());
   TORCH_CHECK_TYPE(weight->is_floating_point(), op, ": ", name, ": expected a floating dtype, got ",
-                   weight->scalar_type());
+                   dtype_name(weight->scalar_type()));
   TORCH_CHECK_VALUE(weight->device() == device, op, ": ", name, ": expected device ", device,
                     ", got ", weight->device());
   check_no_derivative(op, name, *weight);

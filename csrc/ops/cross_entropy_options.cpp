@@ -39,7 +39,7 @@ int64_t loss_reduction(const char* op, const std::string& name) {
   if (name == "none") return at::Reduction::None;
   if (name == "mean") return at::Reduction::Mean;
   if (name == "sum") return at::Reduction::Sum;
-  TORCH_CHECK_VALUE(false, op, ": reduction: expected none, mean or sum, got ", name);
+  TORCH_CHECK_VALUE(false, op, ": reduction: expected \"none\", \"mean\" or \"sum\", got ", name);
 }
 
 }  // namespace ampfuse

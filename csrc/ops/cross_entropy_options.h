@@ -24,6 +24,7 @@ struct LossOptions {
   bool is_mean() const { return reduction == at::Reduction::Mean; }
   /// True if each row has a loss of its own (reduction "none").
   bool is_per_row() const { return reduction == at::Reduction::None; }
+  const char* reduction_name() const { return is_per_row() ? "none" : is_mean() ? "mean" : "sum"; }
 
   /// Throws for values out of range. softcap is rounded to `dtype`, the dtype of the loss, first.
   void check(const char* op, c10::ScalarType dtype) const;

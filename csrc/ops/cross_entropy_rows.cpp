@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "../tensors/dtype_name.h"
 #include "cross_entropy.h"
 #include "cross_entropy_inputs.h"
 #include "named_arguments.h"
@@ -52,13 +53,22 @@ at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
   return classes <= 1 || matrix.sym_stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
+// Returns a hint for [batch, positions, classes] with [batch, positions], which torch's order of
+// dimensions does not allow.
+const char* classes_last_hint(const at::Tensor& input, const at::Tensor& target) {
+  const bool are_last = input.dim() > 2 && target.dim() == input.dim() - 1 &&
+                        target.sym_sizes() == input.sym_sizes().slice(0, target.dim());
+  return are_last ? "; classes are dimension 1: pass logits.flatten(0, -2) and target.flatten()"
+                  : "";
+}
+
 void check_shapes(const at::Tensor& input, const at::Tensor& target,
                   const std::vector<c10::SymInt>& shape) {
   if (target.is_floating_point()) {
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), kCrossEntropy,
                       ": target: expected indices (int64, int32 or uint8), or probabilities of the "
                       "shape of input, ",
-                      input.sym_sizes(), ", got ", target.scalar_type(), " of shape ",
+                      input.sym_sizes(), ", got ", dtype_name(target.scalar_type()), " of shape ",
                       target.sym_sizes());
     return;
   }
@@ -70,7 +80,7 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
                     ") to match target batch_size (", target.sym_size(0), ").");
   TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kCrossEntropy,
                     ": Expected target size ", c10::SymIntArrayRef(shape), ", got ",
-                    target.sym_sizes());
+                    target.sym_sizes(), classes_last_hint(input, target));
 }
 
 }  // namespace
@@ -86,10 +96,11 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move
                     ": input: expected logits of shape [classes], [batch, classes] or "
                     "[batch, classes, d1, ...], got a single number");
   TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kCrossEntropy,
-                    ": target: expected device ", input.device(), " as input, got ",
+                    ": target: expected input's device, ", input.device(), ", got ",
                     arguments.target.device());
   TORCH_CHECK_VALUE(!call_.denominator || arguments.options.is_mean(), kCrossEntropy,
-                    ": denominator: is for reduction mean");
+                    ": denominator: only allowed with reduction=\"mean\", got \"",
+                    arguments.options.reduction_name(), "\"");
   shape_ = input.sym_sizes().vec();
   shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
   check_shapes(input, arguments.target, shape_);

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "../tensors/dtype_name.h"
 #include "../tensors/tensor_list.h"
 #include "fused_adam_kernels.h"
 
@@ -20,24 +21,24 @@ constexpr std::array<const char*, math::kAdamColumns> kNames = {
 // Returns "" if the column may have `dtype` for a parameter of dtype `param`; otherwise the dtypes
 // that it may have, for a message.
 const char* wanted_dtype(int column, at::ScalarType param, at::ScalarType dtype) {
-  const bool is_narrow = param == at::kHalf || param == at::kBFloat16;
+  const bool is_16bit = param == at::kHalf || param == at::kBFloat16;
   switch (column) {
     case math::kParam:
-      return is_narrow || param == at::kFloat || param == at::kDouble
+      return is_16bit || param == at::kFloat || param == at::kDouble
                  ? ""
-                 : "half, bfloat16, float or double";
+                 : "float16, bfloat16, float32 or float64";
     case math::kGrad:
-      if (param == at::kDouble) return dtype == at::kDouble ? "" : "double, as the parameter";
+      if (param == at::kDouble) return dtype == at::kDouble ? "" : "float64, as the parameter is";
       return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat
                  ? ""
-                 : "half, bfloat16 or float";
+                 : "float16, bfloat16 or float32";
     case math::kMaster:
-      if (!is_narrow) return "none, since the parameter is no 16-bit copy";
+      if (!is_16bit) return "no master, since the parameter is not 16-bit";
       if (dtype == at::kFloat || (dtype == at::kShort && param == at::kBFloat16)) return "";
-      return param == at::kBFloat16 ? "float, or short for remainders" : "float";
+      return param == at::kBFloat16 ? "float32, or int16 for remainders" : "float32";
     default:
-      if (param == at::kDouble) return dtype == at::kDouble ? "" : "double, as the parameter";
-      return dtype == at::kFloat || dtype == at::kBFloat16 ? "" : "float or bfloat16";
+      if (param == at::kDouble) return dtype == at::kDouble ? "" : "float64, as the parameter is";
+      return dtype == at::kFloat || dtype == at::kBFloat16 ? "" : "float32 or bfloat16";
   }
 }
 
@@ -55,8 +56,8 @@ void check_column(const FusedAdamArguments& arguments, int column, size_t t) {
   check_device(kFusedAdam, name, t, tensor, kNames[math::kParam],
                arguments.tensor(math::kParam, 0));
   const char* wanted = wanted_dtype(column, param.scalar_type(), tensor.scalar_type());
-  TORCH_CHECK_TYPE(*wanted == 0, kFusedAdam, ": ", name, "[", t, "]: expected ", wanted,
-                   ", got dtype ", tensor.scalar_type());
+  TORCH_CHECK_TYPE(*wanted == 0, kFusedAdam, ": ", name, "[", t, "]: expected ", wanted, ", got ",
+                   dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(same_shape(tensor, param), kFusedAdam, ": ", name, "[", t, "]: expected shape ",
                     param.sym_sizes(), " as params[", t, "], got ", tensor.sym_sizes());
   if (arguments.is_written(column)) check_no_overlap(kFusedAdam, name, t, tensor);
@@ -68,8 +69,9 @@ void check_moments_alike(const FusedAdamArguments& arguments, size_t t) {
   for (const auto column : {math::kExpAvgSq, math::kMaxExpAvgSq}) {
     if (!arguments.has(column)) continue;
     TORCH_CHECK_TYPE(arguments.tensor(column, t).scalar_type() == dtype, kFusedAdam, ": ",
-                     kNames[column], "[", t, "]: expected dtype ", dtype, " as exp_avgs[", t,
-                     "], got ", arguments.tensor(column, t).scalar_type());
+                     kNames[column], "[", t, "]: expected dtype ", dtype_name(dtype),
+                     " as exp_avgs[", t, "], got ",
+                     dtype_name(arguments.tensor(column, t).scalar_type()));
   }
 }
 
@@ -78,7 +80,7 @@ void check_state_step(const FusedAdamArguments& arguments, size_t t) {
   const at::Tensor& param = arguments.tensor(math::kParam, t);
   check_strided(kFusedAdam, "state_steps", t, step);
   TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat, kFusedAdam, ": state_steps[", t,
-                   "]: expected dtype Float, got ", step.scalar_type());
+                   "]: expected dtype float32, got ", dtype_name(step.scalar_type()));
   TORCH_CHECK_VALUE(step.sym_numel() == 1, kFusedAdam, ": state_steps[", t,
                     "]: expected a tensor with one element, got shape ", step.sym_sizes());
   TORCH_CHECK_VALUE(step.device() == param.device(), kFusedAdam, ": state_steps[", t,

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "../tensors/dtype_name.h"
 #include "registration.h"
 
 namespace ampfuse {
@@ -19,9 +20,9 @@ void check_matrix(const char* name, const at::Tensor& matrix, at::Device device)
                     name, ": expected a strided matrix, got ", matrix.layout(), " of shape ",
                     matrix.sym_sizes());
   TORCH_CHECK_TYPE(matrix.is_floating_point(), kLinearCrossEntropy, ": ", name,
-                   ": expected a floating dtype, got ", matrix.scalar_type());
+                   ": expected a floating dtype, got ", dtype_name(matrix.scalar_type()));
   TORCH_CHECK_VALUE(matrix.device() == device, kLinearCrossEntropy, ": ", name,
-                    ": expected device ", device, " as hidden, got ", matrix.device());
+                    ": expected hidden's device, ", device, ", got ", matrix.device());
 }
 
 void check_class_weight_of_all(const LinearCrossEntropyArguments& arguments) {
@@ -79,22 +80,26 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
   check_matrix("hidden", hidden, hidden.device());
   check_matrix("weight", weight, hidden.device());
   TORCH_CHECK_VALUE(weight.sym_size(1) == hidden.sym_size(1), kLinearCrossEntropy,
-                    ": weight: expected [classes, ", hidden.sym_size(1), "] for hidden states of ",
-                    hidden.sym_size(1), " features, got ", weight.sym_sizes());
+                    ": hidden: expected ", weight.sym_size(1), " features, as weight has (",
+                    weight.sym_sizes(), "), got ", hidden.sym_size(1),
+                    hidden.sym_size(1) == weight.sym_size(0) ? "; are these logits?" : "");
   TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) &&
                               bias->is_floating_point() && bias->device() == hidden.device()),
                     kLinearCrossEntropy, ": bias: expected [", weight.sym_size(0),
-                    "] of a floating dtype on ", hidden.device(), ", got ", bias->scalar_type(),
-                    " of shape ", bias->sym_sizes(), " on ", bias->device());
+                    "] of a floating dtype on ", hidden.device(), ", got ",
+                    dtype_name(bias->scalar_type()), " of shape ", bias->sym_sizes(), " on ",
+                    bias->device());
   TORCH_CHECK_TYPE(
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-      kLinearCrossEntropy, ": dtype: expected Half, BFloat16, Float or Double, got ", dtype);
+      kLinearCrossEntropy, ": dtype: expected float16, bfloat16, float32 or float64, got ",
+      dtype_name(dtype));
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
   TORCH_CHECK_TYPE(weight_grad_dtype == accumulate_dtype(dtype) ||
                        (dtype == at::kBFloat16 && weight_grad_dtype == dtype),
-                   kLinearCrossEntropy, ": weight_grad_dtype: expected ", accumulate_dtype(dtype),
-                   dtype == at::kBFloat16 ? " or BFloat16" : "", " for products of ", dtype,
-                   ", got ", weight_grad_dtype);
+                   kLinearCrossEntropy, ": weight_grad_dtype: expected ",
+                   dtype_name(accumulate_dtype(dtype)),
+                   dtype == at::kBFloat16 ? " or bfloat16" : "", " for products of ",
+                   dtype_name(dtype), ", got ", dtype_name(weight_grad_dtype));
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kLinearCrossEntropy,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
   if (arguments.shard) check_class_weight_of_all(arguments);

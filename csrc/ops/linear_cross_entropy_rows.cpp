@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "../tensors/dtype_name.h"
 #include "cross_entropy_inputs.h"
 #include "linear_cross_entropy.h"
 #include "named_arguments.h"
@@ -41,8 +42,9 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
                        (!bias || bias->scalar_type() == hidden.scalar_type()),
                    kLinearCrossEntropy,
                    ": expected hidden, weight and bias of one dtype, or autocast, got hidden of ",
-                   hidden.scalar_type(), ", weight of ", weight.scalar_type(),
-                   bias ? std::string(", bias of ") + at::toString(bias->scalar_type()) : "");
+                   dtype_name(hidden.scalar_type()), ", weight of ",
+                   dtype_name(weight.scalar_type()),
+                   bias ? ", bias of " + dtype_name(bias->scalar_type()) : "");
   return hidden.scalar_type();
 }
 
@@ -59,7 +61,7 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
                           const c10::SymInt& rows, at::ScalarType loss_dtype) {
   const at::Tensor& target = inputs.target;
   TORCH_CHECK_VALUE(target.device() == inputs.hidden.device(), kLinearCrossEntropy,
-                    ": target: expected device ", inputs.hidden.device(), " as hidden, got ",
+                    ": target: expected hidden's device, ", inputs.hidden.device(), ", got ",
                     target.device());
   if (!target.is_floating_point()) {
     check_class_dtype(kLinearCrossEntropy, target);
@@ -72,14 +74,15 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
     return target.reshape({-1}).contiguous();
   }
   TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()), kLinearCrossEntropy,
-                    ": target: has no derivative here: cross_entropy has");
+                    ": target: gradients with respect to probabilities are not supported; detach() "
+                    "it or use cross_entropy");
   const c10::SymInt classes = inputs.weight.sym_size(0);
   shape.push_back(classes);
   TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), kLinearCrossEntropy,
                     ": target: expected indices (int64, int32 or uint8), or probabilities of "
                     "shape ",
-                    c10::SymIntArrayRef(shape), ", got ", target.scalar_type(), " of shape ",
-                    target.sym_sizes());
+                    c10::SymIntArrayRef(shape), ", got ", dtype_name(target.scalar_type()),
+                    " of shape ", target.sym_sizes());
   return readable_probabilities(target, loss_dtype).reshape_symint({rows, classes}).contiguous();
 }
 
@@ -105,21 +108,23 @@ void check_buffer(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype)
   if (!buffer) return;
   TORCH_CHECK_VALUE(buffer->sym_sizes() == weight.sym_sizes() &&
                         buffer->scalar_type() == loss_dtype && buffer->device() == weight.device(),
-                    kLinearCrossEntropy, ": accumulate_into: expected ", loss_dtype, " of shape ",
-                    weight.sym_sizes(), " on ", weight.device(), ", got ", buffer->scalar_type(),
-                    " of shape ", buffer->sym_sizes(), " on ", buffer->device());
+                    kLinearCrossEntropy, ": accumulate_into: expected ", dtype_name(loss_dtype),
+                    " of shape ", weight.sym_sizes(), " on ", weight.device(), ", got ",
+                    dtype_name(buffer->scalar_type()), " of shape ", buffer->sym_sizes(), " on ",
+                    buffer->device());
   TORCH_CHECK_VALUE(
       buffer->layout() == at::kStrided && at::has_internal_overlap(*buffer) != at::MemOverlap::Yes,
       kLinearCrossEntropy, ": accumulate_into: expected strided memory of its own, got ",
       buffer->layout());
   for (const at::Tensor& other : {weight, call.arguments.hidden}) {
     TORCH_CHECK_VALUE(!overlap(*buffer, other), kLinearCrossEntropy,
-                      ": accumulate_into: is memory of the weight or the hidden states");
+                      ": accumulate_into: must not overlap weight or hidden");
   }
   TORCH_CHECK_VALUE(!buffer->requires_grad(), kLinearCrossEntropy,
-                    ": accumulate_into: expected a tensor that does not require grad");
-  TORCH_CHECK_VALUE(!c10::GradMode::is_enabled() || weight.requires_grad(), kLinearCrossEntropy,
-                    ": accumulate_into: the weight does not require grad");
+                    ": accumulate_into: expected a tensor that does not require grad; detach() it");
+  TORCH_CHECK_VALUE(
+      !c10::GradMode::is_enabled() || weight.requires_grad(), kLinearCrossEntropy,
+      ": accumulate_into: expected a weight that requires grad, got one that does not");
 }
 
 }  // namespace
@@ -131,7 +136,8 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   TORCH_CHECK_VALUE(weight.dim() == 2, kLinearCrossEntropy,
                     ": weight: expected [classes, features], got shape ", weight.sym_sizes());
   TORCH_CHECK_VALUE(!call_.denominator || arguments.options.is_mean(), kLinearCrossEntropy,
-                    ": denominator: is for reduction mean");
+                    ": denominator: only allowed with reduction=\"mean\", got \"",
+                    arguments.options.reduction_name(), "\"");
   TORCH_CHECK_VALUE(
       !(call_.with_metrics && arguments.shard && arguments.target.is_floating_point()),
       kLinearCrossEntropy, ": metrics: expected indices as targets, got a shard of probabilities");

@@ -1,4 +1,5 @@
 #include "multi_tensor_norm.h"
+#include "../tensors/dtype_name.h"
 #include "registration.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -31,7 +32,7 @@ void check_multi_tensor_norm(at::TensorList tensors, double ord,
 
 void check_norm_dtype(const char* op, std::optional<at::ScalarType> dtype) {
   TORCH_CHECK_TYPE(!dtype || *dtype == at::kFloat || *dtype == at::kDouble, op,
-                   ": dtype: expected Float, Double or none, got ", *dtype);
+                   ": dtype: expected float32, float64 or None, got ", dtype_name(*dtype));
 }
 
 math::NormType norm_type(const char* op, double ord) {

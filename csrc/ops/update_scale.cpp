@@ -1,35 +1,18 @@
 #include "update_scale.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ampfuse/update_scale.h>
 
 #include <limits>
+#include <string>
 
+#include "../tensors/dtype_name.h"
 #include "../tensors/tensor_list.h"
+#include "named_arguments.h"
 #include "registration.h"
 
 namespace ampfuse {
 
 namespace {
-
-math::HysteresisRefill refill_named(std::string_view name) {
-  if (name == "growth") return math::HysteresisRefill::kGrowth;
-  if (name == "clean_step") return math::HysteresisRefill::kCleanStep;
-  TORCH_CHECK_VALUE(false, kUpdateScale, ": hysteresis_refill: expected growth or clean_step, got ",
-                    name);
-}
-
-void check_policy(const math::ScalePolicy& policy) {
-  const auto check = [](const char* name, auto value, bool in_range, const char* range) {
-    TORCH_CHECK_VALUE(in_range, kUpdateScale, ": ", name, ": expected ", range, ", got ", value);
-  };
-  check("growth_factor", policy.growth_factor, policy.growth_factor >= 1, "at least 1");
-  check("backoff_factor", policy.backoff_factor,
-        policy.backoff_factor > 0 && policy.backoff_factor <= 1, "more than 0 and at most 1");
-  check("growth_interval", policy.growth_interval, policy.growth_interval >= 1, "at least 1");
-  check("hysteresis", policy.hysteresis, policy.hysteresis >= 1, "at least 1");
-  check("max_scale", policy.max_scale, policy.max_scale >= policy.min_scale, "at least min_scale");
-}
 
 // Throws unless the tensor is contiguous, of this size and dtype, and on the scale's device.
 void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t size,
@@ -38,7 +21,7 @@ void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtyp
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kUpdateScale, ": ", name,
                     ": expected a strided tensor, got layout ", tensor.layout());
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kUpdateScale, ": ", name, ": expected dtype ",
-                   dtype, ", got ", tensor.scalar_type());
+                   dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(tensor.sym_numel() == size && tensor.is_contiguous(), kUpdateScale, ": ", name,
                     ": expected a contiguous tensor with ", size, " elements, got shape ",
                     tensor.sym_sizes());
@@ -48,7 +31,7 @@ void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtyp
 
 void check_history(const at::Tensor& history, const at::Tensor& scale) {
   TORCH_CHECK_TYPE(history.scalar_type() == at::kFloat, kUpdateScale,
-                   ": history: expected dtype Float, got ", history.scalar_type());
+                   ": history: expected dtype float32, got ", dtype_name(history.scalar_type()));
   TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) > 0 &&
                         history.sym_size(1) == math::kScaleRecord && history.is_contiguous(),
                     kUpdateScale, ": history: expected a contiguous tensor of shape [n, ",
@@ -59,27 +42,55 @@ void check_history(const at::Tensor& history, const at::Tensor& scale) {
 
 }  // namespace
 
-UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
-  const auto limit_or = [&](const char* name, double otherwise) {
-    return named[name].toOptional<double>().value_or(otherwise);
+math::ScalePolicy scale_policy(const char* prefix, const UpdateScaleOptions& options) {
+  const auto check = [prefix](const char* name, const auto& value, bool in_range,
+                              const char* range) {
+    TORCH_CHECK_VALUE(in_range, prefix, name, ": expected ", range, ", got ", value);
   };
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const UpdateScaleArguments arguments = {
-      .scale = named.tensor("scale"),
-      .growth_tracker = named.tensor("growth_tracker"),
-      .counters = named.tensor("counters"),
-      .found_infs = named["found_infs"].toListRef(),
-      .policy = {.growth_factor = named["growth_factor"].toDouble(),
-                 .backoff_factor = named["backoff_factor"].toDouble(),
-                 .growth_interval = named["growth_interval"].toInt(),
-                 .min_scale = limit_or("min_scale", -kInfinity),
-                 .max_scale = limit_or("max_scale", kInfinity),
-                 .hysteresis = named["hysteresis"].toInt(),
-                 .refill = refill_named(named["hysteresis_refill"].toStringView()),
-                 .dynamic = named["dynamic"].toBool()},
-      .history = named.optional_tensor("history"),
-      .norm = named.optional_tensor("norm")};
-  check_policy(arguments.policy);
+  const double growth = options.growth_factor;
+  const double backoff = options.backoff_factor;
+  const double low = options.min_scale.value_or(-kInfinity);
+  const double high = options.max_scale.value_or(kInfinity);
+  const std::string& refill = options.hysteresis_refill;
+  check("growth_factor", growth, growth >= 1 && growth < kInfinity, "a finite number, at least 1");
+  check("backoff_factor", backoff, backoff > 0 && backoff <= 1, "more than 0 and at most 1");
+  check("growth_interval", options.growth_interval, options.growth_interval >= 1, "at least 1");
+  check("min_scale", low, !options.min_scale || low > 0, "None or more than 0");
+  check("max_scale", high, !options.max_scale || high > 0, "None or more than 0");
+  TORCH_CHECK_VALUE(low <= high, prefix, "max_scale: expected at least min_scale=", low, ", got ",
+                    high);
+  check("hysteresis", options.hysteresis, options.hysteresis >= 1, "at least 1");
+  const bool is_clean_step = refill == "clean_step";
+  check("hysteresis_refill", refill, is_clean_step || refill == "growth",
+        "\"growth\" or \"clean_step\"");
+  return {.growth_factor = growth,
+          .backoff_factor = backoff,
+          .growth_interval = options.growth_interval,
+          .min_scale = low,
+          .max_scale = high,
+          .hysteresis = options.hysteresis,
+          .refill =
+              is_clean_step ? math::HysteresisRefill::kCleanStep : math::HysteresisRefill::kGrowth,
+          .dynamic = options.dynamic};
+}
+
+UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
+  const UpdateScaleOptions options = {.growth_factor = named["growth_factor"].toDouble(),
+                                      .backoff_factor = named["backoff_factor"].toDouble(),
+                                      .growth_interval = named["growth_interval"].toInt(),
+                                      .min_scale = named["min_scale"].toOptional<double>(),
+                                      .max_scale = named["max_scale"].toOptional<double>(),
+                                      .hysteresis = named["hysteresis"].toInt(),
+                                      .hysteresis_refill = named["hysteresis_refill"].toStringRef(),
+                                      .dynamic = named["dynamic"].toBool()};
+  const UpdateScaleArguments arguments = {.scale = named.tensor("scale"),
+                                          .growth_tracker = named.tensor("growth_tracker"),
+                                          .counters = named.tensor("counters"),
+                                          .found_infs = named["found_infs"].toListRef(),
+                                          .policy = scale_policy("update_scale: ", options),
+                                          .history = named.optional_tensor("history"),
+                                          .norm = named.optional_tensor("norm")};
   TORCH_CHECK_TYPE(arguments.scale.defined(), kUpdateScale, ": scale: expected a tensor, got none");
   const at::Tensor& scale = arguments.scale;
   check_state("scale", scale, at::kFloat, 1, scale);
@@ -104,16 +115,21 @@ math::ScaleMemory UpdateScaleArguments::memory() const {
 void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
                   const UpdateScaleOptions& options) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ampfuse::update_scale", "")
-          .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList,
-                      double, double, int64_t, std::optional<double>, std::optional<double>,
-                      int64_t, c10::string_view, bool, const std::optional<at::Tensor>&,
-                      const std::optional<at::Tensor>&)>();
-  op.call(tensors.scale, tensors.growth_tracker, tensors.counters, found_infs,
-          options.growth_factor, options.backoff_factor, options.growth_interval, options.min_scale,
-          options.max_scale, options.hysteresis, options.hysteresis_refill, options.dynamic,
-          tensors.history, options.norm);
+      c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::update_scale", "");
+  call_by_name(op, {{"scale", tensors.scale},
+                    {"growth_tracker", tensors.growth_tracker},
+                    {"counters", tensors.counters},
+                    {"found_infs", found_infs},
+                    {"growth_factor", options.growth_factor},
+                    {"backoff_factor", options.backoff_factor},
+                    {"growth_interval", options.growth_interval},
+                    {"min_scale", options.min_scale},
+                    {"max_scale", options.max_scale},
+                    {"hysteresis", options.hysteresis},
+                    {"hysteresis_refill", options.hysteresis_refill},
+                    {"dynamic", options.dynamic},
+                    {"history", tensors.history},
+                    {"norm", options.norm}});
 }
 
 namespace {

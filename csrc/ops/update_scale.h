@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ampfuse/update_scale.h>
 
 #include <optional>
 
@@ -25,6 +26,9 @@ struct UpdateScaleArguments {
 
   math::ScaleMemory memory() const;
 };
+
+/// Throws for options out of range, and converts the others. Messages begin with `prefix`.
+math::ScalePolicy scale_policy(const char* prefix, const UpdateScaleOptions& options);
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);
 

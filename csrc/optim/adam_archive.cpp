@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
 
+#include "../tensors/dtype_name.h"
 #include "../tensors/tensor_list.h"
 #include "adam_lists.h"
 #include "adam_state.h"
@@ -52,8 +53,8 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
   check(tensor.sizes() == param.sizes(), "shape ", param.sizes(), ", got ", tensor.sizes());
   check(tensor.is_floating_point() || tensor.is_complex(), "a floating-point tensor, got ",
         tensor.scalar_type());
-  check(tensor.is_complex() == param.is_complex(), "a tensor for ", param.scalar_type(), ", got ",
-        tensor.scalar_type());
+  check(tensor.is_complex() == param.is_complex(), "a tensor for ", dtype_name(param.scalar_type()),
+        ", got ", tensor.scalar_type());
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 

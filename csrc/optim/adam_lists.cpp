@@ -60,7 +60,8 @@ void check_params(const torch::optim::OptimizerParamGroup& group, const AdamSett
     TORCH_CHECK_VALUE(
         settings.master_weights != MasterWeights::kRemainder || param.scalar_type() != at::kHalf,
         "MasterWeights::kRemainder: parameter ", place, " of group ", index,
-        " is half, and only bfloat16 has a remainder; use MasterWeights::kAuto in a group of its "
+        " is float16, and only bfloat16 has a remainder; use MasterWeights::kAuto in a group of "
+        "its "
         "own");
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) continue;

@@ -1,5 +1,6 @@
 #include <torch/serialize/archive.h>
 
+#include "../tensors/dtype_name.h"
 #include "adam_checked_options.h"
 
 namespace ampfuse {
@@ -86,7 +87,8 @@ AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, siz
                     "Invalid beta parameter at index 1: ", checked.beta2);
   TORCH_CHECK_VALUE(checked.eps >= 0, "Invalid epsilon value: ", checked.eps);
   TORCH_CHECK_VALUE(checked.state_dtype == at::kFloat || checked.state_dtype == at::kBFloat16,
-                    "state_dtype: expected Float or BFloat16, got ", checked.state_dtype);
+                    "state_dtype: expected float32 or bfloat16, got ",
+                    dtype_name(checked.state_dtype));
   check_max_grad_norm(checked.max_grad_norm);
   return checked;
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "dtype_name.h"
 #include "each_tensor.h"
 
 namespace ampfuse {
@@ -29,10 +30,11 @@ bool is_supported(at::ScalarType dtype) {
 
 void check_tensor(const char* op, size_t index, const at::Tensor& tensor, const at::Tensor& first) {
   check_strided(op, "tensors", index, tensor);
-  TORCH_CHECK_TYPE(is_supported(tensor.scalar_type()), op, ": tensors[", index,
-                   "]: expected a floating-point or complex tensor (half, bfloat16, float, "
-                   "double, complex float or complex double), got dtype ",
-                   tensor.scalar_type());
+  TORCH_CHECK_TYPE(
+      is_supported(tensor.scalar_type()), op, ": tensors[", index,
+      "]: expected a tensor of dtype float16, bfloat16, float32, float64, complex64 or "
+      "complex128, got ",
+      dtype_name(tensor.scalar_type()));
   check_device(op, "tensors", index, tensor, "tensors", first);
 }
 
@@ -107,7 +109,7 @@ bool has_memory(const at::Tensor& tensor) {
 
 void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(has_memory(tensor), op, ": ", list, "[", index,
-                    "]: expected a tensor with memory, got one whose storage has none");
+                    "]: its storage is empty (freed, or resized to 0)");
 }
 
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
@@ -179,12 +181,15 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
   TORCH_CHECK_VALUE(scalar.sym_numel() == 1, op, ": ", argument,
                     ": expected a tensor with one element, got shape ", scalar.sym_sizes());
   TORCH_CHECK_VALUE(has_memory(scalar), op, ": ", argument,
-                    ": expected a tensor with memory, got one whose storage has none");
-  bool listed = false;
-  for (const at::ScalarType dtype : dtypes) listed = listed || scalar.scalar_type() == dtype;
-  TORCH_CHECK_TYPE(listed, op, ": ", argument, ": expected dtype ",
-                   c10::Join(" or ", std::vector<at::ScalarType>(dtypes)), ", got ",
-                   scalar.scalar_type());
+                    ": its storage is empty (freed, or resized to 0)");
+  bool is_listed = false;
+  std::string names;
+  for (const at::ScalarType dtype : dtypes) {
+    is_listed = is_listed || scalar.scalar_type() == dtype;
+    names += (names.empty() ? "" : " or ") + dtype_name(dtype);
+  }
+  TORCH_CHECK_TYPE(is_listed, op, ": ", argument, ": expected dtype ", names, ", got ",
+                   dtype_name(scalar.scalar_type()));
   TORCH_CHECK_VALUE(tensors.empty() || scalar.device() == tensors[0].device(), op, ": ", argument,
                     ": expected device ", tensors.empty() ? scalar.device() : tensors[0].device(),
                     " as ", list, "[0], got ", scalar.device());

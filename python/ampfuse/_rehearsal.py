@@ -95,8 +95,8 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
                 _put_buffer(model, name, buffer)
     if replaced:
         raise RuntimeError(
-            f"{', '.join(replaced)}: forward puts another tensor in the place of this buffer, of "
-            "which a graph knows nothing; write into it, by copy_() say"
+            f"{', '.join(replaced)}: forward() replaces this buffer, which a CUDA graph cannot "
+            "follow; update it in place, e.g. with copy_()"
         )
 
 

@@ -19,7 +19,10 @@ from ampfuse.optim._state import new_master
 from ampfuse.optim._written import WrittenParams
 
 # Options that a program may change without knowing, and the remedies.
-HINTS = {"model.training": "call model.train()", "betas": "have no scheduler cycle momentum"}
+HINTS = {
+    "model.training": "the model is in another mode: call model.train()",
+    "betas": "pass cycle_momentum=False to the scheduler",
+}
 
 REHEARSALS = 3  # after these, libraries have chosen their kernels and allocated their memory
 
@@ -132,11 +135,16 @@ class GraphedStep:
 
     def _check(self, batch: Sequence[Tensor]) -> None:
         if len(batch) != len(self._sample):
-            raise TypeError(f"expected {len(self._sample)} tensors, got {len(batch)}")
+            hint = "; call step(*batch)" if len(batch) == 1 else ""
+            raise TypeError(
+                f"batch: expected {len(self._sample)} tensors, as in sample, got {len(batch)}{hint}"
+            )
         for index, (tensor, sample) in enumerate(zip(batch, self._sample, strict=True)):
             expect(f"batch[{index}]", tensor, Tensor, "a tensor")
             if tensor.requires_grad:
-                raise ValueError(f"batch[{index}]: expected none that requires grad: it gets none")
+                raise ValueError(
+                    f"batch[{index}]: must not require grad; the step computes no input gradients"
+                )
             if (tensor.shape, tensor.dtype) != (sample.shape, sample.dtype):
                 raise ValueError(
                     f"batch[{index}]: expected {sample.dtype} of shape {tuple(sample.shape)}, as "
@@ -147,8 +155,8 @@ class GraphedStep:
             changed = [name for name in self._fixed if now.get(name) != self._fixed[name]]
             hints = [hint for name, hint in HINTS.items() if any(name in one for one in changed)]
             raise RuntimeError(
-                f"{', '.join(changed)}: changed since this step was made, for which that is fixed: "
-                f"{' or '.join([*hints, 'make another one'])}"
+                f"GraphedStep: changed since the step was made: {', '.join(changed)}; "
+                f"{', or '.join([*hints, 'make a new GraphedStep'])}"
             )
 
     def _read_fixed(self) -> dict[str, Any]:
@@ -226,7 +234,10 @@ class GraphedStep:
             return
         self._has_learnt = any(param.grad is not None for param in self._params())
         if not self._has_learnt:
-            raise RuntimeError("no parameter of the optimizer's has a gradient: is it the model's?")
+            raise RuntimeError(
+                "optimizer: none of its parameters got a gradient; does it have the model's "
+                "parameters?"
+            )
 
     def _parts(self, batch: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         if self._micro_batches == 1:

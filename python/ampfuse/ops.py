@@ -10,11 +10,13 @@ If a function below writes nothing, this is decided on the device and the host d
 GPU, tensors with gaps in memory are copied to dense ones and back in any case.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ampfuse._arguments import explain
 
 _multi_tensor_norm = torch.ops.ampfuse.multi_tensor_norm.default
 _multi_tensor_unscale = torch.ops.ampfuse.multi_tensor_unscale.default
@@ -65,7 +67,7 @@ def multi_tensor_norm(
     try:
         return MultiTensorNorm(*_multi_tensor_norm(tensors, ord, dtype=dtype))
     except RuntimeError as error:
-        _explain("multi_tensor_norm", error, tensors)
+        explain("multi_tensor_norm", error, tensors=tensors)
 
 
 def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -82,7 +84,7 @@ def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale
     try:
         _multi_tensor_unscale(tensors, found_inf, inv_scale)
     except RuntimeError as error:
-        _explain("multi_tensor_unscale", error, tensors, found_inf=found_inf, inv_scale=inv_scale)
+        explain("multi_tensor_unscale", error, tensors=tensors)
 
 
 def multi_tensor_unscale_norm(
@@ -107,9 +109,7 @@ def multi_tensor_unscale_norm(
             *_multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord, dtype=dtype)
         )
     except RuntimeError as error:
-        _explain(
-            "multi_tensor_unscale_norm", error, tensors, found_inf=found_inf, inv_scale=inv_scale
-        )
+        explain("multi_tensor_unscale_norm", error, tensors=tensors)
 
 
 def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
@@ -126,7 +126,7 @@ def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: f
     try:
         _multi_tensor_clip(tensors, total_norm, max_norm)
     except RuntimeError as error:
-        _explain("multi_tensor_clip", error, tensors, total_norm=total_norm)
+        explain("multi_tensor_clip", error, tensors=tensors)
 
 
 def fused_adam(
@@ -211,14 +211,7 @@ def fused_adam(
             adopt_params=adopt_params,
         )
     except RuntimeError as error:
-        optional = {
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "total_norm": total_norm,
-            "grad_norm": grad_norm,
-        }
-        given = {name: scalar for name, scalar in optional.items() if scalar is not None}
-        _explain("fused_adam", error, columns, lr=lr, **given)
+        explain("fused_adam", error, **columns)
 
 
 def update_scale(
@@ -256,10 +249,11 @@ def update_scale(
     >>> scale, counters
     (tensor(4.), tensor([1, 1, 1]))
     """
-    tensors = {"scale": scale, "growth_tracker": growth_tracker, "counters": counters}
     try:
         _update_scale(
-            *tensors.values(),
+            scale,
+            growth_tracker,
+            counters,
             found_infs,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -273,25 +267,4 @@ def update_scale(
             norm=norm,
         )
     except RuntimeError as error:
-        optional = {"history": history, "norm": norm}
-        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        _explain("update_scale", error, {"found_infs": found_infs}, **tensors, **given)
-
-
-def _explain(
-    op: str,
-    error: RuntimeError,
-    lists: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
-    **scalars: Tensor,
-) -> NoReturn:
-    """Raise an error that names the argument that is not a tensor; torch's prints all of them."""
-    arguments: dict[str, object] = {}
-    for name, tensors in (lists if isinstance(lists, Mapping) else {"tensors": lists}).items():
-        if isinstance(tensors, Tensor):
-            raise TypeError(f"{op}: {name}: expected a list of tensors, got a Tensor") from None
-        arguments |= {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
-    for name, tensor in (arguments | scalars).items():
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise TypeError(f"{op}: {name}: expected a Tensor, got {kind}") from None
-    raise error
+        explain("update_scale", error, found_infs=found_infs)

@@ -32,7 +32,7 @@ TEST_CASE("options out of range are refused") {
   refuses(AdamWOptions().weight_decay(-1), "Invalid weight_decay value: -1");
   refuses(AdamWOptions().max_grad_norm(-1), "max_grad_norm: expected none or at least 0, got -1");
   refuses(AdamWOptions().state_dtype(torch::kHalf),
-          "state_dtype: expected Float or BFloat16, got Half");
+          "state_dtype: expected float32 or bfloat16, got float16");
 }
 
 TEST_CASE("options that became invalid are refused before a step writes anything") {
@@ -60,7 +60,7 @@ TEST_CASE("fp16 parameters with remainders are refused") {
   const Tensors params = {torch::ones({1}, torch::kBFloat16), torch::ones({1}, torch::kHalf)};
   CHECK_THROWS_WITH(
       ampfuse::AdamW(params, AdamWOptions().master_weights(ampfuse::MasterWeights::kRemainder)),
-      ContainsSubstring("parameter 1 of group 0 is half, and only bfloat16 has a remainder"));
+      ContainsSubstring("parameter 1 of group 0 is float16, and only bfloat16 has a remainder"));
 }
 
 TEST_CASE("sparse and misshapen gradients are refused, naming the parameter") {
@@ -87,8 +87,8 @@ TEST_CASE("gradients that the op refuses in one group leave all groups unchanged
   feed(params, 1);
   params[2].mutable_grad() = params[2].grad().to(torch::kDouble);
 
-  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("grads[0]: expected half, bfloat16 or"));
-  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("grads[0]: expected half, bfloat16 or"));
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("grads[0]: expected float16, bfloat16 or"));
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("grads[0]: expected float16, bfloat16 or"));
   check_same_bits(params, before);
 }
 

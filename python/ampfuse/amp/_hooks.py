@@ -112,7 +112,8 @@ class Hooks(TorchGradScaler):
         state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
+                "unscale_() has already been called on this optimizer since the last update(). Is "
+                "scaler.update() missing?"
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")

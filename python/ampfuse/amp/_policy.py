@@ -1,4 +1,4 @@
-"""Checks of the options that control the scale: constructors raise, so that updates need not."""
+"""How a scale moves: types of the options are checked here, and their ranges by the op."""
 
 import math
 import numbers
@@ -9,20 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse import ops
+
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
-REFILLS = ("growth", "clean_step")
-
-
-def positive(name: str, value: Any) -> float:
-    """Return `value` as a finite float above 0, or raise."""
-    number = real(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
-    return number
 
 
 def real(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise. Some programs save it as a tensor of one element."""
+    """Convert a number, or a tensor with one element, as some programs save it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -31,7 +24,7 @@ def real(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
-    """Return `value` as an int from `least` to `most`, or raise."""
+    """Convert an integer between `least` and `most`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -46,75 +39,71 @@ def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
 
 
 def scale(name: str, value: Any) -> float:
-    """Return `value` as a positive float in the range of float32, or raise."""
+    """Convert a number that is finite and above 0 as a float32."""
     number = real(name, value)
     if not FLOAT32_MIN <= number <= FLOAT32_MAX:
         raise ValueError(f"{name}: expected a finite float above 0, got {value}")
     return number
 
 
-def growth_factor(value: Any) -> float:
-    """Return a factor of at least 1. torch's constructor refuses 1; its setter and state do not."""
-    number = positive("growth_factor", value)
-    if number < 1:
-        raise ValueError(f"growth_factor: expected at least 1, got {value}")
-    return number
-
-
-def backoff_factor(value: Any) -> float:
-    """Return a factor of at most 1. torch's constructor refuses 1; its setter and state do not."""
-    number = positive("backoff_factor", value)
-    if number > 1:
-        raise ValueError(f"backoff_factor: expected at most 1, got {value}")
-    return number
-
-
-def growth_interval(value: Any) -> int:
-    return count("growth_interval", value, least=1)
-
-
 @dataclass(frozen=True)
 class Policy:
-    """The options of the scale that torch's scaler does not have."""
+    """The options that torch's scaler lacks."""
 
-    min_scale: float | None
-    max_scale: float | None
-    hysteresis: int
-    hysteresis_refill: str
-    dynamic: bool
+    min_scale: float | None = None
+    max_scale: float | None = None
+    hysteresis: int = 1
+    hysteresis_refill: str = "growth"
+    dynamic: bool = True
 
     def __post_init__(self) -> None:
         for name in ("min_scale", "max_scale"):
             limit = getattr(self, name)
-            if limit is None:
-                continue
-            if not real(name, limit) > 0:
-                raise ValueError(f"{name}: expected None or more than 0, got {limit}")
-            object.__setattr__(self, name, real(name, limit))  # from tensors and numpy, too
-        low, high = self.min_scale, self.max_scale
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"max_scale: expected at least min_scale, got {high} and {low}")
+            object.__setattr__(self, name, None if limit is None else real(name, limit))
         object.__setattr__(self, "hysteresis", count("hysteresis", self.hysteresis, least=1))
-        if self.hysteresis_refill not in REFILLS:
-            raise ValueError(
-                f"hysteresis_refill: expected one of {REFILLS}, got {self.hysteresis_refill!r}"
-            )
-        if not isinstance(self.dynamic, bool):
-            raise TypeError(f"dynamic: expected a bool, got {type(self.dynamic).__name__}")
+        for name, kind in (("hysteresis_refill", str), ("dynamic", bool)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
 
     def check_first(self, init_scale: float) -> None:
-        """Raise if a new scale is not between the limits."""
-        low, high = self.min_scale or init_scale, self.max_scale or init_scale
+        """Raise if a new scale would be outside the limits."""
+        low = -math.inf if self.min_scale is None else self.min_scale
+        high = math.inf if self.max_scale is None else self.max_scale
         if not low <= init_scale <= high:
             raise ValueError(
-                f"init_scale: expected a number from min_scale to max_scale, got {init_scale}"
+                f"init_scale: expected a number between min_scale={low} and max_scale={high}, "
+                f"got {init_scale}"
             )
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by the names that the op and state dicts use."""
+        """The options by the names that the op and state dicts have for them."""
         return {name: getattr(self, name) for name in self.__match_args__}
 
     def updated(self, saved: dict[str, Any]) -> "Policy":
-        """Return the policy of a state dict; options that it lacks are taken from this policy."""
+        """Return the policy with the entries of a state dict where it has them."""
         return Policy(**{name: saved.get(name, value) for name, value in self.options.items()})
+
+
+def torchs_options(
+    policy: Policy,
+    growth_factor: Any = 2.0,
+    backoff_factor: Any = 0.5,
+    growth_interval: Any = 2000,
+) -> tuple[float, float, int]:
+    """Convert the options that torch has, too; raise if one of these or of `policy` is invalid."""
+    growth, backoff = real("growth_factor", growth_factor), real("backoff_factor", backoff_factor)
+    interval = count("growth_interval", growth_interval, least=1)
+    nothing = torch.empty((), dtype=torch.float32, device="meta")
+    ops.update_scale(
+        nothing,
+        nothing.int(),
+        torch.empty(3, dtype=torch.int64, device="meta"),
+        [],
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        **policy.options,
+    )
+    return growth, backoff, interval

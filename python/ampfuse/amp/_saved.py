@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ampfuse.amp import _policy
-from ampfuse.amp._policy import Policy
+from ampfuse.amp._policy import Policy, torchs_options
 
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 COUNTERS = ("_hysteresis_tracker", "_consecutive_skips", "_updates")
@@ -36,27 +36,30 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
 
     def entry(name: str) -> Any:
         if name not in state:
-            raise KeyError(f"GradScaler's state has no entry {name!r}: {sorted(state)}")
+            raise KeyError(
+                f"GradScaler's state has no {name!r}; it has {', '.join(sorted(state))}. "
+                "Is it the state of another object?"
+            )
         return state[name]
 
     scale = _policy.real("scale", entry("scale"))
     if not 0 <= scale <= _policy.FLOAT32_MAX:
         raise ValueError(f"scale: expected a finite float, at least 0, got {scale}")
+    policy = policy.updated(state)
+    given = {name: entry(name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
     torchs = {
         "scale": scale,
-        "growth_factor": _policy.growth_factor(entry("growth_factor")),
-        "backoff_factor": _policy.backoff_factor(entry("backoff_factor")),
-        "growth_interval": _policy.growth_interval(entry("growth_interval")),
+        **dict(zip(given, torchs_options(policy, **given), strict=True)),
         "_growth_tracker": _policy.count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1),
     }
     pairs = zip(COUNTERS, counts, strict=True)
     ours = [_policy.count(name, state.get(name, here), least=0) for name, here in pairs]
-    return Loaded(torchs, policy.updated(state), ours)
+    return Loaded(torchs, policy, ours)
 
 
 def loadable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the same entries, each converted to its one type; raise if no scaler can load them."""
-    entries = loaded(state, Policy(None, None, 1, "growth", dynamic=True), [1, 0, 0]).entries()
+    entries = loaded(state, Policy(), [1, 0, 0]).entries()
     return {name: value for name, value in entries.items() if name in state}
 
 

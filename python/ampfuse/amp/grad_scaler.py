@@ -17,7 +17,7 @@ from ampfuse.amp._gradients import Inspection, norm_for, unscaled_norm
 from ampfuse.amp._hooks import Hooks
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
 from ampfuse.amp._outputs import scaled
-from ampfuse.amp._policy import Policy
+from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
 from ampfuse.amp._tensor_step import step_with_tensors, takes_tensors, wants_the_scaler
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
@@ -105,10 +105,10 @@ class GradScaler(Hooks):
         if not self._enabled:
             return
         self._init_scale = _policy.scale("init_scale", init_scale)
-        self._growth_factor = _policy.growth_factor(growth_factor)
-        self._backoff_factor = _policy.backoff_factor(backoff_factor)
-        self._growth_interval = _policy.growth_interval(growth_interval)
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
+        self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
+            self._policy, growth_factor, backoff_factor, growth_interval
+        )
         self._policy.check_first(self._init_scale)
         if max_consecutive_skips is not None:
             _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
@@ -140,7 +140,10 @@ class GradScaler(Hooks):
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(
+                "step() has already been called since the last update(). Is scaler.update() "
+                "missing?"
+            )
         if takes_tensors(optimizer) and wants_the_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
             self._note_step(optimizer, state)
@@ -159,8 +162,9 @@ class GradScaler(Hooks):
         has_gradients = len(state["found_inf_per_device"]) > 0
         if not (has_gradients or skips_itself or self._allow_no_grads):
             raise AssertionError(
-                "No inf checks were recorded for this optimizer. None of its parameters has a "
-                "gradient, which is no error for ampfuse.GradScaler(allow_no_grads=True)"
+                "No inf checks were recorded for this optimizer: none of its parameters has a "
+                "gradient. Did you call scaler.scale(loss).backward()? If it is intended, pass "
+                "GradScaler(allow_no_grads=True)"
             )
         found_inf = self._note_step(optimizer, state)
         if skips_itself:
@@ -222,8 +226,9 @@ class GradScaler(Hooks):
         ]
         if not found_infs and not self._allow_no_grads:
             raise AssertionError(
-                "No inf checks were recorded prior to update. No optimizer that has gradients was "
-                "stepped since, which is no error for ampfuse.GradScaler(allow_no_grads=True)"
+                "No inf checks were recorded prior to update: no optimizer with gradients was "
+                "stepped since the last update. Did you call scaler.scale(loss).backward()? If it "
+                "is intended, pass GradScaler(allow_no_grads=True)"
             )
         if found_infs:
             counters, history = self._memory.tensors(scale.device)
@@ -246,15 +251,15 @@ class GradScaler(Hooks):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; with 1 it never grows."""
-        self._growth_factor = _policy.growth_factor(new_factor)
+        self._growth_factor = torchs_options(self._policy, growth_factor=new_factor)[0]
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale backs off; with 1 it never backs off."""
-        self._backoff_factor = _policy.backoff_factor(new_factor)
+        self._backoff_factor = torchs_options(self._policy, backoff_factor=new_factor)[1]
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of steps without overflow after which the scale grows."""
-        self._growth_interval = _policy.growth_interval(new_interval)
+        self._growth_interval = torchs_options(self._policy, growth_interval=new_interval)[2]
 
     def scale_tensor(self) -> Tensor:
         """Return the live scale, 0-dim float32, to pass as a `grad_scale`; create it if needed."""

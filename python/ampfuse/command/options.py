@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ampfuse._arguments import suggestion
 from ampfuse.command.show import why_no_plot
 from ampfuse.patching import PARTS
 
@@ -16,7 +17,7 @@ USAGE = """python -m ampfuse [options] script.py [arguments of the script]
 
 EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
 torch's names mean ampfuse's: see ampfuse.patch. A script named - is read from
-standard input. 'env' tells what works here."""
+standard input. 'env' prints what works here."""
 
 
 @dataclass(frozen=True)
@@ -122,5 +123,7 @@ def _parts(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"unknown part {name!r}: there are {', '.join(PARTS)}")
+            raise argparse.ArgumentTypeError(
+                f"expected parts among {', '.join(PARTS)}, got {name!r}{suggestion(name, PARTS)}"
+            )
     return names

@@ -19,6 +19,14 @@ DEFAULTS = {
 }
 
 
+# Hints for keyword arguments that the losses' functions do not have.
+REMEDIES = {
+    "scaler": "pass grad_scale=scaler.scale_tensor(), or use the module, which takes scaler=",
+    "size_average": "use reduction=",
+    "reduce": "use reduction=",
+}
+
+
 class LossOptions(TypedDict, total=False):
     ignore_index: int
     reduction: str
@@ -75,7 +83,7 @@ def op_options(
 ) -> dict[str, Any]:
     """Return the options as arguments of the operators."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected none, mean or sum, got {reduction!r}")
+        raise ValueError(f'reduction: expected "none", "mean" or "sum", got {reduction!r}')
     for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
         if isinstance(constant, Tensor):  # the host would wait for it, and it would get no gradient
             raise TypeError(f"{name}: expected a number, got a tensor")
@@ -96,7 +104,9 @@ def _number(
     if value is None or isinstance(value, Tensor):
         return value
     if not torch.compiler.is_compiling() and not isinstance(value, Number):
-        hint = ": CrossEntropyLoss takes scalers" if hasattr(value, "get_scale") else ""
+        hint = "; pass scaler.scale_tensor()" if hasattr(value, "get_scale") else ""
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
+    if name == "denominator" and not torch.compiler.is_compiling() and value == 0:
+        raise ValueError("denominator: expected a number other than 0")
     # A product, since torch.compile would recompile for each value of a constant.
     return torch.ones((), dtype=dtype, device=input.device) * value

@@ -7,8 +7,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import Unpack  # a dependency of torch
 
+from ampfuse._arguments import explain, refuse_unknown
 from ampfuse.losses._options import (
     DEFAULTS,
+    REMEDIES,
     LossOptions,
     changed_options,
     checked_scaler,
@@ -68,6 +70,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     return_metrics: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute `torch.nn.functional.cross_entropy`; 16-bit logits in float32, also under autocast.
 
@@ -112,17 +115,19 @@ def cross_entropy(
     (tensor(0.4100), tensor([[-0.0596,  0.0596],
             [ 0.2500, -0.2500]]))
     """
+    refuse_unknown(cross_entropy, unknown, REMEDIES)
     options = op_options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
+    op = torch.ops.ampfuse.cross_entropy
     try:
         if not return_metrics:
-            loss: Tensor = torch.ops.ampfuse.cross_entropy(input, target, weight, **options)
+            loss: Tensor = op.default(input, target, weight, **options)
             return loss
-        results = torch.ops.ampfuse.cross_entropy.metrics(input, target, weight, **options)
+        results = op.metrics(input, target, weight, **options)
     except RuntimeError as error:
         raise_if_refused("cross_entropy", error)
-        raise
+        explain("cross_entropy", error)
     return results[0], CrossEntropyMetrics(*results[1:])
 
 
@@ -155,8 +160,7 @@ def cross_entropy_(
     """
     if torch.compiler.is_compiling():
         raise NotImplementedError(
-            "cross_entropy_: input cannot be overwritten inside torch.compile: cross_entropy is "
-            "for that"
+            "cross_entropy_: input: cannot be overwritten inside torch.compile; use cross_entropy"
         )
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:  # torch would refuse it only after overwriting it
@@ -165,10 +169,11 @@ def cross_entropy_(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
     try:
-        loss: Tensor = torch.ops.ampfuse.cross_entropy_(input, target, weight, **options)[0]
+        op = torch.ops.ampfuse.cross_entropy_.default
+        loss: Tensor = op(input, target, weight, **options)[0]
     except RuntimeError as error:
         raise_if_refused("cross_entropy_", error)
-        raise
+        explain("cross_entropy_", error)
     return loss
 
 

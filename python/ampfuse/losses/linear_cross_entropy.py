@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack  # a dependency of torch
 
+from ampfuse._arguments import explain, refuse_unknown
 from ampfuse.losses._options import (
     DEFAULTS,
+    REMEDIES,
     LinearLossOptions,
     changed_options,
     checked_scaler,
@@ -67,6 +69,7 @@ def linear_cross_entropy(
     first_class: int | None = None,
     num_classes: int | None = None,
     return_metrics: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute `cross_entropy(hidden @ weight.T + bias, target)` in a fraction of the memory.
 
@@ -124,6 +127,7 @@ def linear_cross_entropy(
     >>> loss.detach(), hidden.grad
     (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
     """
+    refuse_unknown(linear_cross_entropy, unknown, REMEDIES)
     _refuse_dtensors(
         hidden=hidden,
         weight=weight,
@@ -144,16 +148,16 @@ def linear_cross_entropy(
         options["vocab_shard"] = _vocab_shard(process_group, weight, first_class, num_classes)
         options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:
-        raise ValueError("first_class, num_classes: are for weights shared out, by process_group")
+        raise ValueError("first_class, num_classes: only allowed with process_group")
     op = torch.ops.ampfuse.linear_cross_entropy
     try:
         if not return_metrics:
-            loss: Tensor = op(hidden, weight, target, bias, **options)
+            loss: Tensor = op.default(hidden, weight, target, bias, **options)
             return loss
         results = op.metrics(hidden, weight, target, bias, **options)
     except RuntimeError as error:
         raise_if_refused("linear_cross_entropy", error)
-        raise
+        explain("linear_cross_entropy", error)
     return results[0], CrossEntropyMetrics(*results[1:])
 
 
@@ -240,11 +244,11 @@ def _vocab_shard(
     """Return [ranks, first class, classes]; by default for equal shards in the order of ranks."""
     if not torch.compiler.is_compiling() and not hasattr(process_group, "group_name"):
         raise TypeError(
-            "process_group: expected a torch.distributed.ProcessGroup that this process is a "
-            f"member of, got {type(process_group).__name__}"
+            "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"got {type(process_group).__name__}"
         )
     if (first_class is None) != (num_classes is None):
-        raise ValueError("first_class, num_classes: expected both or none")
+        raise ValueError("first_class, num_classes: expected both or neither")
     size, classes = process_group.size(), weight.shape[0]
     if first_class is None or num_classes is None:
         first_class, num_classes = process_group.rank() * classes, size * classes

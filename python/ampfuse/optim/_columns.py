@@ -234,7 +234,8 @@ def refuse_sparse(param: Tensor) -> None:
     """Raise torch's error if the gradient is sparse."""
     if param.grad is not None and param.grad.is_sparse:
         raise RuntimeError(
-            "Adam does not support sparse gradients, please consider SparseAdam instead"
+            "Adam does not support sparse gradients, please consider SparseAdam instead. The "
+            f"parameter has shape {tuple(param.shape)}"
         )
 
 

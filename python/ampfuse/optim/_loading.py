@@ -200,7 +200,7 @@ def keep_options(
         if missing:
             raise KeyError(
                 f"loaded state dict: group {index} lacks {' and '.join(missing)}: expected lr, "
-                "betas, eps and weight_decay; was another optimizer saved?"
+                "betas, eps and weight_decay; is it the state of another optimizer?"
             )
         _check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
         try:

@@ -21,6 +21,9 @@ OURS = {
 # Options that choose one of torch's implementations. Groups of torch's have them, ours do not.
 TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 
+_ALWAYS_FUSED = "the step is always fused: drop foreach, fused, capturable and differentiable"
+REMEDIES = dict.fromkeys(TORCHS_OWN, _ALWAYS_FUSED)  # hints for arguments that torch's class has
+
 # A group that lacks one of these is not Adam's; it may be loaded from another optimizer's state.
 NEEDED = {"lr", "betas", "eps", "weight_decay"}
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
+from ampfuse._arguments import refuse_unknown
 from ampfuse._capture import is_capturing
 from ampfuse._mistakes import note_step_without_scaler
 from ampfuse.optim import _loading, _options
@@ -110,7 +111,9 @@ class Adam(OwnNames, torch.optim.Adam):
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
         process_group: Any = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__init__, unknown, _options.REMEDIES)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,

@@ -42,6 +42,7 @@ class AdamW(Adam, torch.optim.AdamW):
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
         process_group: Any = None,
+        **unknown: Any,
     ) -> None:
         Adam.__init__(
             self,
@@ -58,6 +59,7 @@ class AdamW(Adam, torch.optim.AdamW):
             max_grad_norm=max_grad_norm,
             write_back_grads=write_back_grads,
             process_group=process_group,
+            **unknown,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

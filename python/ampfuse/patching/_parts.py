@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampfuse._arguments import suggestion
 from ampfuse.patching import _clipping, _losses, _optimizers, _scalers
 from ampfuse.patching._references import exchange
 from ampfuse.patching._usage import Usage
@@ -83,7 +84,9 @@ def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
         if not isinstance(name, str):
             raise TypeError(f"expected parts as arguments of their own, got {name!r}")
         if name not in PARTS:
-            raise ValueError(f"expected parts among {', '.join(PARTS)}, got {name!r}")
+            raise ValueError(
+                f"expected parts among {', '.join(PARTS)}, got {name!r}{suggestion(name, PARTS)}"
+            )
     return [PARTS[name] for name in names or PARTS if name not in without]
 
 

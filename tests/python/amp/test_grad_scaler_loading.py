@@ -66,7 +66,7 @@ def test_a_truncated_state_is_refused_as_a_whole(language, device, key):
     truncated = before | {"growth_factor": 4.0, "scale": 1.0, "hysteresis": 5}
     del truncated[key]
 
-    with pytest.raises((KeyError, ValueError), match=f"no entry '{key}'|expected an entry .{key}"):
+    with pytest.raises((KeyError, ValueError), match=f"has no '{key}'|expected an entry .{key}"):
         scaler.load_state_dict(truncated)
 
     assert scaler.state_dict() == before
@@ -118,7 +118,7 @@ def test_archive_functions_refuse_states_of_the_wrong_kind(tmp_path):
     optimizer = ampfuse.AdamW([torch.zeros(2)])
     file = tmp_path / "scaler.pt"
     for state in (optimizer.state_dict(), {}, {"scale": 1.0}):
-        with pytest.raises(KeyError, match="no entry"):
+        with pytest.raises(KeyError, match=r"has no .(scale|growth_factor).; it has"):
             ampfuse.save_cpp_scaler_state(state, file)
     assert not file.exists()
 

@@ -142,7 +142,7 @@ def test_a_learning_rate_tensor_stays_the_same_object(device):
 def test_batches_that_require_grad_are_refused(device, graphs_on_cpu):
     step = Side(device, monkeypatch=graphs_on_cpu).graphed()
     inputs, target = batch(device)
-    with pytest.raises(ValueError, match=r"batch\[0\]: expected none that requires grad"):
+    with pytest.raises(ValueError, match=r"batch\[0\]: must not require grad"):
         step(inputs.requires_grad_(), target)
 
 
@@ -184,7 +184,7 @@ def test_batches_unlike_the_sample_are_refused(device, wrong):
     inputs, target = batch(device)
     before = [param.clone() for param in ours.model.parameters()]
     bad, error, words = {
-        "few": ((inputs,), TypeError, "expected 2 tensors, got 1"),
+        "few": ((inputs,), TypeError, "expected 2 tensors, as in sample, got 1"),
         "shape": ((inputs[:4], target), ValueError, r"batch\[0\]: expected torch.float32 of shape"),
         "dtype": ((inputs, target.int()), ValueError, r"batch\[1\]: expected torch.int64"),
     }[wrong]
@@ -217,7 +217,7 @@ def test_step_refuses_options_that_changed_since_capture(device, name):
     ours = Side(device)
     step = ours.graphed()
     CHANGES[name](ours)
-    with pytest.raises(RuntimeError, match=f"{name.strip()}: changed since"):
+    with pytest.raises(RuntimeError, match=f"changed since the step was made: {name.strip()}"):
         step(*batch(device))
 
 

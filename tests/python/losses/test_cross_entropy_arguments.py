@@ -104,9 +104,13 @@ def test_ignore_index_may_be_out_of_range_of_the_target_dtype(device, ignore_ind
 def test_targets_on_another_device_are_refused(device):
     logits, target = batch(device, 6, 50)
     for elsewhere in (target.to("meta"), torch.rand(6, 50, device="meta")):
-        with pytest.raises(ValueError, match=rf"target: expected device {device}.*, got meta"):
+        with pytest.raises(
+            ValueError, match=rf"target: expected input's device, {device}.*, got meta"
+        ):
             ampfuse.cross_entropy(logits, elsewhere)
-        with pytest.raises(ValueError, match=rf"target: expected device {device}.*, got meta"):
+        with pytest.raises(
+            ValueError, match=rf"target: expected input's device, {device}.*, got meta"
+        ):
             ampfuse.cross_entropy_(logits * 1, elsewhere)
 
 
@@ -158,10 +162,13 @@ def test_grad_scale_and_denominator_may_be_python_numbers(device):
 
 
 REFUSED = {
-    "two": (lambda: torch.ones(2), "expected one number, got Float of shape \\[2\\]"),
-    "none": (lambda: torch.ones(0), "expected one number, got Float of shape \\[0\\]"),
-    "complex": (lambda: torch.ones((), dtype=torch.cfloat), "expected one number, got Complex"),
-    "a gradient": (lambda: torch.ones((), requires_grad=True), "has no derivative"),
+    "two": (lambda: torch.ones(2), "expected one number, got float32 of shape \\[2\\]"),
+    "none": (lambda: torch.ones(0), "expected one number, got float32 of shape \\[0\\]"),
+    "complex": (lambda: torch.ones((), dtype=torch.cfloat), "expected one number, got complex64"),
+    "a gradient": (
+        lambda: torch.ones((), requires_grad=True),
+        "expected a tensor that does not require grad",
+    ),
 }
 
 
@@ -193,11 +200,10 @@ def test_denominator_replaces_the_weight_of_the_targets(device):
     torch.testing.assert_close(found, [x / 4 for x in total])
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_zero_denominator_makes_loss_and_gradient_infinite_or_nan(device, as_tensor):
+def test_denominator_that_is_a_zero_tensor_makes_loss_and_gradient_infinite_or_nan(device):
     """With a finite gradient, a scaler would not skip the step."""
     logits, target = batch(device, 6, 50)
-    zero = torch.zeros((), device=device) if as_tensor else 0
+    zero = torch.zeros((), device=device)
     loss, grad = results(ampfuse.cross_entropy, logits, target, denominator=zero)
     assert not loss.isfinite()
     assert not grad.isfinite().any()
@@ -215,16 +221,18 @@ def test_arguments_of_a_wrong_type_are_refused(device):
     logits, target = batch(device, 2, 3)
     one = torch.ones((), device=device)
     for scaler in (ampfuse.GradScaler(device.type), torch.amp.GradScaler(device.type)):
-        with pytest.raises(TypeError, match=r"grad_scale: .*GradScaler: CrossEntropyLoss takes"):
+        with pytest.raises(TypeError, match=r"grad_scale: .*GradScaler; pass scaler.scale_tensor"):
             ampfuse.cross_entropy(logits, target, grad_scale=scaler)
+    with pytest.raises(ValueError, match="denominator: expected a number other than 0"):
+        ampfuse.cross_entropy(logits, target, denominator=0)
     with pytest.raises(TypeError, match="denominator: expected a number, got list"):
         ampfuse.cross_entropy(logits, target, denominator=[1])
-    with pytest.raises(ValueError, match=r"expected indices .*, or probabilities .*, got Float"):
+    with pytest.raises(ValueError, match=r"expected indices .*, or probabilities .*, got float32"):
         ampfuse.cross_entropy(logits, target.float())
     for name in ("z_loss", "softcap"):
         with pytest.raises(TypeError, match=f"{name}: expected a number, got a tensor"):
             ampfuse.cross_entropy(logits, target, **{name: one})
-    with pytest.raises(RuntimeError, match="'target' but instead found type 'list'"):
+    with pytest.raises(TypeError, match="target: expected a Tensor, got list"):
         ampfuse.cross_entropy(logits, [0, 1])
 
 

@@ -103,8 +103,8 @@ def test_probabilities_may_share_the_memory_of_the_logits(device):
 REFUSED = {
     "one dimension": (lambda logits: logits[0], "expected logits of shape"),
     "three": (lambda logits: logits.view(6, 10, 5), "expected logits of shape"),
-    "columns": (lambda logits: logits.t().contiguous().t(), "classes next to each other"),
-    "every other class": (lambda logits: logits[:, ::2], "classes next to each other"),
+    "columns": (lambda logits: logits.t().contiguous().t(), "class dimension has stride 1"),
+    "every other class": (lambda logits: logits[:, ::2], "class dimension has stride 1"),
 }
 
 
@@ -158,7 +158,9 @@ def test_negative_views_are_refused(device):
 def test_targets_that_require_grad_are_refused_except_under_no_grad(device):
     logits, _ = batch(device)
     target = torch.softmax(logits, 1).requires_grad_()
-    with pytest.raises(ValueError, match="target: has no derivative here"):
+    with pytest.raises(
+        ValueError, match="target: gradients with respect to probabilities are not supported"
+    ):
         ampfuse.cross_entropy_(logits.clone(), target)
     with torch.no_grad():
         assert ampfuse.cross_entropy_(logits.clone(), target).isfinite()
@@ -168,7 +170,7 @@ def test_float16_logits_that_require_grad_need_a_grad_scale(device):
     """Without grad_scale most of their gradient would be 0, and nobody would notice."""
     logits, target = batch(device)
     logits = logits.half().requires_grad_()
-    with pytest.raises(ValueError, match="grad_scale: expected the loss scale, or 1"):
+    with pytest.raises(ValueError, match="grad_scale: expected the loss scale for float16 logits"):
         ampfuse.cross_entropy_(logits * 1, target)
     ampfuse.cross_entropy_(logits * 1, target, grad_scale=1.0).backward()
     with torch.no_grad():

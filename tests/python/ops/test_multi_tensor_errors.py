@@ -69,7 +69,7 @@ def test_good_arguments_are_accepted(device, op):
 
 @EVERY_OP
 @pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.int64, "Long"), (torch.bool, "Bool"), (torch.uint8, "Byte")]
+    ("dtype", "name"), [(torch.int64, "int64"), (torch.bool, "bool"), (torch.uint8, "uint8")]
 )
 def test_dtype_that_has_no_kernel(device, op, dtype, name):
     tensor = torch.ones(3, dtype=dtype, device=device)
@@ -189,7 +189,7 @@ def test_scalar_that_has_not_one_element(device, op, name, shape):
 def test_scalar_of_another_dtype(device, op, name, dtype):
     arguments = good(device) | {name: torch.ones((), dtype=dtype, device=device)}
 
-    assert_refused(op, arguments, TypeError, rf"{op}: {name}: expected dtype Float.*, got ")
+    assert_refused(op, arguments, TypeError, rf"{op}: {name}: expected dtype float32.*, got ")
 
 
 @pytest.mark.parametrize(("op", "name"), SCALARS)

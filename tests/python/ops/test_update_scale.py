@@ -209,15 +209,18 @@ def test_without_flags_a_step_is_clean(device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"growth_factor": 0.5}, "growth_factor: expected at least 1, got 0.5"),
+        ({"growth_factor": 0.5}, "growth_factor: expected a finite number, at least 1, got 0.5"),
         ({"growth_factor": math.nan}, "growth_factor"),
         ({"backoff_factor": 1.5}, "backoff_factor: expected more than 0 and at most 1, got 1.5"),
         ({"backoff_factor": 0.0}, "backoff_factor: expected more than 0 and at most 1, got 0"),
         ({"growth_interval": 0}, "growth_interval: expected at least 1, got 0"),
         ({"hysteresis": 0}, "hysteresis: expected at least 1, got 0"),
-        ({"min_scale": 2.0, "max_scale": 1.0}, "max_scale: expected at least min_scale, got 1"),
-        ({"min_scale": math.nan}, "max_scale"),
-        ({"hysteresis_refill": "never"}, "hysteresis_refill: expected growth.*got never"),
+        ({"min_scale": 2.0, "max_scale": 1.0}, "max_scale: expected at least min_scale=2, got 1"),
+        ({"min_scale": math.nan}, "min_scale: expected None or more than 0, got nan"),
+        (
+            {"hysteresis_refill": "never"},
+            'hysteresis_refill: expected "growth" or "clean_step", got never',
+        ),
     ],
 )
 def test_policy_that_makes_no_sense_is_refused(device, options, message):
@@ -233,16 +236,21 @@ def test_policy_that_makes_no_sense_is_refused(device, options, message):
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("scale", torch.tensor(1.0, dtype=torch.float64), TypeError, "scale: expected dtype Float"),
+        (
+            "scale",
+            torch.tensor(1.0, dtype=torch.float64),
+            TypeError,
+            "scale: expected dtype float32",
+        ),
         ("scale", torch.ones(2), ValueError, "scale: expected a contiguous tensor with 1"),
-        ("growth_tracker", torch.tensor(0), TypeError, "growth_tracker: expected dtype Int"),
+        ("growth_tracker", torch.tensor(0), TypeError, "growth_tracker: expected dtype int32"),
         ("counters", torch.zeros(2, dtype=torch.int64), ValueError, "counters.*with 3 elements"),
         ("counters", torch.zeros(6, dtype=torch.int64)[::2], ValueError, "counters.*contiguous"),
         ("found_infs", [torch.ones(2)], ValueError, r"found_infs\[0\]: expected.*1 elements"),
-        ("found_infs", [torch.tensor(1)], TypeError, r"found_infs\[0\]: expected dtype Float"),
+        ("found_infs", [torch.tensor(1)], TypeError, r"found_infs\[0\]: expected dtype float32"),
         ("history", torch.zeros(2, 2), ValueError, r"history: expected.*shape \[n, 3\]"),
         ("history", torch.zeros(0, 3), ValueError, r"history: expected.*shape \[n, 3\]"),
-        ("history", torch.zeros(3, 3).int(), TypeError, "history: expected dtype Float"),
+        ("history", torch.zeros(3, 3).int(), TypeError, "history: expected dtype float32"),
         ("norm", torch.ones(1, 2), ValueError, "norm: expected"),
         ("scale", torch.tensor(1.0).to_sparse(), ValueError, "scale: expected a strided tensor"),
     ],

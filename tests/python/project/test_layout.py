@@ -139,11 +139,17 @@ def test_every_op_is_listed_here() -> None:
     assert {file.stem for file in (CSRC / "meta").glob("*.cpp")} == listed
 
 
-def test_files_stay_small() -> None:
-    long = [f"{f.relative_to(ROOT)}" for f in CODE if len(f.read_text().splitlines()) > 350]
-    glue = [f"{f.relative_to(ROOT)}" for f in SOURCES if f.suffix == ".cu"]
-    fat = [name for name in glue if len((ROOT / name).read_text().splitlines()) > 150]
-    assert (long, fat) == ([], [])
+def test_kernels_and_ops_stay_small() -> None:
+    # Elsewhere a class that is one idea stays in one file.
+    limits = dict.fromkeys(("autograd", "cpu", "cuda", "linear", "math", "meta", "ops"), 350)
+    long = []
+    for file in SOURCES:
+        folder = file.relative_to(CSRC).parts[0]
+        limit = 150 if file.suffix == ".cu" else limits.get(folder, 1000)
+        lines = len(file.read_text().splitlines())
+        if lines > limit:
+            long.append(f"{file.relative_to(ROOT)} has {lines} lines; split it below {limit}")
+    assert long == []
 
 
 def test_files_end_in_one_newline_and_have_no_tabs() -> None:

@@ -1,0 +1,60 @@
+"""Errors that name the argument at fault and the remedy."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+_MISMATCH = re.compile(r"of type '([^']+)' for argument '(\w+)' but instead found type '(\w+)'")
+
+# What an argument is expected to be: by its name, or else by its type in the schema.
+_EXPECTED = {
+    "dtype": "a torch.dtype",
+    "ord": "1, 2 or inf",
+    "List[Tensor]": "a list of tensors",
+    "Tensor": "a Tensor",
+    "float": "a number",
+    "int": "an int",
+    "bool": "a bool",
+    "str": "a str",
+}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean ...?`, or nothing if no known name resembles this one."""
+    similar = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def refuse_unknown(
+    function: Callable[..., Any], names: Iterable[str], remedies: Mapping[str, str]
+) -> None:
+    """Raise if there are names of keyword arguments that the function does not have."""
+    for name in names:
+        known = inspect.signature(function).parameters
+        hint = f"; {remedies[name]}" if name in remedies else suggestion(name, known)
+        called = function.__qualname__.removesuffix(".__init__")
+        raise TypeError(f"{called}: unexpected keyword argument {name!r}{hint}")
+
+
+def explain(op: str, error: RuntimeError, **lists: Sequence[Tensor]) -> NoReturn:
+    """Raise a TypeError for the argument whose type does not fit the schema, or else the error.
+
+    torch's own message prints the values of all tensors. It does not name the item of a list.
+    """
+    mismatch = _MISMATCH.search(str(error))
+    if mismatch is None:
+        raise error
+    kind, name, found = mismatch.groups()
+    kind = kind.removeprefix("Optional[").rstrip("]") if "Optional" in kind else kind
+    expected = _EXPECTED.get(name) or _EXPECTED.get(kind, kind)
+    if found in ("list", "tuple"):
+        for index, item in enumerate(lists.get(name, ())):
+            if not isinstance(item, Tensor):
+                name, expected, found = f"{name}[{index}]", "a Tensor", type(item).__name__
+                break
+    found = "a Tensor" if found == "Tensor" else found
+    raise TypeError(f"{op}: {name}: expected {expected}, got {found}") from None
