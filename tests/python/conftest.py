@@ -1,7 +1,7 @@
-"""Where tests run: a test that takes `device` runs on the CPU, and on a GPU where there is one.
+"""Fixtures of all tests. A test that takes `device` runs on the CPU, and on a GPU if there is one.
 
 FAIL_WITHOUT_CUDA=1 makes the GPU half fail instead of being skipped, so that a job that was meant
-to have a GPU can't pass without it.
+to have a GPU cannot pass without one.
 """
 
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch
 from programs import Programs
 
-# Where tests/cpp/python_classes is built.
+# The build folder. Its tests/cpp has the module ampfuse_cpp, made from tests/cpp/python_classes.
 BUILD = Path(__file__).parents[2] / os.environ.get("AMPFUSE_BUILD", "build")
 sys.path.append(str(BUILD / "tests" / "cpp"))
 
@@ -40,11 +40,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """`float32` in a test's name, where pytest would number the dtypes."""
+    """Return the id of a dtype in test names: `float32`. pytest would number the dtypes."""
     return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
-# Of the session, because hypothesis refuses fixtures that it would have to renew per example.
+# The scope is the session: hypothesis refuses fixtures that it would have to renew per example.
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
@@ -52,7 +52,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """torch.set_num_threads, undone behind the test."""
+    """Yield torch.set_num_threads, and restore the number of threads after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -60,14 +60,14 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def waits_are_errors() -> Iterator[Callable[[], None]]:
-    """A function that makes torch raise where the host would wait, until the test is over."""
+    """Yield a function that makes torch raise if the host waits for the GPU during the test."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """torch.compile as if nothing had been compiled yet, and nothing left of what is."""
+    """Delete everything that torch.compile has compiled, before and after the test."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -75,9 +75,9 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def missed_copies(fresh_compiler: None) -> Iterator[Any]:
-    """Counters of what could have been written in place, and was copied.
+    """Yield the compiler's counters of tensors that it copied instead of writing in place.
 
-    The compiler compiles all: what it finds in a cache it does not look at for that.
+    The compiler's caches are off, because it counts no copies in a graph that a cache returns.
     """
     from torch._dynamo.utils import ReinplaceCounters
 
@@ -88,7 +88,7 @@ def missed_copies(fresh_compiler: None) -> Iterator[Any]:
 
 @pytest.fixture
 def traced_backward(fresh_compiler: None) -> Iterator[None]:
-    """The same, and backward passes are part of graphs."""
+    """Set up `fresh_compiler`, and make the compiler trace backward passes into its graphs."""
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         yield
 
@@ -97,7 +97,10 @@ def traced_backward(fresh_compiler: None) -> Iterator[None]:
 def graphs_on_cpu(
     request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.MonkeyPatch | None:
-    """Whether graphs are made on a CPU, too, where a replay is the step itself."""
+    """Return `monkeypatch` for tests that use fake graphs on the CPU, otherwise None.
+
+    A replay of a fake graph runs the step itself.
+    """
     if request.param == "as it is":
         return None
     if device.type == "cuda":
@@ -107,5 +110,5 @@ def graphs_on_cpu(
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Programs:
-    """A folder for programs of the test's."""
+    """Return a temporary folder for the programs that a test writes and runs."""
     return Programs(tmp_path)

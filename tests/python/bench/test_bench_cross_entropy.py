@@ -1,4 +1,4 @@
-"""The cross-entropy benchmark: its byte counts, and that its providers agree on the gradient."""
+"""The cross-entropy benchmark: its byte counts, and the agreement of its providers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 SHAPE = (64, 1000)
 BF16, FP32 = torch.bfloat16, torch.float32
 
-# Of a logit's bytes: read, written, and read and written by ampfuse.
+# Passes over the logits: reads and writes at the floor, and reads plus writes of ampfuse.
 PASSES = {
     "loss": (1, 0, 1),
     "train": (1, 1, 2),
@@ -22,7 +22,8 @@ PASSES = {
     "train_in_place": (1, 1, 2),
     "train_none": (1, 1, 3),
 }
-# Cast, log_softmax, zeros, its backward, cast, by hand from the tensors these read and write.
+# Bytes per logit that torch moves, counted by hand from the tensors that each kernel reads and
+# writes: cast, log_softmax, zeros, backward of log_softmax, cast.
 TORCH = {
     ("loss", BF16, "torch .float()"): (2 + 4) + (4 + 4),
     ("loss", BF16, "torch"): 2 + 2,
@@ -35,7 +36,7 @@ TORCH = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds for each case
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling takes seconds
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_floors_match_a_hand_count() -> None:
         assert (case.traffic.read, case.traffic.written) == (read * size, written * size)
 
 
-def test_every_operation_agrees_between_its_providers(run: Run) -> None:
+def test_providers_agree_on_every_operation(run: Run) -> None:
     status, rows = run(cases())
 
     assert status == 0
@@ -80,7 +81,7 @@ def test_moved_bytes_match_a_hand_count() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.05, 0.0])
-def test_another_gradient_of_the_same_loss_is_not_timed(
+def test_provider_with_right_loss_but_wrong_gradient_is_reported_as_failed(
     run: Run, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     def wrong(logits: Tensor, target: Tensor, **options: object) -> Tensor:
@@ -98,7 +99,7 @@ def test_another_gradient_of_the_same_loss_is_not_timed(
     ]
 
 
-def test_logits_that_a_run_overwrote_are_put_back() -> None:
+def test_restore_puts_back_logits_that_a_run_overwrote() -> None:
     operation = Operation("train_in_place", in_place=True)
     batch = Batch(operation, SHAPE, BF16, torch.device("cpu"))
     criterion = bench_cross_entropy.ampfuse_criterion(batch)
@@ -110,7 +111,7 @@ def test_logits_that_a_run_overwrote_are_put_back() -> None:
     assert all(map(torch.equal, first, again))
 
 
-def test_cases_have_names_of_their_own_and_few_are_quick() -> None:
+def test_case_ids_are_unique_and_six_cases_are_quick() -> None:
     for shapes in (CPU, GPU):
         listed = [
             bench_cross_entropy.case(operation, shape, dtype)

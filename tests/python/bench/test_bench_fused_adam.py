@@ -1,4 +1,4 @@
-"""The optimizer benchmark: its byte counts, and that its providers agree."""
+"""The optimizer benchmark: its byte counts, and the agreement of its providers."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from bench_runs import Run, bench_runner
 from harness import OURS
 
-# Of gradient and model, of moments, of what is kept of a master; bytes per parameter.
+# Bytes per parameter that are read or written: gradient, model, moments, master or remainder.
 FLOORS = {
     ("update", torch.float32): 28,
     ("step", torch.float32): 32,
@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return bench_runner(tmp_path, monkeypatch)
 
 
-def test_floors_are_those_of_a_hand_count() -> None:
+def test_floors_match_a_hand_count() -> None:
     counted = {
         (operation.name, operation.dtype): bench_fused_adam.case(operation, "64x1M").traffic.total
         for operation in bench_fused_adam.OPERATIONS
@@ -34,7 +34,7 @@ def test_floors_are_those_of_a_hand_count() -> None:
 
 
 @pytest.mark.slow
-def test_every_operation_agrees_between_its_providers(run: Run) -> None:
+def test_providers_agree_on_every_operation(run: Run) -> None:
     cases = [
         bench_fused_adam.case(operation, "resnet50") for operation in bench_fused_adam.OPERATIONS
     ]

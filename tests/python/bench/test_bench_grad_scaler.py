@@ -1,4 +1,4 @@
-"""The scaler's benchmark: its byte counts, and that its providers agree."""
+"""The benchmark of the gradient scaler: its byte counts, and the agreement of its providers."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_floors_match_a_hand_count() -> None:
 
 
 @pytest.mark.slow
-def test_every_operation_agrees_between_the_scalers(run: Run) -> None:
+def test_both_scalers_agree_on_every_operation(run: Run) -> None:
     cases = [
         bench_grad_scaler.case(operation, "10x64K") for operation in bench_grad_scaler.OPERATIONS
     ]

@@ -1,4 +1,4 @@
-"""The benchmark of linear cross-entropy: its products, and that its providers agree."""
+"""The linear cross-entropy benchmark: its product counts, and the agreement of its providers."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from harness import OURS, Case, Products
 from torch import Tensor
 
 SHAPE = (160, 24, 700)
-# Logits, and the gradients of hidden states and weight.
+# Matrix products at the floor: the logits, and the gradients of hidden states and weight.
 PRODUCTS = {"train": 3, "train_frozen": 2, "train_none": 3, "loss": 1}
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds for each case
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling takes seconds
     monkeypatch.setattr(bench_linear_cross_entropy, "ROWS_AT_A_TIME", 64)
 
 
@@ -41,7 +41,7 @@ def test_floors_match_a_hand_count() -> None:
         assert case.traffic == Products(flops, case.dtype)
 
 
-def test_every_operation_agrees_between_its_providers(run: Run) -> None:
+def test_providers_agree_on_every_operation(run: Run) -> None:
     status, rows = run(cases())
 
     assert status == 0
@@ -49,7 +49,7 @@ def test_every_operation_agrees_between_its_providers(run: Run) -> None:
     assert all(float(row["gflop_per_s"]) > 0 and row["peak_mib"] for row in rows)
 
 
-def test_another_gradient_of_the_same_loss_is_not_timed(
+def test_provider_with_right_loss_but_wrong_gradient_is_reported_as_failed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(hidden: Tensor, weight: Tensor, target: Tensor, **options: object) -> Tensor:
@@ -66,7 +66,7 @@ def test_another_gradient_of_the_same_loss_is_not_timed(
     assert ours == {"failed: result 1 differs from the reference's"}
 
 
-def test_cases_have_names_of_their_own_and_few_are_quick() -> None:
+def test_case_ids_are_unique_and_one_case_is_quick() -> None:
     for shapes in (CPU, GPU):
         listed = [
             bench_linear_cross_entropy.case(operation, shape, dtype)
@@ -78,7 +78,7 @@ def test_cases_have_names_of_their_own_and_few_are_quick() -> None:
         assert sum(case.quick for case in listed) == len(set(QUICK) & set(shapes)) == 1
 
 
-def test_layers_are_those_of_the_models_on_a_gpu_and_narrower_ones_on_a_cpu() -> None:
+def test_gpu_cases_use_layers_of_the_models_and_cpu_cases_narrower_ones() -> None:
     assert {shape[1:] for shape in GPU} == set(LAYERS)
     narrow = {(features // 8, classes) for features, classes in LAYERS}
     assert {shape[1:] for shape in CPU} == narrow | {(512, 50257)}

@@ -1,4 +1,4 @@
-"""The multi-tensor benchmark: its byte counts, its shapes, and that its providers agree."""
+"""The multi-tensor benchmark: its byte counts, its shapes, and the agreement of its providers."""
 
 from pathlib import Path
 
@@ -31,12 +31,12 @@ def test_multi_tensor_floors_match_a_hand_count(operation: str, passes: int) -> 
 def test_models_have_their_published_size() -> None:
     sizes = {name: shapes.element_count(make()) for name, make in shapes.MODELS.items()}
 
-    # The last has the shapes of Llama 3.2 1B.
+    # llama-1b has the shapes of Llama 3.2 1B.
     assert sizes == {"gpt2-124m": 124_439_808, "resnet50": 25_557_032, "llama-1b": 1_235_814_400}
 
 
 @pytest.mark.slow
-def test_every_multi_tensor_operation_agrees_between_its_providers(run: Run) -> None:
+def test_providers_agree_on_every_multi_tensor_operation(run: Run) -> None:
     cases = [
         bench_multi_tensor.case(operation, "resnet50", torch.float32)
         for operation in bench_multi_tensor.OPERATIONS

@@ -1,4 +1,4 @@
-"""The patched step's benchmark: its byte counts, and that its providers agree."""
+"""The benchmark of a patched step: its byte count, and the agreement of its providers."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_floor_matches_a_hand_count() -> None:
     assert floor == (8 + 8 + 28) * 100 * 1024
 
 
-def test_the_last_provider_is_patched_and_the_others_are_not() -> None:
+def test_program_uses_ampfuse_classes_only_while_patched() -> None:
     start = [torch.ones(3)]
 
     kinds = []
@@ -36,7 +36,7 @@ def test_the_last_provider_is_patched_and_the_others_are_not() -> None:
 
 
 @pytest.mark.slow
-def test_patched_and_unpatched_agree(run: Run) -> None:
+def test_patched_and_unpatched_steps_agree(run: Run) -> None:
     try:
         status, rows = run([bench_patched_step.case("100x1K")])
     finally:

@@ -61,7 +61,7 @@ def test_each_round_starts_with_the_next_provider() -> None:
     assert "".join(order) == "abcbcacababc"
 
 
-def test_memory_that_a_run_left_is_given_back_before_the_next_is_timed(
+def test_heap_is_trimmed_between_restore_and_the_timed_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
@@ -111,7 +111,7 @@ def test_a_provider_that_computes_something_else_is_not_timed(wrong: float) -> N
     assert list(result.timings) == ["reference", "rounds to 16 bits"]
 
 
-def test_a_mutated_tensor_is_compared_too() -> None:
+def test_tensor_that_a_provider_mutates_is_compared() -> None:
     tensor = torch.ones(4)
 
     def provider(name: str, value: float) -> Provider:
@@ -138,7 +138,7 @@ def test_each_tensor_of_a_returned_tuple_is_compared() -> None:
     }
 
 
-def test_agreement_is_each_providers_own() -> None:
+def test_each_provider_is_compared_with_its_own_agreement() -> None:
     providers = [
         Provider("reference", lambda: torch.tensor(1.0)),
         Provider("rough", lambda: torch.tensor(1.05), agreement=2**-4),
@@ -153,7 +153,7 @@ def test_agreement_is_each_providers_own() -> None:
 @pytest.mark.needs_cuda
 @pytest.mark.parametrize(
     ("elements", "method"),
-    [(2**10, "graph"), (2**28, "events")],  # 1 GiB takes over 100 us at any GPU's bandwidth
+    [(2**10, "graph"), (2**28, "events")],  # any GPU takes over 100 us to read 1 GiB
 )
 def test_short_kernels_are_replayed_from_a_graph_and_long_ones_timed_by_events(
     elements: int, method: str
@@ -183,7 +183,7 @@ def test_a_short_run_that_waits_for_the_device_keeps_the_case_on_events() -> Non
     assert list(result.timings) == ["sum", "waiting"]
 
 
-def test_other_work_is_everyones_cpu_time_less_our_own() -> None:
+def test_work_of_other_processes_is_all_cpu_time_minus_our_own() -> None:
     start = CpuUse(wall=10.0, everyone=100.0, ours=5.0)
     end = CpuUse(wall=12.0, everyone=107.0, ours=8.0)
 
@@ -198,7 +198,7 @@ def test_rates_are_the_floor_over_the_median_and_ratios_are_over_our_time() -> N
     providers = [Provider("torch", nothing, moves=20.0), Provider(OURS, nothing)]
     peer, ours = rows_of(make_case(), providers, measurement, ceilings)
 
-    # 8 MB read and 4 MB written over a million elements; 12 MB in 4 ms and in 1 ms.
+    # 8 MB are read and 4 MB written for a million elements. 12 MB move in 4 ms and in 1 ms.
     assert peer.bytes_per_element == 12.0
     assert (peer.moved_per_element, ours.moved_per_element) == (20.0, None)
     assert peer.gb_per_s == pytest.approx(3.0)
@@ -215,7 +215,8 @@ def test_csv_repeats_the_machine_on_every_row_and_leaves_unknown_numbers_empty(
 
     with csv_file(tmp_path / "rows.csv", MACHINE) as write:
         write([skipped])
-        written = (tmp_path / "rows.csv").read_text()  # already there: a run may be cut short
+        # The rows must be in the file before it is closed: a run may be cut short.
+        written = (tmp_path / "rows.csv").read_text()
 
     [row] = csv.DictReader(written.splitlines())
     assert list(row) == COLUMNS
@@ -226,7 +227,7 @@ def test_csv_repeats_the_machine_on_every_row_and_leaves_unknown_numbers_empty(
     assert row["device"] == "device"
 
 
-def test_remarks_name_the_cases_behind_every_gap_and_doubt() -> None:
+def test_remarks_name_the_cases_that_were_skipped_or_are_doubtful() -> None:
     rows = [
         Row("clip", "4x1K", "float32", 1, "peer", "skipped: too long"),
         Row("norm", "4x1K", "float32", 1, "peer", "skipped: too long"),
@@ -273,7 +274,7 @@ def test_a_failed_provider_fails_the_run_and_a_skipped_one_keeps_its_reason(run:
     ]
 
 
-def test_a_case_larger_than_memory_is_a_row_that_says_so(
+def test_case_that_exceeds_memory_is_skipped_and_its_size_reported(
     run: Run,
 ) -> None:
     status, rows = run([make_case(memory=2**60)])
@@ -282,7 +283,7 @@ def test_a_case_larger_than_memory_is_a_row_that_says_so(
     assert rows[0]["status"].startswith("skipped: needs 1073741824.0 GiB, ")
 
 
-def test_an_interrupted_run_keeps_its_rows_and_names_the_cases_it_lost(
+def test_interrupted_run_keeps_its_rows_and_lists_the_cases_it_lost(
     run: Run,
 ) -> None:
     def interrupted() -> None:
@@ -297,7 +298,9 @@ def test_an_interrupted_run_keeps_its_rows_and_names_the_cases_it_lost(
     assert [row["status"] for row in rows] == ["ok", "ok", *["skipped: interrupted"] * 2]
 
 
-def test_quick_says_what_it_left_out(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_the_cases_that_it_leaves_out(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, rows = run([make_case(shape="small"), make_case(shape="large", quick=False)], "--quick")
 
     assert {row["shape"] for row in rows} == {"small"}
@@ -314,7 +317,7 @@ def test_a_pattern_that_matches_nothing_lists_the_cases(
 
 
 @pytest.mark.parametrize("flags", [["--rounds", "2"], ["--threads", "0"], ["--device", "tpu"]])
-def test_a_bad_argument_is_refused_by_name(
+def test_error_for_a_bad_argument_names_the_flag(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -323,7 +326,7 @@ def test_a_bad_argument_is_refused_by_name(
     assert flags[0] in capsys.readouterr().err
 
 
-def test_without_rich_and_matplotlib_the_run_says_so_once_and_prints_plain_text(
+def test_run_without_rich_and_matplotlib_warns_once_and_prints_plain_text(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""The benchmark harness where products and memory decide: rates, peaks and their curves."""
+"""The benchmark harness for matrix products and memory: rates, peaks and their curves."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from harness.timing import Measurement, Timing
 from test_harness import MACHINE, make_case, nothing
 
 
-def test_products_are_rated_against_a_product_of_their_dtype_and_memory_is_told() -> None:
+def test_row_of_products_has_the_ceiling_of_its_dtype_and_the_peak_memory() -> None:
     timings = {OURS: Timing(2e-3, 1e-3, 3e-3, 7)}
     measurement = Measurement("wall", 0.0, timings, {}, {}, peaks={OURS: 3 * 2**20})
     case = replace(make_case(), traffic=Products(8_000_000, torch.bfloat16))
@@ -30,15 +30,16 @@ def test_products_are_rated_against_a_product_of_their_dtype_and_memory_is_told(
     assert table_cells(row)[-5:] == ["", "4 GFLOP/s", "25%", "3", "1.00x"]
 
 
-def test_the_peak_is_what_is_held_at_a_time() -> None:
+def test_extra_peak_is_the_most_memory_held_at_one_time() -> None:
     def call() -> None:
         for _ in range(3):
-            torch.ones(2**20).add(1)  # one beside the other, then neither
+            torch.ones(2**20).add(1)  # both tensors are held at once, then freed
 
-    assert 0 <= extra_peak(torch.device("cpu"), call) - 2 * 4 * 2**20 < 256  # a number or two
+    # Less than 256 bytes are a scalar or two.
+    assert 0 <= extra_peak(torch.device("cpu"), call) - 2 * 4 * 2**20 < 256
 
 
-def test_memory_is_weighed_where_that_is_asked_for() -> None:
+def test_peak_memory_is_measured_only_on_request() -> None:
     provider = Provider("torch", lambda: torch.ones(2**20))
 
     def peaks(weighs_memory: bool) -> dict[str, int]:
@@ -48,7 +49,7 @@ def test_memory_is_weighed_where_that_is_asked_for() -> None:
     assert peaks(False) == {}
 
 
-def test_curves_are_drawn_of_what_was_measured(tmp_path: Path) -> None:
+def test_curves_are_drawn_only_if_memory_was_measured(tmp_path: Path) -> None:
     def row(rows: int, provider: str, peak: float | None) -> Row:
         shape = f"{rows}x96x50257"
         return Row("train", shape, "bfloat16", 1, provider, "ok", median_ms=1.0, peak_mib=peak)

@@ -1,4 +1,4 @@
-"""`python -m ampfuse program`: a program as it is, and what is told of it at the end."""
+"""`python -m ampfuse program` runs a program unchanged and prints a summary at its end."""
 
 import json
 import signal
@@ -21,12 +21,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_sees_itself_as_without(programs):
+def test_script_sees_the_same_globals_and_arguments_as_without_ampfuse(programs):
     programs.write("scripts/look.py", LOOK_AROUND).write("scripts/beside.py", "name = __name__")
     assert_same(*programs.both("scripts/look.py", "--lr", "1", "-m", "x", "--json", "env"))
 
 
-def test_a_module_sees_itself_as_without(programs):
+def test_module_sees_the_same_globals_and_arguments_as_without_ampfuse(programs):
     programs.write("pack/__init__.py", "").write("pack/sibling.py", "name = 'relative'")
     programs.write(
         "pack/__main__.py",
@@ -57,12 +57,12 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=list(ENDINGS))
-def test_programs_end_as_without(programs, text):
+def test_program_ends_the_same_as_without_ampfuse(programs, text):
     programs.write("end.py", text)
     assert_same(*programs.both("end.py"))
 
 
-def test_control_c_ends_it_as_without(programs):
+def test_control_c_ends_a_program_the_same_as_without_ampfuse(programs):
     programs.write("wait.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)")
     endings = []
     for arguments in (["wait.py"], ["-m", "ampfuse", "wait.py"]):
@@ -73,7 +73,7 @@ def test_control_c_ends_it_as_without(programs):
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # What a shell starts in the background ignores it, and so would this.
+            # A background job of a shell ignores SIGINT, and so would this child process.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout.readline() == "ready\n"
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_start_in_every_way(programs, method):
+def test_data_loader_workers_start_with_every_start_method(programs, method):
     programs.write("workers.py", WORKERS)
     # Python's tracker of semaphores sometimes warns when a program ends, with and without us.
     environment = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore:::multiprocessing.resource_tracker"}
@@ -118,7 +118,7 @@ def test_workers_start_in_every_way(programs, method):
     assert (ours.returncode, ours.stderr) == (0, plain.stderr)
 
 
-def test_what_main_defines_is_pickled_as_without(programs):
+def test_class_of_main_is_pickled_the_same_as_without_ampfuse(programs):
     programs.write(
         "pickles.py",
         "import pickle\nclass C: ...\n"
@@ -150,7 +150,7 @@ print(type(optimizer).__module__, type(scaler).__module__)
 """
 
 
-def test_the_summary_tells_what_was_used_and_what_became_of_the_scale(programs, tmp_path):
+def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, tmp_path):
     programs.write("train.py", TRAIN)
     done = programs.run("-m", "ampfuse", "--json", "told.json", "--plot", "scale.png", "train.py")
 
@@ -186,7 +186,7 @@ def test_the_summary_tells_what_was_used_and_what_became_of_the_scale(programs, 
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_parts_can_be_chosen(programs):
+def test_parts_are_chosen_with_only_and_without(programs):
     programs.write("train.py", TRAIN)
     only = programs.run("-m", "ampfuse", "--quiet", "--only", "scaler,clip_grad_norm", "train.py")
     assert only.stdout == "torch.optim.adamw ampfuse.amp.grad_scaler\n"
@@ -202,14 +202,14 @@ def test_parts_can_be_chosen(programs):
     assert none.stdout == "torch.optim.adamw torch.amp.grad_scaler\n"
 
 
-def test_a_collapse_is_hinted_at(programs):
+def test_hint_is_printed_when_the_scale_collapses(programs):
     programs.write("train.py", TRAIN.replace("step == 7", "True"))
     done = programs.run("-m", "ampfuse", "train.py")
     assert "hint" in done.stderr
     assert "gradients are not finite at any scale" in " ".join(done.stderr.split())
 
 
-def test_what_is_left_to_torch_is_told(programs):
+def test_optimizer_left_to_torch_is_reported_with_the_reason(programs):
     programs.write(
         "left.py",
         "import torch\nfrom torch.optim import Adam as TorchAdam\n"
@@ -222,7 +222,7 @@ def test_what_is_left_to_torch_is_told(programs):
     assert "left to torch once: differentiable=True" in done.stderr
 
 
-def test_it_is_told_also_of_programs_that_fail(programs, tmp_path):
+def test_program_that_fails_is_reported_after_its_traceback(programs, tmp_path):
     programs.write("fail.py", "raise OSError('no disk')")
     done = programs.run("-m", "ampfuse", "--json", "told.json", "fail.py")
     assert done.returncode == 1
@@ -230,7 +230,7 @@ def test_it_is_told_also_of_programs_that_fail(programs, tmp_path):
     assert done.stderr.index("no disk") < done.stderr.index("by OSError")
 
 
-def test_of_many_processes_one_tells(programs, tmp_path):
+def test_report_is_printed_on_rank_0_only(programs, tmp_path):
     programs.write("rank.py", "print('here')")
     for rank, told in (("0", True), ("3", False)):
         done = programs.run("-m", "ampfuse", "rank.py", env=ENVIRONMENT | {"RANK": rank})
@@ -238,7 +238,7 @@ def test_of_many_processes_one_tells(programs, tmp_path):
         assert bool(done.stderr) == told
 
 
-def test_a_rank_that_the_program_sets_for_itself_does_not_silence_the_summary(programs):
+def test_rank_that_a_program_sets_itself_does_not_change_who_prints_the_summary(programs):
     programs.write("rank.py", "import os\nos.environ['RANK'] = '3'")
     assert "peak memory" in programs.run("-m", "ampfuse", "rank.py").stderr
     programs.write("rank.py", "import os\nos.environ['RANK'] = '0'")
@@ -246,7 +246,7 @@ def test_a_rank_that_the_program_sets_for_itself_does_not_silence_the_summary(pr
     assert done.stderr == ""
 
 
-def test_a_child_that_was_forked_does_not_tell(programs):
+def test_forked_child_prints_no_report(programs):
     programs.write("fork.py", "import os\nif os.fork() == 0:\n    pass\nelse:\n    os.wait()")
     done = programs.run("-m", "ampfuse", "fork.py")
     assert done.stderr.count("peak memory") == 1
@@ -272,7 +272,7 @@ def test_a_child_that_was_forked_does_not_tell(programs):
         (["env", "--all"], "env takes no arguments, got --all"),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(programs, arguments, sentence):
+def test_error_for_bad_arguments_is_one_line(programs, arguments, sentence):
     done = programs.run("-m", "ampfuse", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -281,7 +281,7 @@ def test_what_makes_no_sense_is_one_sentence(programs, arguments, sentence):
     assert sentence in line
 
 
-def test_nothing_at_all_is_told_the_usage(programs):
+def test_usage_is_printed_without_arguments_and_with_help(programs):
     done = programs.run("-m", "ampfuse")
     assert done.returncode == 2
     assert "usage: python -m ampfuse [options] script.py" in done.stderr
@@ -302,7 +302,7 @@ torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
 """
 
 
-def test_json_is_json_after_an_overflow_and_tells_what_is_not_counted(programs, tmp_path):
+def test_json_is_valid_after_an_overflow_and_uncounted_code_is_reported(programs, tmp_path):
     programs.write("overflows.py", OVERFLOWS)
     done = programs.run("-m", "ampfuse", "--json", "told.json", "overflows.py")
     assert done.returncode == 0

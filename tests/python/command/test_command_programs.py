@@ -1,4 +1,4 @@
-"""`python -m ampfuse` with programs that go elsewhere, break on the way, or make many scalers."""
+"""`python -m ampfuse` with programs that change folders, fail, or make many scalers."""
 
 import json
 import signal
@@ -20,14 +20,14 @@ def step(scaler):
 """
 
 
-def test_files_are_where_they_were_asked_for_wherever_the_program_goes(programs, tmp_path):
+def test_output_paths_are_relative_to_the_folder_where_the_program_started(programs, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     programs.write("goes.py", "import os; os.chdir('elsewhere')")
     programs.run("-m", "ampfuse", "--json", "told.json", "--plot", "scale.png", "goes.py")
     assert {path.name for path in tmp_path.iterdir()} >= {"told.json", "scale.png"}
 
 
-def test_a_module_may_be_written_without_a_space(programs):
+def test_dash_m_accepts_a_module_name_without_a_space(programs):
     programs.write("args.py", "import sys\nprint(sys.argv[1:])")
     plain = programs.run("-margs", "-mx", "--lr", "1")
     assert plain.stdout == "['-mx', '--lr', '1']\n"
@@ -41,7 +41,7 @@ def test_a_module_may_be_written_without_a_space(programs):
     ["raise ValueError('of its own')", "import nothing_of_that_name", "import sys; sys.exit(3)"],
 )
 @pytest.mark.parametrize("module", ["broken", "broken.inside"])
-def test_what_packages_raise_is_the_programs(programs, text, module):
+def test_exception_of_a_package_ends_the_program_as_without_ampfuse(programs, text, module):
     programs.write("broken/__init__.py", text).write("broken/inside.py", "")
     programs.write("broken/__main__.py", "")
     plain, ours = programs.both("-m", module)
@@ -50,7 +50,7 @@ def test_what_packages_raise_is_the_programs(programs, text, module):
     assert ours.stderr.count("Traceback") == plain.stderr.count("Traceback")
 
 
-def test_an_end_that_cannot_be_told_changes_no_exit_code(programs):
+def test_report_that_fails_changes_no_exit_code(programs):
     programs.write(
         "breaks.py",
         f"{STEP}\nscaler = torch.amp.GradScaler('cpu')\nstep(scaler)\n"
@@ -62,7 +62,7 @@ def test_an_end_that_cannot_be_told_changes_no_exit_code(programs):
     assert "What a scaler did cannot be told" in done.stderr
 
 
-def test_threads_are_awaited_before_it_tells(programs, tmp_path):
+def test_report_waits_for_the_threads_of_the_program(programs, tmp_path):
     programs.write(
         "threads.py",
         f"import threading, time\n{STEP}\n"
@@ -87,7 +87,7 @@ print(sum(scaler() is not None for scaler in alive))
 """
 
 
-def test_of_many_scalers_the_last_are_told_and_none_is_kept_alive(programs, tmp_path):
+def test_last_16_scalers_are_reported_and_none_is_kept_alive(programs, tmp_path):
     programs.write("many.py", MANY)
     done = programs.run("-m", "ampfuse", "--json", "told.json", "many.py")
     assert done.stdout == "0\n"
@@ -112,16 +112,16 @@ ENDING_LATE = {
 
 
 @pytest.mark.parametrize("text", ENDING_LATE.values(), ids=list(ENDING_LATE))
-def test_threads_end_as_without(programs, text):
+def test_program_with_late_threads_ends_the_same_as_without_ampfuse(programs, text):
     programs.write("late.py", text)
     assert_same(*programs.both("late.py"))
 
 
 @pytest.mark.slow
-def test_compiled_programs_end_as_without(programs):
+def test_compiled_program_ends_the_same_as_without_ampfuse(programs):
     programs.write("compiled.py", "import torch\nprint(torch.compile(torch.sin)(torch.zeros(9)))")
     plain, ours = programs.both("compiled.py")
-    # What it warns of has the time of day.
+    # stderr may differ: the compiler's warnings contain the time of day.
     assert ours.stdout == plain.stdout
     assert ours.returncode == plain.returncode == 0
 
@@ -143,7 +143,7 @@ main()
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(3)", "raise ValueError(7)", "pass"])
-def test_what_a_program_holds_is_let_go_of_as_without(programs, ends):
+def test_objects_of_a_program_are_released_the_same_as_without_ampfuse(programs, ends):
     programs.write("frames.py", FRAMES.replace("ENDS", ends))
     assert_same(*programs.both("frames.py"))
 
@@ -155,14 +155,14 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=list(HOOKS))
-def test_hooks_for_exceptions_may_raise(programs, hook):
+def test_exception_hook_that_raises_ends_the_program_as_without_ampfuse(programs, hook):
     programs.write(
         "hook.py", f"import sys\ndef hook(*_):\n    {hook}\nsys.excepthook = hook\n1 / 0"
     )
     assert_same(*programs.both("hook.py"))
 
 
-def test_an_interrupt_is_one_where_nothing_can_be_told(programs):
+def test_interrupted_program_ends_by_sigint_even_if_stderr_is_full(programs):
     programs.write("interrupt.py", "raise KeyboardInterrupt")
     with open("/dev/full", "w") as full:
         for arguments in (["interrupt.py"], ["-m", "ampfuse", "interrupt.py"]):
@@ -172,7 +172,7 @@ def test_an_interrupt_is_one_where_nothing_can_be_told(programs):
             assert done.returncode == -signal.SIGINT
 
 
-def test_programs_configure_matplotlib_before_it_is_imported(programs, tmp_path):
+def test_plot_imports_matplotlib_only_after_the_program_configured_it(programs, tmp_path):
     programs.write(
         "draws.py",
         "import os, sys\nprint('matplotlib' in sys.modules)\nos.environ['MPLBACKEND'] = 'svg'\n"
@@ -192,7 +192,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("text", CLOSED.values(), ids=list(CLOSED))
-def test_programs_that_close_their_stderr_end_as_without(programs, tmp_path, text):
+def test_program_that_closes_stderr_ends_the_same_as_without_ampfuse(programs, tmp_path, text):
     programs.write("closed.py", f"{text}\nprint('here')")
     plain = programs.run("closed.py")
     ours = programs.run("-m", "ampfuse", "--json", "told.json", "closed.py")
@@ -201,7 +201,7 @@ def test_programs_that_close_their_stderr_end_as_without(programs, tmp_path, tex
     assert ("peak memory" in ours.stderr) == ("close()" not in text)
 
 
-def test_two_dashes_are_pythons_or_the_programs(programs):
+def test_double_dash_and_a_module_named_env_work_as_without_ampfuse(programs):
     programs.write("args.py", "import sys\nprint(sys.argv[1:])").write("env.py", "print('own')")
     assert_same(*programs.both("-m", "args", "a", "--", "--lr", "1", "--quiet"))
     assert_same(*programs.both("args.py", "a", "--", "--lr", "1"))
@@ -216,12 +216,12 @@ def told_of(programs, text):
     return json.loads((programs.folder / "told.json").read_text())
 
 
-def test_a_scale_that_was_small_all_along_has_not_collapsed(programs):
+def test_scale_that_started_small_is_not_reported_as_collapsed(programs):
     told = told_of(programs, "scaler = torch.amp.GradScaler('cpu', 0.5)\nstep(scaler)")
     assert told["hints"] == []
 
 
-def test_of_a_scaler_that_was_loaded_is_told_what_it_did_since(programs):
+def test_report_counts_the_steps_of_a_scaler_since_it_was_loaded(programs):
     load = "scaler.load_state_dict({**scaler.state_dict(), 'updates': 1000})"
     new = "scaler = torch.amp.GradScaler('cpu')\n"
     (resumed,) = told_of(programs, f"{new}{load}\nstep(scaler)")["scalers"]
@@ -232,14 +232,14 @@ def test_of_a_scaler_that_was_loaded_is_told_what_it_did_since(programs):
     assert (reset["taken"], reset["updates"]) == (2, 2)
 
 
-def test_what_cannot_be_drawn_is_refused_before(programs):
+def test_plot_with_an_unknown_suffix_is_refused_before_the_program_runs(programs):
     programs.write("never.py", "print('ran')")
     done = programs.run("-m", "ampfuse", "--plot", "scale.xyz", "never.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--plot: expected a file that ends in .png, .pdf, .svg, got scale.xyz" in done.stderr
 
 
-def test_names_of_ours_are_the_programs_on_a_scaler(programs, tmp_path):
+def test_program_may_overwrite_attributes_of_its_scaler(programs, tmp_path):
     programs.write(
         "notes.py",
         f"{STEP}\nscaler = torch.amp.GradScaler('cpu')\nscaler.history = []\n"

@@ -26,14 +26,14 @@ def test_env_shows_versions_kernels_and_what_works():
     assert "cross_entropy, linear_cross_entropy" in " ".join(done.stdout.split())
 
 
-def test_env_shows_the_same_rows_without_rich(monkeypatch, capsys):
+def test_table_is_plain_text_without_rich(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich", None)
     show.table([("torch", "2.11.0"), ("works on CPU", "norm")])
 
     assert capsys.readouterr().out == "torch         2.11.0\nworks on CPU  norm\n"
 
 
-def test_an_op_that_fails_is_not_said_to_work(monkeypatch):
+def test_env_reports_the_error_of_an_op_that_fails(monkeypatch):
     def broken(tensors):
         raise RuntimeError("no kernel image\nis available")
 

@@ -1,4 +1,4 @@
-"""AMPFUSE_WITH_CUDA and TORCH_CUDA_ARCH_LIST: what CMake decides and what it says."""
+"""AMPFUSE_WITH_CUDA and TORCH_CUDA_ARCH_LIST: what CMake decides and prints."""
 
 import os
 import re
@@ -18,10 +18,13 @@ TORCH = Path(torch.__file__).parent
 def configure(
     folder: Path, *options: str, gpus: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run CMake on a machine with GPUs of these compute capabilities, a line each."""
+    """Run CMake with a fake nvidia-smi.
+
+    `gpus` has the compute capability of one GPU per line, and is empty for a machine without GPUs.
+    """
     smi = folder / "bin" / "nvidia-smi"
     smi.parent.mkdir(exist_ok=True)
-    # Without a GPU the real one fails, and its error may hold numbers of versions.
+    # Without a GPU the real nvidia-smi fails, and its error may contain version numbers.
     answer = f"printf '{gpus}\\n'" if gpus else "echo 'NVML library version: 535.18'; exit 6"
     smi.write_text(f"#!/bin/sh\n{answer}\n")
     smi.chmod(0o755)
@@ -32,12 +35,12 @@ def configure(
 
 
 def error_text(done: subprocess.CompletedProcess[str]) -> str:
-    """The error output, which CMake breaks into lines of its own."""
+    """Return the error output in one line, since CMake breaks lines anywhere."""
     return " ".join(done.stderr.split())
 
 
 def pretend_torch(folder: Path, cuda: str) -> str:
-    """The option that shows CMake a torch with the headers of the real one and another CUDA."""
+    """Return the option for a torch with the files of the real one and another CUDA version."""
     root = folder / "torch"
     root.mkdir()
     (root / "version.py").write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\n")
@@ -47,12 +50,12 @@ def pretend_torch(folder: Path, cuda: str) -> str:
 
 
 def without_nvcc() -> str:
-    """The option that hides every nvcc from CMake."""
+    """Return the option that hides every nvcc from CMake."""
     folders = [folder for folder in os.environ["PATH"].split(":") if Path(folder, "nvcc").exists()]
     return f"-DCMAKE_IGNORE_PATH={';'.join(['/usr/local/cuda/bin', *folders])}"
 
 
-def test_on_without_nvcc_fails_and_says_so(tmp_path: Path) -> None:
+def test_option_on_without_nvcc_fails_and_reports_it(tmp_path: Path) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
     done = configure(tmp_path, *options, CUDA_HOME="")
     assert done.returncode != 0
@@ -60,14 +63,14 @@ def test_on_without_nvcc_fails_and_says_so(tmp_path: Path) -> None:
     assert "since AMPFUSE_WITH_CUDA is ON, but no nvcc was found" in message
 
 
-def test_on_with_a_torch_without_cuda_fails_and_says_so(tmp_path: Path) -> None:
+def test_option_on_with_a_torch_without_cuda_fails_and_reports_it(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "None"))
     assert done.returncode != 0
     assert "torch 2.11.0 is a CPU build" in error_text(done)
 
 
 @needs_nvcc
-def test_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> None:
+def test_option_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'99.1'"))
     assert done.returncode != 0
     message = error_text(done)
@@ -75,13 +78,13 @@ def test_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> No
     assert "nvcc is of CUDA" in message
 
 
-def test_auto_goes_on_without_cuda_and_says_why(tmp_path: Path) -> None:
+def test_option_auto_goes_on_without_cuda_and_reports_why(tmp_path: Path) -> None:
     done = configure(tmp_path, pretend_torch(tmp_path, "None"), gpus="9.0")
     assert done.returncode == 0, done.stderr
     assert "ampfuse: no CUDA kernels: torch 2.11.0 is a CPU build" in done.stderr
 
 
-def test_auto_builds_none_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_option_auto_builds_none_of_the_kernels_without_a_gpu(tmp_path: Path) -> None:
     done = configure(tmp_path, pretend_torch(tmp_path, "'13.0'"))
     assert done.returncode == 0, done.stderr
     why = "there is no GPU here, and TORCH_CUDA_ARCH_LIST names none"
@@ -89,7 +92,7 @@ def test_auto_builds_none_where_there_is_no_gpu(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-def test_auto_builds_for_the_gpus_that_are_here(tmp_path: Path) -> None:
+def test_option_auto_chooses_the_architectures_of_the_gpus_present(tmp_path: Path) -> None:
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="9.0\\n8.6\\n9.0")
     assert done.returncode == 0, done.stderr
     assert "kernels for 90-real;86-real (" in done.stderr
@@ -109,13 +112,13 @@ def test_gpus_too_old_for_this_cuda_are_named_and_left_out(tmp_path: Path) -> No
 
 
 @needs_nvcc
-def test_gpus_that_torch_sees_count_where_nvidia_smi_reports_none(tmp_path: Path) -> None:
+def test_option_for_gpus_is_used_where_nvidia_smi_reports_none(tmp_path: Path) -> None:
     done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", "-DAMPFUSE_GPUS=8.6;9.0")
     assert done.returncode == 0, done.stderr
     assert "kernels for 86-real;90-real (" in done.stderr
 
 
-def test_a_build_folder_may_be_a_link(tmp_path: Path) -> None:
+def test_build_folder_may_be_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "build").symlink_to(tmp_path / "far" / "away")
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=OFF", f"-DAMPFUSE_TORCH_ROOT={TORCH}")
@@ -132,7 +135,7 @@ def test_a_build_folder_may_be_a_link(tmp_path: Path) -> None:
         ("", "8.6", "TORCH_CUDA_ARCH_LIST is 8.6"),
     ],
 )
-def test_auto_without_nvcc_stops_and_says_what_to_do(
+def test_option_auto_without_nvcc_fails_and_lists_the_remedies(
     tmp_path: Path, gpus: str, archs: str, because: str
 ) -> None:
     options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
@@ -146,7 +149,7 @@ def test_auto_without_nvcc_stops_and_says_what_to_do(
 
 
 def environment_whose_pip(folder: Path, script: str) -> str:
-    """The options of a build in an environment whose pip is a script that fetches nvcc."""
+    """Return the option for a build in an environment whose pip is `script`."""
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
     python = folder / "env" / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
@@ -157,7 +160,7 @@ def environment_whose_pip(folder: Path, script: str) -> str:
 
 
 @needs_nvcc
-def test_nvcc_is_fetched_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_nvcc_is_fetched_on_request(tmp_path: Path) -> None:
     python = environment_whose_pip(
         tmp_path,
         "import pathlib, sys, sysconfig\n"
@@ -173,7 +176,7 @@ def test_nvcc_is_fetched_where_that_is_asked_for(tmp_path: Path) -> None:
     assert "kernels for 90-real (" in done.stderr
 
 
-def test_nvcc_that_cannot_be_fetched_is_reported_with_what_to_do(tmp_path: Path) -> None:
+def test_failure_to_fetch_nvcc_is_reported_with_the_remedy(tmp_path: Path) -> None:
     python = environment_whose_pip(tmp_path, "import sys; sys.exit('no network')")
     options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc(), "-DAMPFUSE_FETCH_NVCC=ON", python]
     done = configure(tmp_path, *options, gpus="9.0", CUDA_HOME="")
@@ -183,7 +186,7 @@ def test_nvcc_that_cannot_be_fetched_is_reported_with_what_to_do(tmp_path: Path)
     assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in error_text(done)
 
 
-def test_off_asks_for_no_toolkit(tmp_path: Path) -> None:
+def test_option_off_needs_no_toolkit(tmp_path: Path) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=OFF", f"-DAMPFUSE_TORCH_ROOT={TORCH}", without_nvcc()]
     done = configure(tmp_path, *options, CUDA_HOME="")
     assert done.returncode == 0, done.stderr
@@ -198,7 +201,7 @@ def test_presets_configure(tmp_path: Path, preset: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_another_value_is_refused(tmp_path: Path) -> None:
+def test_unknown_value_of_the_option_is_refused(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=MAYBE", f"-DAMPFUSE_TORCH_ROOT={TORCH}")
     assert done.returncode != 0
     assert "expected AUTO, ON or OFF, got MAYBE" in done.stderr
@@ -237,12 +240,15 @@ def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str
 @pytest.mark.parametrize(
     ("torch_archs", "got"),
     [
-        ("sm_50 sm_80 sm_120 sm_90", "80-real;90-real;120"),  # one too old, and out of order
+        (
+            "sm_50 sm_80 sm_120 sm_90",
+            "80-real;90-real;120",
+        ),  # sm_50 is too old, the rest unsorted
         ("", "75-real;80-real;86-real;90-real;100-real;120"),
     ],
 )
 @pytest.mark.parametrize("gpus", ["", "8.6"])
-def test_on_builds_for_all_that_torch_serves_whatever_gpu_is_here(
+def test_option_on_chooses_all_architectures_of_torch_whatever_gpu_is_present(
     tmp_path: Path, torch_archs: str, got: str, gpus: str
 ) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
@@ -252,7 +258,7 @@ def test_on_builds_for_all_that_torch_serves_whatever_gpu_is_here(
 
 
 @needs_nvcc
-def test_architectures_are_chosen_anew_each_time(tmp_path: Path) -> None:
+def test_architectures_are_chosen_anew_at_each_configure(tmp_path: Path) -> None:
     options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
     configure(tmp_path, *options, TORCH_CUDA_ARCH_LIST="8.6")
     done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_80 sm_90")

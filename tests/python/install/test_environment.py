@@ -1,4 +1,4 @@
-"""What `make` fetches for itself, on machines that have none of it."""
+"""tools/environment.py: the packages that `make` installs on a machine that lacks them."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 ENVIRONMENT = Path(__file__).parents[3] / "tools" / "environment.py"
-# As the real one does in a folder: leaves a package there, here of one header.
+# Like the real `apt-get download`, this leaves a package in the current folder, with one header.
 APT_GET = """#!/bin/sh
 mkdir -p package/DEBIAN package/usr/include/catch2
 touch package/usr/include/catch2/catch.hpp
@@ -29,7 +29,7 @@ def environment() -> ModuleType:
     return module
 
 
-def test_extras_are_those_of_pyproject(environment: ModuleType) -> None:
+def test_extras_match_pyproject(environment: ModuleType) -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ENVIRONMENT.parents[1] / "pyproject.toml").read_text())["project"]
     listed = project["optional-dependencies"]
@@ -37,7 +37,7 @@ def test_extras_are_those_of_pyproject(environment: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "global.index-url='https://mirror'"])
-def test_pip_installs_where_its_settings_name_an_index(
+def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(
     environment: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: str
 ) -> None:
     commands: list[list[str]] = []
@@ -56,7 +56,7 @@ def test_pip_installs_where_its_settings_name_an_index(
 
 
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not Debian's kind of system")
-def test_catch2_is_unpacked_where_there_is_no_environment_yet(
+def test_catch2_is_unpacked_before_the_environment_exists(
     environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apt_get = tmp_path / "bin" / "apt-get"

@@ -1,4 +1,4 @@
-"""ampfuse as people install it: a wheel, pip, an editable checkout, and find_package from C++."""
+"""Installation of ampfuse: a wheel, pip, an editable checkout, and find_package from C++."""
 
 import json
 import re
@@ -23,8 +23,8 @@ from packaging_tools import (
 
 pytestmark = pytest.mark.slow
 
-# The architectures of the tested build, whose kernels are in ccache already. CMake calls them
-# "80-real 90", and TORCH_CUDA_ARCH_LIST "8.0 9.0+PTX".
+# The architectures of the tested build, whose kernels are in ccache already. The form "80-real 90"
+# of CMake becomes the form "8.0 9.0+PTX" of TORCH_CUDA_ARCH_LIST.
 ARCHITECTURES = re.sub(
     r"(\d+)(\d[af]?)(-real)?",
     lambda arch: f"{arch[1]}.{arch[2]}" + ("" if arch[3] else "+PTX"),
@@ -64,7 +64,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_and_run_consumer(folder: Path, prefix_path: str) -> str:
-    """Configure, build and run the ten-line C++ program of tests/cpp/consumer."""
+    """Configure, build and run the C++ program of tests/cpp/consumer."""
     source = ROOT / "tests" / "cpp" / "consumer"
     run("cmake", "-S", source, "-B", folder, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix_path}")
     run("cmake", "--build", folder)
@@ -84,7 +84,7 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
     assert "norm" in build_and_run_consumer(tmp_path / "consumer", prefix)
 
 
-def test_cpu_build_with_a_cuda_torch_passes_the_cpu_tests(
+def test_cpu_build_with_a_cuda_torch_runs_ops_and_reports_missing_kernels(
     checkout: Path, empty: EmptyEnvironment, tmp_path: Path
 ) -> None:
     empty.pip_install(".", cwd=checkout, **ccache_settings(checkout / "wheel"))
@@ -115,7 +115,7 @@ def test_wheel_has_the_library_the_headers_and_the_cmake_package_once(wheel: Pat
     assert not [name for name in names if "test" in name]
 
 
-def test_wheel_names_the_torch_it_was_built_for_and_asks_for_it(wheel: Path) -> None:
+def test_wheel_names_and_requires_the_torch_it_was_built_for(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
         metadata = archive.read(name).decode()
@@ -138,8 +138,8 @@ def test_wheel_finds_cuda_beside_torch_and_has_the_kernels_asked_for(
     assert built == ampfuse.build_info()["cuda_archs"]
 
 
-def test_torch_without_cuda_is_built_for_without_cuda(empty: EmptyEnvironment) -> None:
-    # A CPU build of torch lacks the functions about CUDA. What would run is a CMake that tells.
+def test_setup_passes_no_architectures_for_a_torch_without_cuda(empty: EmptyEnvironment) -> None:
+    # A CPU build of torch lacks the CUDA functions. The fake cmake prints its arguments.
     (empty.site / "cpu_torch.pth").write_text("import torch; del torch._C._cuda_getArchFlags\n")
     cmake = empty.python.parent / "cmake"
     cmake.write_text(
@@ -183,7 +183,7 @@ def test_editable_install_runs_from_the_checkout(
     assert out.split()[2].startswith(str(checkout))
 
 
-def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+def test_setup_without_torch_prints_what_to_install_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     with pytest.raises(AssertionError, match="pip install torch, then") as refusal:
         run(
@@ -215,7 +215,7 @@ def test_library_of_another_torch_is_refused_on_import(tmp_path: Path) -> None:
         )
 
 
-def test_another_patch_release_of_torch_will_do(tmp_path: Path) -> None:
+def test_library_of_another_patch_release_of_torch_is_accepted(tmp_path: Path) -> None:
     recorded = copy_of_package(tmp_path) / "build_info.json"
     version = json.loads(recorded.read_text())["torch_version"]
     recorded.write_text(json.dumps({"torch_version": version.rsplit(".", 1)[0] + ".77"}))
@@ -247,12 +247,12 @@ message(STATUS "because: ${ampfuse_NOT_FOUND_MESSAGE}")
 """
 
 
-def test_find_package_without_torch_is_a_matter_for_its_caller(tmp_path: Path) -> None:
+def test_find_package_without_torch_reports_not_found_and_the_reason(tmp_path: Path) -> None:
     package = copy_of_package(tmp_path)
     config = package / "share" / "cmake" / "ampfuse" / "ampfuseConfig.cmake"
     config.write_text(config.read_text().replace(str(SITE), "/nowhere"))
     (tmp_path / "CMakeLists.txt").write_text(CONFIGURE_QUIETLY)
-    # An interpreter without torch stands before the others.
+    # CMake gets an interpreter without torch.
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
     options = [f"-DCMAKE_PREFIX_PATH={package}", f"-DPython_EXECUTABLE={tmp_path}/bin/python3"]
@@ -265,7 +265,7 @@ def test_cpp_program_links_the_library_built_in_place_without_naming_torch(tmp_p
     assert "norm" in build_and_run_consumer(tmp_path, str(PACKAGE))
 
 
-def test_unbuilt_checkout_says_how_to_build(tmp_path: Path) -> None:
+def test_import_of_an_unbuilt_checkout_reports_how_to_build(tmp_path: Path) -> None:
     (copy_of_package(tmp_path) / "build_info.json").unlink()
     with pytest.raises(AssertionError, match="make build"):
         run(

@@ -1,4 +1,4 @@
-"""Another build of the library in the process, and drivers that are too old for this one."""
+"""Two builds of the library in one process, and drivers that are too old for the kernels."""
 
 import shutil
 import subprocess
@@ -18,11 +18,11 @@ def run(program):
 
 @pytest.fixture
 def other(tmp_path):
-    """The library once more, somewhere else."""
+    """Return a copy of the library in another folder."""
     return shutil.copy(LIBRARY, tmp_path / "libampfuse.so")
 
 
-def test_importing_ampfuse_beside_another_build_names_both(other):
+def test_import_beside_another_build_fails_and_names_both(other):
     done = run(f"import torch; torch.ops.load_library({str(other)!r}); import ampfuse")
 
     assert done.returncode == 1
@@ -31,7 +31,7 @@ def test_importing_ampfuse_beside_another_build_names_both(other):
     assert str(LIBRARY) in done.stderr
 
 
-def test_a_second_build_leaves_the_operators_of_the_first(other):
+def test_second_build_keeps_the_operators_of_the_first_and_prints_a_warning(other):
     done = run(
         f"import torch, ampfuse; torch.ops.load_library({str(other)!r}); "
         "print(ampfuse.ops.multi_tensor_norm([torch.tensor([3.0, 4.0])]).total_norm.item())"
@@ -42,14 +42,14 @@ def test_a_second_build_leaves_the_operators_of_the_first(other):
     assert str(other) in done.stderr
 
 
-def test_the_same_build_may_be_loaded_again():
+def test_same_build_may_be_loaded_twice():
     done = run(f"import torch, ampfuse; torch.ops.load_library({str(LIBRARY)!r})")
 
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("version", "is_old"), [(0, False), (12000, True), (12010, False)])
-def test_a_driver_that_refuses_the_kernels_is_warned_about(
+def test_warning_is_given_only_for_a_driver_that_is_too_old(
     version, is_old, monkeypatch, recwarn, tmp_path
 ):
     source = tmp_path / "driver.c"
@@ -64,6 +64,6 @@ def test_a_driver_that_refuses_the_kernels_is_warned_about(
     assert any("Update the driver to 530 or newer" in text for text in texts) == is_old
 
 
-def test_targets_are_checked_before_a_step_is_replayed(monkeypatch):
-    """A replay looks at nothing by itself. On a CPU every target is checked before it is used."""
+def test_check_targets_raises_nothing_before_any_loss(monkeypatch):
+    """A replayed graph checks no target itself. On a CPU every target is checked before its use."""
     assert ampfuse.check_targets() is None

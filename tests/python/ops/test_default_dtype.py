@@ -1,4 +1,4 @@
-"""Programs set the dtype of what they make: what ampfuse makes for itself has its own."""
+"""Results of ampfuse do not depend on torch.set_default_dtype: its own tensors ignore it."""
 
 import ampfuse
 import pytest
@@ -14,7 +14,7 @@ def default(request):
 
 
 def train(device, dtype, half, optimizer_class, scaler_class, loss_of, **options):
-    """Parameters, scale and history of a model whose parameters are of that dtype."""
+    """Train a model of `dtype`, and return its parameters, the scale and the history."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3).to(device, dtype)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def linear(model, inputs, target, scaler):
     )
 
 
-def test_patched_programs_train_as_torchs(device, default):
+def test_patched_program_trains_as_with_torch(device, default):
     def trained():
         return train(device, default, None, torch.optim.AdamW, torch.amp.GradScaler, of_torch)
 
@@ -60,14 +60,14 @@ def test_patched_programs_train_as_torchs(device, default):
     with ampfuse.patched():
         patched = trained()
     assert patched[1] == plain[1]
-    # Torch rounds to 16 bits between the parts of a step.
+    # torch rounds to 16 bits between the operations of a step.
     atol = 1e-2 if default == torch.bfloat16 else 1e-7
     torch.testing.assert_close(patched[0], plain[0], rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("loss_of", [of_torch, of_ours, linear])
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
-def test_what_is_trained_is_the_same(device, default, loss_of, half):
+def test_training_is_the_same_with_any_default_dtype(device, default, loss_of, half):
     def trained():
         return train(
             device, torch.float32, half, ampfuse.AdamW, ampfuse.GradScaler, loss_of, history=5
@@ -80,7 +80,7 @@ def test_what_is_trained_is_the_same(device, default, loss_of, half):
     torch.testing.assert_close(there[0], here[0], rtol=0, atol=0)
 
 
-def test_losses_take_the_scale_of_torchs_scaler(device, default):
+def test_loss_uses_the_scale_of_a_torch_scaler(device, default):
     logits = torch.zeros(2, 3, device=device, dtype=torch.bfloat16, requires_grad=True)
     scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
     target = torch.tensor([0, 2], device=device)

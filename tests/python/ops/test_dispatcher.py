@@ -1,7 +1,7 @@
 """Every op under torch.ops.ampfuse: its kernels, its tag, and torch's own checks of both.
 
-A new op needs an entry in OPCHECK_SAMPLES, or one that takes no lists of tensors in samples of its
-own; the tests say so when it is missing.
+A new op needs an entry in OPCHECK_SAMPLES, or in separate samples if it takes no lists of tensors.
+A test fails if the entry is missing.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def scalar(value, device):
     return torch.tensor(value, device=device)
 
 
-# For each op, what torch.library.opcheck calls it with.
+# The positional arguments with which torch.library.opcheck calls each op.
 OPCHECK_SAMPLES = {
     "multi_tensor_norm": lambda tensors, device: (tensors, 2.0),
     "multi_tensor_unscale": lambda tensors, device: (
@@ -66,7 +66,7 @@ def adam_columns(tensors, device):
 
 
 def keywords(op, device):
-    """Arguments that the op takes by name alone."""
+    """Return the keyword-only arguments of an op."""
     if op.startswith("fused_adam"):
         return ADAM_OPTIONS | {"lr": scalar(1e-3, device)}
     return SCALE_OPTIONS if op == "update_scale" else {}
@@ -82,7 +82,7 @@ def has_kernel(op, key):
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"ampfuse::{op}", key)
 
 
-# An op that is made of others has their kernels.
+# A composite op calls other ops and uses their kernels.
 EVERY_OP = pytest.mark.parametrize(
     "op", [op for op in registered_ops() if not has_kernel(op, "CompositeImplicitAutograd")]
 )
@@ -101,46 +101,46 @@ def test_every_op_answers_on_cuda_with_a_kernel_or_an_error_of_ours(op):
 
 
 @pytest.mark.parametrize("op", registered_ops())
-def test_ops_that_opcheck_covers_are_the_ones_tagged_compliant(op):
+def test_ops_are_tagged_compliant_exactly_if_opcheck_covers_them(op):
     is_covered = op in OPCHECK_SAMPLES | CROSS_ENTROPY_SAMPLES | LINEAR_SAMPLES
-    # One that overwrites its argument and has a gradient is refused where programs are traced.
+    # Tracing refuses an op that overwrites its argument and has a gradient.
     assert (torch.Tag.pt2_compliant_tag in overload(op).tags) == is_covered
 
 
 @EVERY_OP
-def test_mutating_ops_count_versions(op):
+def test_only_mutating_ops_have_a_kernel_that_counts_versions(op):
     assert has_kernel(op, "ADInplaceOrView") == overload(op)._schema.is_mutable
 
 
 @EVERY_OP
-def test_no_op_returns_what_it_was_given(op):
+def test_no_op_returns_an_alias_of_an_argument(op):
     assert all(result.alias_info is None for result in overload(op)._schema.returns)
 
 
 @EVERY_CHECKED_OP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck(device, op, dtype, layout):
+def test_opcheck_passes_for_every_sampled_op(device, op, dtype, layout):
     sample = OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device)
 
     torch.library.opcheck(overload(op), sample, keywords(op, device))
 
 
-def test_opcheck_of_the_norm_of_what_requires_grad(device):
+def test_opcheck_passes_for_the_norm_of_tensors_that_require_grad(device):
     parameters = [
         tensor.requires_grad_() for tensor in tensors(torch.float32, device, "contiguous")
     ]
 
-    # The fourth utility, which is left out, runs a backward pass, and this op has none.
+    # The fourth utility is left out: it runs a backward pass, which this op does not have.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(overload("multi_tensor_norm"), (parameters,), test_utils=utilities)
 
 
 @EVERY_CHECKED_OP
-def test_opcheck_of_an_empty_list(op):
+def test_opcheck_passes_for_an_empty_list(op):
     if op == "multi_tensor_norm":
-        # Called without any tensor, it gives torch's fake mode no device to go by; the others have
-        # their scalars. ampfuse.get_total_norm answers for an empty list itself.
+        # Without any tensor, torch's fake mode cannot find the device; the other ops have scalars.
+        # ampfuse.get_total_norm handles an empty list itself.
         utilities = ("test_schema", "test_autograd_registration")
     else:
         utilities = ("test_schema", "test_autograd_registration", "test_aot_dispatch_dynamic")
@@ -154,7 +154,7 @@ def test_opcheck_of_an_empty_list(op):
 @EVERY_CHECKED_OP
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fake_results_look_like_real_ones(device, op, dtype, layout):
+def test_fake_results_have_the_metadata_of_real_ones(device, op, dtype, layout):
     if dtype.is_complex and op.startswith("fused_adam"):
         pytest.skip("Adam has no complex kernel")
     real = overload(op)(
@@ -169,7 +169,7 @@ def test_fake_results_look_like_real_ones(device, op, dtype, layout):
 
 
 @EVERY_CHECKED_OP
-def test_meta_tensors_stay_on_the_meta_device(op):
+def test_results_of_meta_tensors_are_on_the_meta_device(op):
     meta = torch.device("meta")
 
     results = overload(op)(

@@ -1,4 +1,4 @@
-"""A model whose losses are ampfuse's, exported, compiled ahead of time, and run without Python."""
+"""A model with losses of ampfuse, exported, compiled ahead of time, and run without Python."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 @DTYPES
-def test_an_exported_program_calls_the_operators(dtype):
+def test_exported_program_calls_the_ops_and_gives_the_same_losses(dtype):
     model, (hidden, target) = Scored(dtype), batch(6, dtype)
     program = exported(model)
     called = {str(node.target) for node in program.graph.nodes}
@@ -54,7 +54,7 @@ def test_an_exported_program_calls_the_operators(dtype):
 
 @pytest.mark.slow
 @DTYPES
-def test_a_package_runs_in_python_and_in_a_program_without_it(tmp_path, dtype):
+def test_package_runs_in_python_and_in_a_cpp_program(tmp_path, dtype):
     model = Scored(dtype)
     package = str(tmp_path / "model.pt2")
     torch._inductor.aoti_compile_and_package(exported(model), package_path=package)

@@ -1,4 +1,4 @@
-"""fused_adam: what a step makes of parameters, moments, masters and counters, or a skipped one."""
+"""fused_adam: parameters, moments, masters and counters after a step or a skipped step."""
 
 import math
 
@@ -30,13 +30,13 @@ def scalar(value, device, dtype=torch.float32):
 
 
 def step(lists, lr=1e-3, **options):
-    """One step, with OPTIONS where nothing else is said."""
+    """Take one step with OPTIONS, which `options` override."""
     rate = lr if isinstance(lr, torch.Tensor) else torch.tensor(lr, dtype=torch.float64)
     fused_adam(*lists.columns(), lr=rate, **OPTIONS | options)
 
 
 def assert_takes_exact_step(lists, lr=1e-3, **options):
-    """Take a step, and compare with the one that the formulae take from the same numbers."""
+    """Take a step, and compare it with the step of the formulae from the same numbers."""
     exact = exact_step(lists, lr, **OPTIONS | options)
     counts = [count.item() for count in lists.state_steps]
 
@@ -52,7 +52,7 @@ def assert_same_lists(a, b):
 
 
 def same_or_short(a, b):
-    """same_bits, which knows only floating-point numbers, and remainders."""
+    """Return True if all bits agree. Remainders (int16) are compared as integers."""
     return torch.equal(a, b) if a.dtype == torch.int16 else same_bits(a, b)
 
 
@@ -60,7 +60,7 @@ def same_or_short(a, b):
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["plain", "amsgrad"])
 @EVERY_COMBINATION
-def test_first_and_later_steps_are_the_exact_ones(device, dtypes, amsgrad, maximize, decoupled):
+def test_first_and_later_steps_match_the_formulae(device, dtypes, amsgrad, maximize, decoupled):
     shapes = [(), 33, (9, 7), 1025]
     options = {
         "amsgrad": amsgrad,
@@ -75,7 +75,7 @@ def test_first_and_later_steps_are_the_exact_ones(device, dtypes, amsgrad, maxim
 
 @pytest.mark.sanitizer
 @SOME_COMBINATIONS
-def test_sizes_around_those_of_registers_blocks_and_chunks(device, dtypes):
+def test_step_is_exact_at_sizes_around_registers_blocks_and_chunks(device, dtypes):
     sizes = [*SIZES, 1023, 1024, 1025]  # the CPU converts 16-bit numbers in blocks of 1024
     lists = adam_lists(sizes, device, dtypes, amsgrad=True, steps=10)
 
@@ -84,12 +84,12 @@ def test_sizes_around_those_of_registers_blocks_and_chunks(device, dtypes):
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
 @SOME_COMBINATIONS
-def test_single_element(device, dtypes, shape):
+def test_step_of_a_single_element_is_exact(device, dtypes, shape):
     assert_takes_exact_step(adam_lists([shape], device, dtypes, steps=3))
 
 
 @pytest.mark.parametrize("has_masters", [False, True], ids=["without masters", "with masters"])
-def test_every_combination_in_one_call_steps_as_by_itself(device, has_masters):
+def test_tensors_of_all_dtypes_in_one_call_step_as_in_separate_calls(device, has_masters):
     kinds = [dtypes for dtypes in COMBINATIONS if (dtypes.master is not None) == has_masters]
     parts = [adam_lists([257, 8193], device, dtypes, steps=2) for dtypes in kinds]
     together = concatenated(*parts).clone()
@@ -101,19 +101,19 @@ def test_every_combination_in_one_call_steps_as_by_itself(device, has_masters):
     assert_same_lists(together, concatenated(*parts))
 
 
-def test_empty_list(device):
+def test_empty_list_is_accepted(device):
     fused_adam([], [], [], [], [], [], lr=scalar(1e-3, device), **OPTIONS)
 
 
 @SOME_COMBINATIONS
-def test_empty_tensors_anywhere_count_steps_and_disturb_nothing(device, dtypes):
+def test_empty_tensors_count_steps_and_do_not_affect_their_neighbours(device, dtypes):
     shapes = [0, 33, (0, 5), (3, 0), 257, 0]
     lists = adam_lists(shapes, device, dtypes)
 
     assert_takes_exact_step(lists)
 
 
-def test_only_empty_tensors(device):
+def test_list_of_empty_tensors_counts_steps(device):
     lists = adam_lists([0, (3, 0)], device)
 
     step(lists)
@@ -134,7 +134,7 @@ def test_tensors_of_one_call_may_have_taken_different_numbers_of_steps(device, d
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["plain", "amsgrad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_same_as_torch(device, dtype, amsgrad, decoupled):
+def test_steps_are_close_to_those_of_torch(device, dtype, amsgrad, decoupled):
     lists = adam_lists([33, 8193], device, Dtypes(dtype, dtype, dtype), amsgrad=amsgrad)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     theirs = [torch.nn.Parameter(param.clone()) for param in lists.params]
@@ -146,7 +146,7 @@ def test_same_as_torch(device, dtype, amsgrad, decoupled):
 
         step(lists, amsgrad=amsgrad, decoupled_weight_decay=decoupled)
 
-    # Ten roundings a step of either, of which those in p itself count in full.
+    # Each side rounds ten times per step; only the roundings of p itself count in full.
     for param, parameter in zip(lists.params, theirs, strict=True):
         torch.testing.assert_close(param, parameter.data, rtol=50 * torch.finfo(dtype).eps, atol=0)
 
@@ -173,7 +173,7 @@ def test_learning_rate_may_stay_on_the_host():
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 @SOME_COMBINATIONS
-def test_learning_rate_zero_moves_moments_alone(device, dtypes, decoupled):
+def test_learning_rate_zero_changes_only_moments(device, dtypes, decoupled):
     lists = adam_lists([257, 8193], device, dtypes, steps=2)
     before = lists.clone()
 
@@ -186,12 +186,12 @@ def test_learning_rate_zero_moves_moments_alone(device, dtypes, decoupled):
 
 @pytest.mark.parametrize("eps", [0.0, 1.0, 1e3])
 @SOME_COMBINATIONS
-def test_eps_outside_of_the_root(device, dtypes, eps):
+def test_eps_is_added_outside_the_square_root(device, dtypes, eps):
     assert_takes_exact_step(adam_lists([257], device, dtypes, steps=2), eps=eps)
 
 
 @pytest.mark.parametrize("lr", [1e-3, 0.0])
-def test_eps_zero_and_no_gradient_is_nan_as_in_torch(device, lr):
+def test_eps_zero_with_zero_gradients_gives_nan_as_in_torch(device, lr):
     parameter = torch.nn.Parameter(torch.ones(33, device=device))
     parameter.grad = torch.zeros(33, device=device)
     torch.optim.AdamW([parameter], lr=lr, eps=0.0).step()
@@ -209,13 +209,13 @@ def test_eps_zero_and_no_gradient_is_nan_as_in_torch(device, lr):
     ("beta1", "beta2"), [(0.0, 0.999), (0.9, 0.0), (0.0, 0.0), (0.1, 0.25), (0.5, 0.5)]
 )
 @SOME_COMBINATIONS
-def test_small_betas(device, dtypes, beta1, beta2):
+def test_step_is_exact_with_small_betas(device, dtypes, beta1, beta2):
     lists = adam_lists([257], device, dtypes, steps=2)
 
     assert_takes_exact_step(lists, beta1=beta1, beta2=beta2)
 
 
-def test_beta_zero_keeps_just_the_gradient_and_its_square(device):
+def test_beta_zero_stores_the_gradient_and_its_square_as_moments(device):
     lists = adam_lists([257], device, steps=2)
 
     step(lists, beta1=0.0, beta2=0.0)
@@ -246,7 +246,7 @@ def test_parameter_that_has_a_master_is_not_read(device, dtype):
     assert_same_lists(scrambled, lists)
 
 
-def test_remainders_and_parameter_are_the_halves_of_the_master(device):
+def test_parameter_and_remainder_are_the_halves_of_the_master(device):
     lists = adam_lists([33, 8193], device, BFLOAT16_WITH_REMAINDERS)
 
     for _ in range(3):
@@ -274,7 +274,7 @@ def test_masters_step_as_float32_parameters_do(device, dtypes, moment):
     assert all(map(same_bits, narrow.exp_avg_sqs, wide.exp_avg_sqs))
 
 
-def test_tiny_updates_add_up_in_masters_and_are_lost_without(device):
+def test_tiny_updates_add_up_in_masters_and_are_lost_without_them(device):
     def after(dtypes):
         lists = adam_lists([33], device, dtypes)
         lists.params[0].fill_(1.0)
@@ -287,13 +287,13 @@ def test_tiny_updates_add_up_in_masters_and_are_lost_without(device):
 
     assert (after(Dtypes(torch.bfloat16, torch.bfloat16)) == 1.0).all()
     for dtypes in (BFLOAT16_WITH_MASTERS, BFLOAT16_WITH_REMAINDERS):
-        # 100 steps of lr: 0.99, rounded to bfloat16.
+        # 100 steps of lr = 1e-4 give 0.99, rounded to bfloat16.
         assert (after(dtypes) == 0.98828125).all()
 
 
 @pytest.mark.parametrize("flag", [1.0, 2.0, 3.0, -1.0, 1e-45, math.inf, math.nan])
 @SOME_COMBINATIONS
-def test_flag_other_than_zero_leaves_every_bit_and_count(device, dtypes, flag):
+def test_nonzero_flag_leaves_every_bit_and_counter_unchanged(device, dtypes, flag):
     lists = adam_lists([33, 0, 8193], device, dtypes, amsgrad=True, steps=4)
     for column in lists.columns()[:5]:
         column[0] = random_bits(33, column[0].dtype, device)
@@ -312,11 +312,11 @@ def test_flag_other_than_zero_leaves_every_bit_and_count(device, dtypes, flag):
     )
 
     assert_same_lists(lists, before)
-    assert grad_norm.item() == 3.0  # of what was found, all the same
+    assert grad_norm.item() == 3.0  # written although the step is skipped
 
 
 @pytest.mark.parametrize("flag", [0.0, -0.0])
-def test_flag_of_zero_skips_nothing(device, flag):
+def test_flag_of_zero_skips_no_step(device, flag):
     lists = adam_lists([257], device)
     unflagged = lists.clone()
 
@@ -327,7 +327,7 @@ def test_flag_of_zero_skips_nothing(device, flag):
 
 
 @SOME_COMBINATIONS
-def test_step_after_a_skipped_first_one_is_the_first(device, dtypes):
+def test_step_after_a_skipped_first_step_counts_as_the_first(device, dtypes):
     lists = adam_lists([33, 8193], device, dtypes)
     unskipped = lists.clone()
     good = [grad.clone() for grad in lists.grads]

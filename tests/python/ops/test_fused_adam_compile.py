@@ -1,4 +1,4 @@
-"""fused_adam as torch sees it: opcheck, versions, autograd, torch.compile(fullgraph=True)."""
+"""fused_adam in torch: opcheck, version counters, autograd, torch.compile(fullgraph=True)."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch._dynamo.utils import ReinplaceCounters
 
 EVERY_KIND = pytest.mark.parametrize("dtypes", [Dtypes(), *WITH_MASTERS], ids=str)
 
-# That which writes the gradients too has a schema of its own, which says so.
+# The overload that also writes the gradients declares it in its own schema.
 EVERY_OVERLOAD = pytest.mark.parametrize("overload", ["default", "write_back_grads"])
 
 LAYOUTS = {
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def sample(dtypes, device, layout="contiguous"):
-    """Two tensors' columns, of which a step has work to do."""
+    """Return the lists of two parameters that a step changes, unless their layout is empty."""
     lists = adam_lists([(5, 7), (5, 7)], device, dtypes, amsgrad=True, steps=2)
     columns = lists.columns()
     cut = [
@@ -39,7 +39,7 @@ def sample(dtypes, device, layout="contiguous"):
 
 
 def signals(device, seed=0):
-    """Scalars that differ from step to step."""
+    """Return scalars that differ from step to step."""
     return {
         "lr": torch.tensor(1e-3 * (1 + seed), device=device),
         "grad_scale": torch.tensor(4.0 + seed, device=device),
@@ -57,7 +57,7 @@ def options(**others):
 @EVERY_OVERLOAD
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERY_KIND
-def test_opcheck(device, dtypes, layout, overload):
+def test_opcheck_passes_with_all_scalars(device, dtypes, layout, overload):
     columns = sample(dtypes, device, layout).columns()
     scalars = OPTIONS | {"amsgrad": True} | signals(device)
 
@@ -66,7 +66,7 @@ def test_opcheck(device, dtypes, layout, overload):
 
 @EVERY_OVERLOAD
 @EVERY_KIND
-def test_opcheck_of_nothing_but_the_learning_rate(device, dtypes, overload):
+def test_opcheck_passes_with_only_the_learning_rate(device, dtypes, overload):
     columns = adam_lists([33], device, dtypes).columns()
     scalars = OPTIONS | {"lr": torch.tensor(1e-3, device=device)}
 
@@ -74,7 +74,7 @@ def test_opcheck_of_nothing_but_the_learning_rate(device, dtypes, overload):
 
 
 @EVERY_OVERLOAD
-def test_opcheck_of_empty_lists(overload):
+def test_opcheck_passes_for_empty_lists(overload):
     torch.library.opcheck(
         getattr(torch.ops.ampfuse.fused_adam, overload),
         ([],) * 7,
@@ -85,8 +85,8 @@ def test_opcheck_of_empty_lists(overload):
 @pytest.mark.parametrize("write_back_grads", [False, True])
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 @EVERY_KIND
-def test_versions_of_all_that_is_written_move_by_one(device, dtypes, found_inf, write_back_grads):
-    # Whether a step is skipped is known on the device alone: versions move in any case.
+def test_version_of_every_written_tensor_rises_by_one(device, dtypes, found_inf, write_back_grads):
+    # Only the device knows if the step is skipped, so versions rise in any case.
     lists = sample(dtypes, device)
     scalars = signals(device)
     scalars["found_inf"].fill_(found_inf)
@@ -116,7 +116,7 @@ def test_backward_through_a_parameter_saved_before_the_step_is_refused(device):
 
 @pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "state_steps", "masters"])
 @pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "result"])
-def test_what_requires_grad_is_refused(device, name, is_leaf):
+def test_tensor_that_requires_grad_is_refused(device, name, is_leaf):
     lists = sample(HALF_WITH_MASTERS, device)
     column = getattr(lists, name)
     column[1] = column[1].requires_grad_() if is_leaf else column[1].requires_grad_() * 1
@@ -131,7 +131,7 @@ def test_what_requires_grad_is_refused(device, name, is_leaf):
 
 
 @pytest.mark.parametrize("name", ["lr", "grad_scale", "found_inf", "total_norm", "grad_norm"])
-def test_differentiable_scalar_is_refused_rather_than_cut_off(device, name):
+def test_scalar_that_requires_grad_is_refused(device, name):
     lists, scalars = sample(Dtypes(), device), signals(device)
     before = lists.clone()
     scalars[name].requires_grad_()
@@ -156,7 +156,7 @@ def test_parameters_that_require_grad_are_stepped_under_no_grad(device, dtypes):
     assert all(param.requires_grad and param.is_leaf for param in lists.params)
 
 
-def test_forward_mode_tangent_is_refused_rather_than_left_behind(device):
+def test_parameter_with_a_forward_mode_tangent_is_refused(device):
     lists = sample(Dtypes(), device)
     with forward_ad.dual_level():
         lists.params[1] = forward_ad.make_dual(lists.params[1], torch.ones_like(lists.params[1]))
@@ -175,7 +175,7 @@ def test_inference_tensors_are_stepped(device):
     assert all(map(torch.equal, lists.tensors(), expected.tensors()))
 
 
-def test_fake_and_meta_tensors_go_through(device):
+def test_meta_tensors_are_accepted(device):
     lists = AdamLists(*([x.to("meta") for x in c] for c in sample(Dtypes(), device).columns()))
     scalars = {
         name: x.to("meta") if isinstance(x, torch.Tensor) else x
@@ -214,7 +214,7 @@ EVERY_STEP = pytest.mark.parametrize("take", [step, norm_then_step], ids=lambda 
 
 
 def arguments(dtypes, device, seed):
-    """Columns of 33 and 257 × 2 elements, one more strided, and scalars; new values per seed."""
+    """Return columns of three parameters, one of them strided, and scalars; `seed` sets values."""
     lists = adam_lists([33, (257, 2), (9, 8)], device, dtypes, amsgrad=True, steps=seed, seed=seed)
     for column in (lists.params, lists.grads):
         column[2] = column[2].t().contiguous().t()

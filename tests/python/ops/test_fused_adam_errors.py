@@ -1,6 +1,6 @@
-"""What fused_adam refuses: each refusal names the argument, and nothing is written or counted.
+"""Arguments that fused_adam refuses: the error names the argument, and no tensor changes.
 
-What autograd refuses is in test_fused_adam_compile.py.
+Errors of autograd are in test_fused_adam_compile.py.
 """
 
 import pytest
@@ -14,11 +14,11 @@ SCALARS = ["lr", "found_inf", "grad_scale", "total_norm", "grad_norm"]
 EVERY_LIST = pytest.mark.parametrize("name", LISTS)
 EVERY_SCALAR = pytest.mark.parametrize("name", SCALARS)
 
-DTYPES = {"params": torch.bfloat16, "grads": torch.bfloat16}  # float32 the rest
+DTYPES = {"params": torch.bfloat16, "grads": torch.bfloat16}  # other lists are float32
 
 
 def good(device):
-    """Arguments that are accepted, and of which a step would change all that may be written."""
+    """Return valid arguments, with which a step changes every tensor that it may write."""
 
     def column(name):
         return [torch.full((3,), 6.0, dtype=DTYPES.get(name), device=device) for _ in range(3)]
@@ -32,14 +32,14 @@ def good(device):
 
 
 def with_tensor(device, name, tensor):
-    """Good arguments but for the second tensor of a list."""
+    """Return valid arguments, except for the second tensor of a list."""
     arguments = good(device)
     arguments[name][1] = tensor
     return arguments
 
 
 def without_masters(device, dtype, **tensors):
-    """Good arguments without masters for this dtype, but for the second tensors given by name."""
+    """Return valid arguments for a dtype without masters, except for `tensors` at index 1."""
     arguments = good(device) | {"masters": []}
     of_moments = torch.float64 if dtype == torch.float64 else torch.float32
     for name in COLUMNS[:-1]:
@@ -51,14 +51,14 @@ def without_masters(device, dtype, **tensors):
 
 
 def readable(arguments):
-    """The tensors whose values and versions can be looked at."""
+    """Return the tensors whose values and versions can be read."""
     lists = [x for value in arguments.values() if isinstance(value, list) for x in value]
     tensors = [x for x in (*lists, *arguments.values()) if isinstance(x, torch.Tensor)]
     return [x for x in tensors if x.layout == torch.strided and x.device.type != "meta"]
 
 
 def assert_refused(arguments, error, message):
-    """Assert that a call raises just this error and leaves values and versions as they were."""
+    """Check that a call raises exactly this error and changes no value and no version."""
     tensors = readable(arguments)
     before = [(x.detach().clone(), x._version) for x in tensors]
 
@@ -71,7 +71,7 @@ def assert_refused(arguments, error, message):
         assert tensor._version == version
 
 
-def test_good_arguments_are_accepted_and_all_that_may_be_written_changes(device):
+def test_valid_arguments_are_accepted_and_every_list_is_written(device):
     arguments = good(device)
     before = {name: [x.clone() for x in arguments[name]] for name in LISTS}
 
@@ -84,7 +84,7 @@ def test_good_arguments_are_accepted_and_all_that_may_be_written_changes(device)
 
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 @pytest.mark.parametrize("name", LISTS[1:])
-def test_list_of_another_length(device, name, change):
+def test_list_of_wrong_length_is_refused(device, name, change):
     arguments = good(device)
     arguments[name] = arguments[name] * 2 if change == "longer" else arguments[name][:2]
 
@@ -94,7 +94,7 @@ def test_list_of_another_length(device, name, change):
 
 
 @pytest.mark.parametrize(("amsgrad", "expected", "got"), [(False, 0, 3), (True, 3, 0)])
-def test_largest_squares_are_for_amsgrad_alone(device, amsgrad, expected, got):
+def test_max_exp_avg_sqs_without_amsgrad_or_the_reverse_are_refused(device, amsgrad, expected, got):
     arguments = good(device) | {"amsgrad": amsgrad}
     arguments["max_exp_avg_sqs"] = arguments["max_exp_avg_sqs"][:got]
 
@@ -110,7 +110,7 @@ def test_largest_squares_are_for_amsgrad_alone(device, amsgrad, expected, got):
     [(torch.int64, "int64"), (torch.bool, "bool"), (torch.complex64, "complex64")],
 )
 @EVERY_LIST
-def test_dtype_that_has_no_kernel(device, name, dtype, kind):
+def test_dtype_without_a_kernel_is_refused(device, name, dtype, kind):
     shape = () if name == "state_steps" else (3,)
     tensor = torch.ones(shape, dtype=dtype, device=device)
 
@@ -144,7 +144,7 @@ def test_float64_beside_other_dtypes_is_refused(device, name, param, other):
         *(("state_steps", dtype, "dtype float32") for dtype in (torch.int64, torch.float64)),
     ],
 )
-def test_dtype_that_goes_with_others(device, name, dtype, expected):
+def test_dtype_that_a_list_does_not_support_is_refused(device, name, dtype, expected):
     shape = () if name == "state_steps" else (3,)
     tensor = torch.ones(shape, dtype=dtype, device=device)
 
@@ -164,7 +164,7 @@ def test_dtype_that_goes_with_others(device, name, dtype, expected):
         (torch.float16, torch.int16, "float32"),
     ],
 )
-def test_masters_that_the_parameters_dtype_does_not_have(device, param, master, expected):
+def test_masters_that_do_not_fit_the_param_dtype_are_refused(device, param, master, expected):
     masters = [torch.ones(3, dtype=master, device=device) for _ in range(3)]
 
     assert_refused(
@@ -185,7 +185,7 @@ def test_masters_that_the_parameters_dtype_does_not_have(device, param, master, 
         *(("state_steps", shape, "a tensor with one element") for shape in [(0,), (3,)]),
     ],
 )
-def test_shape_that_does_not_fit(device, name, shape, expected):
+def test_wrong_shape_is_refused(device, name, shape, expected):
     tensor = torch.ones(shape, dtype=DTYPES.get(name), device=device)
 
     assert_refused(
@@ -194,7 +194,7 @@ def test_shape_that_does_not_fit(device, name, shape, expected):
 
 
 @EVERY_LIST
-def test_tensor_on_another_device(device, name):
+def test_tensor_on_another_device_is_refused(device, name):
     like = good(device)[name][1]
 
     assert_refused(
@@ -206,7 +206,7 @@ def test_tensor_on_another_device(device, name):
 
 @pytest.mark.needs_cuda
 @EVERY_LIST
-def test_cpu_tensor_among_cuda_tensors(name):
+def test_cpu_tensor_among_cuda_tensors_is_refused(name):
     device = torch.device("cuda")
     like = good(device)[name][1]
 
@@ -218,7 +218,7 @@ def test_cpu_tensor_among_cuda_tensors(name):
 
 
 @EVERY_LIST
-def test_sparse_tensor(device, name):
+def test_sparse_tensor_is_refused(device, name):
     sparse = good(device)[name][1].reshape(-1).to_sparse()
 
     assert_refused(
@@ -230,14 +230,14 @@ def test_sparse_tensor(device, name):
 
 @pytest.mark.parametrize(("item", "kind"), [(None, "NoneType"), (2.5, "float")])
 @EVERY_LIST
-def test_item_that_is_no_tensor(device, name, item, kind):
+def test_list_item_that_is_no_tensor_is_refused(device, name, item, kind):
     assert_refused(
         with_tensor(device, name, item), TypeError, rf"{name}\[1\]: expected a Tensor, got {kind}"
     )
 
 
 @EVERY_LIST
-def test_one_tensor_where_a_list_belongs(device, name):
+def test_tensor_in_place_of_a_list_is_refused(device, name):
     assert_refused(
         good(device) | {name: torch.ones(3, device=device)},
         TypeError,
@@ -246,7 +246,7 @@ def test_one_tensor_where_a_list_belongs(device, name):
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_tensor_that_overlaps_itself(device, name):
+def test_tensor_that_overlaps_itself_is_refused(device, name):
     expanded = torch.ones(1, dtype=DTYPES.get(name), device=device).expand(3)
 
     assert_refused(
@@ -256,7 +256,7 @@ def test_tensor_that_overlaps_itself(device, name):
     )
 
 
-def test_gradient_that_overlaps_itself_will_do_if_it_is_only_read(device):
+def test_gradient_that_overlaps_itself_is_accepted_if_it_is_only_read(device):
     expanded = torch.full((1,), 6.0, dtype=torch.bfloat16, device=device).expand(3)
     arguments = with_tensor(device, "grads", expanded) | {"write_back_grads": False}
 
@@ -265,7 +265,7 @@ def test_gradient_that_overlaps_itself_will_do_if_it_is_only_read(device):
     assert torch.equal(arguments["masters"][1], arguments["masters"][0])
 
 
-def test_same_parameter_twice(device):
+def test_parameter_listed_twice_is_refused(device):
     arguments = good(device)
     arguments["params"][2] = arguments["params"][0]
 
@@ -275,13 +275,13 @@ def test_same_parameter_twice(device):
 
 
 @EVERY_SCALAR
-def test_scalar_that_is_no_tensor(device, name):
+def test_scalar_that_is_no_tensor_is_refused(device, name):
     assert_refused(good(device) | {name: 0.5}, TypeError, f"{name}: expected a Tensor, got float")
 
 
 @EVERY_SCALAR
 @pytest.mark.parametrize("shape", [(2,), (0,), (1, 3)])
-def test_scalar_that_has_not_one_element(device, name, shape):
+def test_scalar_with_other_than_one_element_is_refused(device, name, shape):
     assert_refused(
         good(device) | {name: torch.ones(shape, device=device)},
         ValueError,
@@ -296,7 +296,7 @@ def test_scalar_that_has_not_one_element(device, name, shape):
         *((name, torch.float64) for name in ("found_inf", "grad_scale", "grad_norm")),
     ],
 )
-def test_scalar_of_another_dtype(device, name, dtype):
+def test_scalar_of_wrong_dtype_is_refused(device, name, dtype):
     assert_refused(
         good(device) | {name: torch.ones((), dtype=dtype, device=device)},
         TypeError,
@@ -305,7 +305,7 @@ def test_scalar_of_another_dtype(device, name, dtype):
 
 
 @EVERY_SCALAR
-def test_scalar_on_another_device(device, name):
+def test_scalar_on_another_device_is_refused(device, name):
     assert_refused(
         good(device) | {name: torch.ones((), device="meta")},
         ValueError,
@@ -314,7 +314,7 @@ def test_scalar_on_another_device(device, name):
 
 
 @EVERY_SCALAR
-def test_sparse_scalar(device, name):
+def test_sparse_scalar_is_refused(device, name):
     assert_refused(
         good(device) | {name: torch.ones(1, device=device).to_sparse()},
         ValueError,
@@ -330,7 +330,7 @@ def test_sparse_scalar(device, name):
         (["total_norm", "max_norm"], "grad_norm: expected none without total_norm"),
     ],
 )
-def test_norm_and_limit_go_together(device, missing, message):
+def test_incomplete_arguments_for_the_norm_are_refused(device, missing, message):
     arguments = good(device) | dict.fromkeys(missing)
 
     assert_refused(arguments, ValueError, message)
@@ -344,5 +344,5 @@ def test_norm_and_limit_go_together(device, missing, message):
         *((name, float("nan")) for name in ("beta1", "beta2", "eps", "weight_decay")),
     ],
 )
-def test_number_out_of_range(device, name, value):
+def test_option_out_of_range_is_refused(device, name, value):
     assert_refused(good(device) | {name: value}, ValueError, rf"{name}: expected .*, got ")

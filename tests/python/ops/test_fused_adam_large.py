@@ -1,4 +1,4 @@
-"""fused_adam on tensors of more than 2³¹ elements: every element is stepped once, the last too."""
+"""fused_adam on tensors of more than 2³¹ elements: it steps the last elements, too, once."""
 
 import pytest
 import torch
@@ -8,16 +8,16 @@ from reference import free_gib
 OPTIONS = {"beta1": 0.5, "beta2": 0.5, "weight_decay": 0.0, "eps": 1e-8}
 OPTIONS |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
-# The small one shows that the test itself is right, where there is no room for the large one.
+# The small size checks the test itself on machines without memory for the large size.
 SIZES = [3 * 2**16 + 8193, pytest.param(2**31 + 8193, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_marked_elements_and_no_others_move(device, size):
+def test_step_changes_exactly_the_elements_with_a_gradient(device, size):
     needed = 12 * size / 2**30
     if free_gib(device) < needed:
         pytest.skip(f"needs {needed:.0f} GiB of free memory on {device.type}")
-    # In the first chunk, before and behind the limit of 32 bits where there is one, and the last.
+    # One in the first chunk, two at 2³¹ − 1 and 2³¹ (for the large size), and the last element.
     marks = torch.tensor([5, size - 8194, size - 8193, size - 1], device=device)
     param, grad, exp_avg, exp_avg_sq = (
         torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(4)

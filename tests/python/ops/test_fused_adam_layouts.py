@@ -1,4 +1,4 @@
-"""fused_adam on memory of any layout, in any company, on any number of threads: the same bits."""
+"""fused_adam gives the same bits for any memory layout, neighbours and number of threads."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ SHAPE = (4, 5, 3, 7)  # odd rows, so that they start at all alignments
 
 
 def strided_copy(x, storage, view):
-    """Have a view of a larger storage, the rest of which is 77, hold the numbers of `x`."""
+    """Copy `x` into a view of a larger storage. All other elements of the storage are 77."""
     place = view(x.new_full(storage, 77))
     return place.copy_(x)
 
 
-# The same numbers, otherwise in memory.
+# The same numbers in different memory layouts.
 LAYOUTS = {
     "contiguous": torch.clone,
     "channels_last": lambda x: x.to(memory_format=torch.channels_last),
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 def laid_out(lists, of_params, of_others):
-    """A copy of lists of tensors of SHAPE; step counters stay what they are."""
+    """Copy lists of tensors of SHAPE with these layouts; copy step counters unchanged."""
     layouts = [of_params, *[of_others] * 4, None, of_others]
     return AdamLists(
         *(
@@ -56,7 +56,7 @@ def step(lists, lr=1e-3, **options):
 
 def assert_same_lists(a, b):
     for ours, theirs in zip(a.tensors(), b.tensors(), strict=True):
-        assert torch.equal(ours, theirs)  # there are no NaNs here
+        assert torch.equal(ours, theirs)  # these lists have no NaN
 
 
 def assert_rest_of_storage_is_untouched(tensor):
@@ -69,7 +69,7 @@ def assert_rest_of_storage_is_untouched(tensor):
 @pytest.mark.parametrize("of_others", LAYOUTS)
 @pytest.mark.parametrize("of_params", LAYOUTS)
 @pytest.mark.parametrize("dtypes", [Dtypes(), BFLOAT16_WITH_REMAINDERS], ids=str)
-def test_elements_meet_by_their_index_and_not_by_their_place(device, dtypes, of_params, of_others):
+def test_elements_are_matched_by_index_in_any_layout(device, dtypes, of_params, of_others):
     contiguous = adam_lists([SHAPE, SHAPE], device, dtypes, amsgrad=True, steps=2)
     lists = laid_out(contiguous, of_params, of_others)
     strides = [tensor.stride() for tensor in lists.tensors()]
@@ -86,7 +86,7 @@ def test_elements_meet_by_their_index_and_not_by_their_place(device, dtypes, of_
 
 @pytest.mark.parametrize("odd_one", ["params", "grads", "exp_avgs", "exp_avg_sqs", "masters"])
 @pytest.mark.parametrize("layout", ["channels_last", "every second column"])
-def test_one_column_that_lies_otherwise(device, odd_one, layout):
+def test_step_is_the_same_if_one_list_has_another_layout(device, odd_one, layout):
     contiguous = adam_lists([SHAPE], device, HALF_WITH_MASTERS, amsgrad=True, steps=2)
     lists = contiguous.clone()
     setattr(lists, odd_one, [LAYOUTS[layout](x) for x in getattr(lists, odd_one)])
@@ -126,7 +126,7 @@ def further_in_its_storage(x, elements):
 @pytest.mark.parametrize("shift", [1, 3])
 @pytest.mark.parametrize("size", [1, 33, 8193])
 @SOME_COMBINATIONS
-def test_columns_at_different_alignments(device, dtypes, size, shift):
+def test_bits_do_not_depend_on_the_alignment(device, dtypes, size, shift):
     aligned = adam_lists([size], device, dtypes, amsgrad=True, steps=2)
     shifted = AdamLists(
         *(
@@ -154,7 +154,7 @@ def test_lazy_clones_are_written_and_their_originals_are_not(device, dtypes):
     assert_same_lists(originals, before)
 
 
-def test_views_of_one_storage_are_stepped_each_for_itself(device):
+def test_interleaved_views_of_one_storage_are_stepped_separately(device):
     apart = adam_lists([257] * 4, device, amsgrad=True, steps=2)
     storage = torch.stack(apart.params, dim=1)
     interleaved = apart.clone()
@@ -166,8 +166,8 @@ def test_views_of_one_storage_are_stepped_each_for_itself(device):
     assert torch.equal(storage, torch.stack(apart.params, dim=1))
 
 
-# Enough for three threads to get a share each (no thread is woken for less than 32768 elements),
-# cut at places that depend on their number; small ones in between.
+# Three threads get a share each: no thread is woken for less than 32768 elements. The cuts between
+# shares depend on the number of threads. Small tensors are in between.
 SHAPES = [65537, 1, 8193, 33, 257, 40_000, 8192, 0, 100_000]
 
 
@@ -223,7 +223,7 @@ def test_same_call_gives_the_same_bits_again(device, dtypes):
         assert_same_lists(lists, first)
 
 
-def test_a_strided_parameter_listed_twice_is_refused(device):
+def test_strided_parameter_listed_twice_is_refused(device):
     param = torch.zeros(6, device=device)[::2]
     columns = [[torch.ones(3, device=device) for _ in range(2)] for _ in range(3)]
     counters = [torch.zeros((), device=device) for _ in range(2)]
@@ -243,8 +243,8 @@ def test_a_strided_parameter_listed_twice_is_refused(device):
     assert param.tolist() == [0.0] * 3
 
 
-def test_strides_of_dimensions_of_one_element_are_no_reason_for_a_copy(device):
-    # What autograd gives a 1×1 convolution's weight for an input in channels_last.
+def test_strides_of_dimensions_of_size_one_cause_no_copy(device):
+    # autograd gives such strides to the weight of a 1×1 convolution if the input is channels_last.
     param = torch.zeros(8, 16, 1, 1, device=device)
     grad = torch.ones(8, 16, 1, 1, device=device).as_strided((8, 16, 1, 1), (16, 1, 16, 16))
     moments = [[torch.zeros_like(param)] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""fused_adam at the edges of floating point, under scaling and clipping, and over many steps."""
+"""fused_adam with extreme numbers, with scaling and clipping, and over many steps."""
 
 import math
 
@@ -41,7 +41,7 @@ def assert_same_lists(a, b):
 @EVERY_COMBINATION
 def test_gradients_scaled_by_a_power_of_two_give_the_bits_of_unscaled_ones(device, dtypes):
     unscaled = adam_lists([257, 8193], device, dtypes, steps=2)
-    scale = 4.0 if dtypes.grad == torch.float16 else 65536.0  # float16 ends at 65504
+    scale = 4.0 if dtypes.grad == torch.float16 else 65536.0  # the largest float16 is 65504
     scaled = unscaled.clone()
     for grad in scaled.grads:
         grad *= scale
@@ -90,7 +90,7 @@ def test_gradients_written_back_are_unscaled_clipped_and_rounded_once(device, dt
     step(lists, write_back_grads=True, **signals)
     step(read_only, **signals)
 
-    # The factor is made in double, of two roundings or three: in float32 that is one.
+    # The factor has two or three roundings in double, which amount to one in float32.
     rtol = 4 * 2.0**-53 if wide == torch.float64 else 0
     expected = [(grad.to(wide) * factor).to(dtypes.grad) for grad in before.grads]
     torch.testing.assert_close(lists.grads, expected, rtol=rtol, atol=0)
@@ -101,7 +101,7 @@ def test_gradients_written_back_are_unscaled_clipped_and_rounded_once(device, dt
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clipping_is_torchs_followed_by_the_step(device, dtype, max_norm):
+def test_clipping_in_the_step_equals_torch_clipping_before_it(device, dtype, max_norm):
     lists = adam_lists([257, (33, 5), 8193], device, Dtypes(dtype, dtype, dtype), steps=2)
     leaves = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in lists.grads]
     for leaf, grad in zip(leaves, lists.grads, strict=True):
@@ -120,8 +120,8 @@ def test_clipping_is_torchs_followed_by_the_step(device, dtype, max_norm):
         grad_norm=grad_norm,
     )
 
-    # torch's norm is a sum in float32, 300 roundings off at most; its factor has three more. They
-    # tell in full in the update, so in the parameter as far as it is part of that.
+    # torch's norm is a float32 sum with at most 300 roundings, and its factor has three more. The
+    # update has all of this error, and the parameter in proportion to the update.
     rtol = 310 * torch.finfo(dtype).eps / 2
     assert grad_norm.item() == pytest.approx(norm.item(), rel=max(rtol, 2.0**-24))
     for i, wanted in enumerate(exact):
@@ -132,7 +132,7 @@ def test_clipping_is_torchs_followed_by_the_step(device, dtype, max_norm):
 
 @pytest.mark.parametrize(("total_norm", "max_norm"), [(0.0, 1.0), (0.5, 1.0), (5.0, math.inf)])
 @SOME_COMBINATIONS
-def test_norm_within_the_limit_changes_nothing(device, dtypes, total_norm, max_norm):
+def test_norm_within_the_limit_clips_no_gradient(device, dtypes, total_norm, max_norm):
     lists = adam_lists([257, 8193], device, dtypes, steps=2)
     unclipped = lists.clone()
 
@@ -169,7 +169,7 @@ def test_special_norms_and_limits_act_as_in_torch(device, total_norm, max_norm):
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("master", [None, torch.float32])
 def test_squares_of_float16_gradients_never_pass_through_float16(device, master, moment):
-    # 1e-5 is a subnormal number of float16; its square, 1e-10, is 0 there.
+    # 1e-5 is a subnormal number of float16; its square, 1e-10, would be rounded to 0.
     narrow = adam_lists([257], device, Dtypes(torch.float16, torch.float16, moment, master))
     wide = adam_lists([257], device, Dtypes(moment=moment))
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_subnormal_moments_survive(device, dtype, mean, square):
 
     for tensor in (lists.exp_avgs[0], lists.exp_avg_sqs[0], lists.max_exp_avg_sqs[0]):
         assert bits(tensor).count_nonzero() == 33
-    # Three roundings in the arithmetic, each of half a step of its subnormal numbers.
+    # The arithmetic rounds three times, each time by half a step of the subnormal numbers.
     info = torch.finfo(wide)
     error = torch.full_like(exact[0].grad, 1.5 * info.smallest_normal * info.eps)
     assert_stored(lists.exp_avgs[0], exact[0].exp_avg, error)
@@ -224,7 +224,7 @@ def test_subnormal_parameters_and_masters_survive(device, dtypes):
 
 @pytest.mark.parametrize("column", ["stepped", "grads", "exp_avgs", "exp_avg_sqs"])
 @EVERY_MASTER
-def test_nan_and_infinity_go_where_they_go_in_float32(device, dtypes, column):
+def test_nan_and_infinity_spread_as_in_float32_parameters(device, dtypes, column):
     wide = adam_lists([33], device, amsgrad=True, steps=2)
     target = wide.params if column == "stepped" else getattr(wide, column)
     target[0][:3] = torch.tensor([math.nan, math.inf, -math.inf])
@@ -244,8 +244,8 @@ def test_nan_and_infinity_go_where_they_go_in_float32(device, dtypes, column):
     assert wide.params[0][0].isnan()
 
 
-def test_remainders_hold_every_float(device):
-    # Of both signs and with extreme exponents, each with some next bits and all 2¹⁶ lower halves.
+def test_remainders_keep_masters_of_every_lower_half(device):
+    # Upper halves: both signs, extreme exponents, some mantissas. Each gets all 2¹⁶ lower halves.
     uppers = [
         sign | (exponent << 7) | mantissa
         for sign in (0, 0x8000)
@@ -267,7 +267,7 @@ def test_remainders_hold_every_float(device):
     assert torch.equal(bits(join(param, remainder))[~was_nan], bits(numbers)[~was_nan])
 
 
-ELEMENTS = 278_011  # odd, and more than a few chunks
+ELEMENTS = 278_011  # an odd number, several chunks
 AGGRESSIVE = {"lr": 1.0, "beta1": 0.1, "beta2": 0.25}
 DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}
 
@@ -279,7 +279,7 @@ def torchs_step(lists, **options):
 
 
 def runs(device, elements=ELEMENTS):
-    """The same fresh start in float32, once more, and in float64."""
+    """Return three copies of the same initial lists: two in float32, and one in float64."""
     random = torch.Generator(device).manual_seed(0)
     start, zeros = torch.randn(elements, generator=random, device=device), torch.zeros(elements)
     moments = [zeros.to(device)], [zeros.to(device)], []
@@ -289,7 +289,7 @@ def runs(device, elements=ELEMENTS):
 
 
 def gradient(t, device, elements=ELEMENTS):
-    """That of step t, which float16 holds."""
+    """Return the gradient of step t in float16."""
     random = torch.Generator(device).manual_seed(t)
     return torch.randn(elements, generator=random, device=device).half()
 
@@ -306,7 +306,7 @@ EVERY_SETTING = pytest.mark.parametrize("settings", [AGGRESSIVE, DEFAULTS], ids=
 
 
 @EVERY_SETTING
-def test_first_step_is_as_near_to_the_exact_one_as_torchs(device, settings):
+def test_first_step_is_as_accurate_as_that_of_torch(device, settings):
     options = OPTIONS | {"weight_decay": 0.01} | settings
     ours, theirs, exact = runs(device)
     for lists in (ours, theirs, exact):
@@ -316,14 +316,14 @@ def test_first_step_is_as_near_to_the_exact_one_as_torchs(device, settings):
     torchs_step(theirs, **options)
     take_exact_step(exact, **options)
 
-    # Not the largest distances: from one seed to the next their ratio is anything in 0.75 … 1.3.
+    # Largest distances are not compared: their ratio varies within 0.75 … 1.3 from seed to seed.
     off, torchs = distances(ours, theirs, exact)
     assert root_mean_square(off) <= 1.1 * root_mean_square(torchs)
 
 
 @pytest.mark.slow
 @EVERY_SETTING
-def test_a_thousand_steps(device, settings):
+def test_thousand_steps_are_as_accurate_as_those_of_torch(device, settings):
     options = OPTIONS | {"weight_decay": 0.01} | settings
     elements = ELEMENTS // 8
     ours, theirs, exact = runs(device, elements)

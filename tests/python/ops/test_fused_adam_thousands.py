@@ -1,4 +1,4 @@
-"""fused_adam on thousands of small tensors, which threads look at and count side by side."""
+"""fused_adam on thousands of small tensors, which threads inspect and count in parallel."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SINGLE = Dtypes()
 
 
 def thousands(device, dtypes=SINGLE):
-    """Tensors of shape (2, 3), each in memory of its own; one step has been taken."""
+    """Return lists of tensors of shape (2, 3) with separate memory, after one step."""
     one = adam_lists([(COUNT, 2, 3)], device, dtypes, steps=1)
     one.state_steps = [torch.ones(COUNT, device=device)]
     return AdamLists(
@@ -40,7 +40,7 @@ def threads(request, set_threads):
     set_threads(request.param)
 
 
-def test_each_is_stepped_by_its_own_count(device, threads):
+def test_each_tensor_is_stepped_by_its_own_counter(device, threads):
     lists = thousands(device)
     for place, counter in enumerate(lists.state_steps):
         counter.fill_(place // 7)
@@ -55,7 +55,7 @@ def test_each_is_stepped_by_its_own_count(device, threads):
 
 
 @SOME_COMBINATIONS
-def test_lazy_clones_and_strided_ones_among_them(device, threads, dtypes):
+def test_lazy_clones_and_strided_tensors_step_as_ordinary_ones(device, threads, dtypes):
     expected = thousands(device, dtypes)
     originals = expected.clone()
     lists = AdamLists(*(list(column) for column in originals.columns()))
@@ -72,7 +72,7 @@ def test_lazy_clones_and_strided_ones_among_them(device, threads, dtypes):
     assert_same_lists(lists, expected)
 
 
-def test_what_is_read_of_a_storage_is_not_what_its_lazy_clone_is_given():
+def test_lazy_clone_in_another_list_steps_as_a_real_clone():
     def stepped(clone):
         numbers = torch.arange(1.0, 21.0)
         other = clone(numbers)
@@ -92,7 +92,7 @@ def test_what_is_read_of_a_storage_is_not_what_its_lazy_clone_is_given():
 
 
 def askew(x):
-    """The same numbers one byte beside their place."""
+    """Copy `x` to an address that is no multiple of its element size."""
     raw = bytearray(x.numel() * x.element_size() + 1)
     copy = torch.frombuffer(raw, dtype=x.dtype, count=x.numel(), offset=1).view(x.shape)
     assert copy.data_ptr() % x.element_size() != 0
@@ -100,7 +100,7 @@ def askew(x):
 
 
 @SOME_COMBINATIONS
-def test_elements_need_not_lie_at_multiples_of_their_size(dtypes):
+def test_misaligned_elements_step_as_aligned_ones(dtypes):
     expected = adam_lists([33, 8193], torch.device("cpu"), dtypes, steps=1)
     crooked = AdamLists(*([askew(x) for x in column] for column in expected.columns()))
 
@@ -110,7 +110,7 @@ def test_elements_need_not_lie_at_multiples_of_their_size(dtypes):
     assert_same_lists(crooked, expected)
 
 
-def test_the_first_that_is_refused_is_named_and_none_is_stepped(device, threads):
+def test_error_names_the_first_bad_tensor_and_none_is_stepped(device, threads):
     lists = thousands(device)
     before = lists.clone()
     wrong = [COUNT - 1, 2 * COUNT // 3, COUNT // 2 + 1, 1234]
@@ -127,7 +127,7 @@ def test_the_first_that_is_refused_is_named_and_none_is_stepped(device, threads)
     assert {x._version for x in lists.params} == {0}
 
 
-def test_one_named_twice_is_refused(device, threads):
+def test_parameter_listed_twice_is_refused(device, threads):
     lists = thousands(device)
     lists.params[2500] = lists.params[17].view(2, 3)
     before = lists.clone()
@@ -138,7 +138,7 @@ def test_one_named_twice_is_refused(device, threads):
     assert_same_lists(lists, before)
 
 
-def test_versions_move_once(device, threads):
+def test_version_of_every_written_tensor_rises_by_one(device, threads):
     lists = thousands(device)
 
     step(lists)
@@ -148,7 +148,7 @@ def test_versions_move_once(device, threads):
     assert {x._version for x in lists.grads} == {0}
 
 
-def test_against_float64(device, threads):
+def test_step_matches_the_formulae_in_float64(device, threads):
     lists = thousands(device)
     exact = exact_step(lists, 1e-3, **OPTIONS)
 

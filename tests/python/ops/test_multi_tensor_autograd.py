@@ -1,11 +1,11 @@
-"""How the multi-tensor ops meet autograd: gradients, leaves, version counters, inference mode."""
+"""The multi-tensor ops in autograd: gradients, leaves, version counters, inference mode."""
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from ampfuse import ops
 
-# torch's own, when forward mode is first used
+# torch itself warns when forward mode is first used
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 MUTATING = {
@@ -23,7 +23,7 @@ EVERY_MUTATING_OP = pytest.mark.parametrize("op", MUTATING)
 
 
 def halving(device):
-    """Scalars with which each op halves what it is given."""
+    """Return scalars with which each op halves its tensors."""
     return {
         "found_inf": torch.zeros((), device=device),
         "inv_scale": torch.tensor(0.5, device=device),
@@ -32,7 +32,7 @@ def halving(device):
 
 
 def is_written(op, name):
-    """Whether an op writes this scalar."""
+    """Return True if an op writes this scalar."""
     return name == "found_inf" and op != "multi_tensor_clip"
 
 
@@ -46,7 +46,7 @@ def test_backward_through_the_norm_is_not_implemented(device):
         result.norms.sum().backward()
 
 
-def test_norm_under_no_grad_has_no_history(device):
+def test_norm_under_no_grad_does_not_require_grad(device):
     parameter = torch.ones(3, device=device, requires_grad=True)
 
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_forward_mode_through_the_norm_is_not_implemented(device):
 
 
 @EVERY_MUTATING_OP
-def test_forward_mode_tangent_is_refused_rather_than_left_behind(device, op):
+def test_tensor_with_a_forward_mode_tangent_is_refused(device, op):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3, device=device), torch.ones(3, device=device))
 
@@ -78,7 +78,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("op", "name"), READ)
-def test_differentiable_scalar_is_refused_rather_than_cut_off(device, op, name):
+def test_scalar_that_requires_grad_is_refused_except_under_no_grad(device, op, name):
     tensors, scalars = [torch.full((3,), 4.0, device=device)], halving(device)
     scalars[name].requires_grad_()
 
@@ -92,7 +92,7 @@ def test_differentiable_scalar_is_refused_rather_than_cut_off(device, op, name):
 
 
 @pytest.mark.parametrize(("op", "name"), READ)
-def test_forward_mode_tangent_of_a_scalar_is_refused(device, op, name):
+def test_scalar_with_a_forward_mode_tangent_is_refused(device, op, name):
     with forward_ad.dual_level():
         scalars = halving(device)
         scalars[name] = forward_ad.make_dual(scalars[name], torch.ones((), device=device))
@@ -137,7 +137,7 @@ def test_flag_that_requires_grad_is_refused(device, op):
 
 
 @EVERY_MUTATING_OP
-def test_what_requires_grad_is_accepted_under_no_grad(device, op):
+def test_tensors_that_require_grad_are_accepted_under_no_grad(device, op):
     leaf = torch.full((3,), 4.0, device=device, requires_grad=True)
     result = leaf * 1
 
@@ -150,7 +150,7 @@ def test_what_requires_grad_is_accepted_under_no_grad(device, op):
 
 
 @EVERY_MUTATING_OP
-def test_version_of_all_that_is_written_moves_by_one(device, op):
+def test_version_of_every_written_tensor_rises_by_one(device, op):
     storage = torch.full((4, 6), 4.0, device=device)
     tensors = [torch.ones(8193, device=device), storage[:, ::2], torch.empty(0, device=device)]
     scalars = halving(device)
@@ -164,8 +164,8 @@ def test_version_of_all_that_is_written_moves_by_one(device, op):
 
 
 @EVERY_MUTATING_OP
-def test_version_moves_even_at_factor_one(device, op):
-    # The factor is on the device, so whoever counts versions on the host can't know it.
+def test_version_rises_even_at_factor_one(device, op):
+    # The factor is on the device, so the host, which counts versions, does not know it.
     tensor = torch.ones(3, device=device)
     ones = {"found_inf": 0.0, "inv_scale": 1.0, "total_norm": 1.0}
 
@@ -188,7 +188,7 @@ def test_backward_through_a_value_saved_before_the_write_is_refused(device, op):
 
 
 @EVERY_MUTATING_OP
-def test_backward_through_another_view_of_what_was_written_is_refused(device, op):
+def test_backward_through_another_view_of_a_written_storage_is_refused(device, op):
     weight = torch.ones(2, device=device, requires_grad=True)
     storage = torch.full((4,), 4.0, device=device)
     loss = (weight * storage[2:]).sum()
@@ -212,7 +212,7 @@ def test_inference_tensors_are_written(device, op):
 
 
 @EVERY_MUTATING_OP
-def test_version_of_a_normal_tensor_moves_in_inference_mode(device, op):
+def test_version_of_a_normal_tensor_rises_in_inference_mode(device, op):
     normal, scalars = torch.full((3,), 4.0, device=device), halving(device)
 
     with torch.inference_mode():
@@ -222,7 +222,7 @@ def test_version_of_a_normal_tensor_moves_in_inference_mode(device, op):
     assert normal._version == 1
 
 
-def test_norm_of_inference_tensors(device):
+def test_norm_of_inference_tensors_is_computed(device):
     with torch.inference_mode():
         tensor = torch.tensor([3.0, 4.0], device=device)
         assert ops.multi_tensor_norm([tensor]).total_norm.item() == 5.0

@@ -1,4 +1,4 @@
-"""The same bits, whatever the threads, the neighbours in the list and the instruction set."""
+"""Bits of the multi-tensor ops do not depend on threads, list neighbours or instruction set."""
 
 import functools
 import os
@@ -10,8 +10,8 @@ import torch
 from ampfuse.ops import multi_tensor_norm, multi_tensor_unscale
 from reference import DTYPES, ORDERS, heavy_tailed, same_bits
 
-# Enough for three threads to get a share each (no thread is woken for less than 32768 elements),
-# cut at places that depend on their number; small ones in between.
+# Three threads get a share each: no thread is woken for less than 32768 elements. The cuts between
+# shares depend on the number of threads. Small tensors are in between.
 SHAPES = [65537, 1, 8193, 33, 257, 40_000, 8192, 0, 100_000]
 
 
@@ -88,14 +88,14 @@ def test_same_call_gives_the_same_bits_again(device, dtype, ord):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_a_dense_tensor_on_the_cpu_does_not_depend_on_where_it_starts(dtype):
+def test_norm_of_a_dense_tensor_on_the_cpu_does_not_depend_on_its_alignment(dtype):
     numbers = heavy_tailed(8193, dtype, torch.device("cpu"))
     shifted = torch.cat([numbers[:1], numbers])[1:]  # one element further in its storage
 
     assert same_bits(multi_tensor_norm([shifted])[0], multi_tensor_norm([numbers])[0])
 
 
-# Prints a line for each dtype: norms, and a digest of what was unscaled.
+# A program that prints a line for each dtype: norms, and a digest of the unscaled tensors.
 REPORT = """
 import hashlib
 import torch
@@ -120,7 +120,7 @@ for dtype in DTYPES:
 
 @pytest.fixture(scope="module")
 def report_of():
-    """What a fresh process with an instruction set computes, one line for each dtype."""
+    """Return a function that runs REPORT with an instruction set and returns a line per dtype."""
 
     @functools.cache
     def run(capability):
@@ -146,7 +146,7 @@ def report_of():
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_instruction_sets_agree(report_of, capability, dtype):
+def test_instruction_sets_give_the_same_bits(report_of, capability, dtype):
     best = torch.backends.cpu.get_cpu_capability().lower()
 
     assert report_of(capability)[dtype] == report_of(best)[dtype]

@@ -1,4 +1,4 @@
-"""multi_tensor_clip: the factor, what it multiplies, and when nothing is touched."""
+"""multi_tensor_clip: the factor, the elements it multiplies, and when nothing is written."""
 
 import math
 
@@ -26,14 +26,16 @@ NORM_DTYPES = pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float6
 
 
 def scaled(tensor, total_norm, max_norm):
-    """Tensor · min(1, max_norm / (total_norm + 1e-6)) in float64."""
+    """Return tensor · min(1, max_norm / (total_norm + 1e-6)) in float64."""
     factor = min(1.0, max_norm / (total_norm + 1e-6))
     return real_parts(tensor).double() * factor
 
 
 def assert_scaled(tensor, expected):
-    """Compare with `scaled`, to the last bit of the dtype: the factor is rounded to float32 and
-    the product once more, half a bit each. Subnormals have fewer bits: one step of theirs."""
+    """Check that the error is at most the last bit, or one step of subnormal numbers.
+
+    The factor is rounded to float32, and the product is rounded once more: half a bit each.
+    """
     info = torch.finfo(tensor.dtype)
     step = info.smallest_normal * info.eps
     torch.testing.assert_close(real_parts(tensor).double(), expected, rtol=info.eps, atol=step)
@@ -54,7 +56,7 @@ def test_every_element_is_scaled(device, dtype, norm_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("max_norm", [1e-3, 0.1, 1.0, 1e3])
-def test_same_as_torch(device, dtype, max_norm):
+def test_clipped_tensors_are_close_to_those_of_torch(device, dtype, max_norm):
     tensors = [heavy_tailed(size, dtype, device, seed=size) for size in (1, 33, 8193)]
     parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
     for parameter, tensor in zip(parameters, tensors, strict=True):
@@ -64,7 +66,7 @@ def test_same_as_torch(device, dtype, max_norm):
 
     multi_tensor_clip(tensors, total_norm, max_norm)
 
-    # torch rounds a sum, a quotient and a product; 4 half bits cover these and our own factor.
+    # torch rounds a sum, a quotient and a product; 4 half bits cover these and our factor.
     for tensor, parameter in zip(tensors, parameters, strict=True):
         rtol = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(tensor, parameter.grad, rtol=rtol, atol=0)
@@ -81,7 +83,7 @@ def test_double_norm_gives_double_gradients_a_double_factor(device):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_16_bit_gradients_are_rounded_once(device, dtype):
     tensor = heavy_tailed(8193, dtype, device)
-    # 1e4 / 3 with a norm that the 1e-6 does not change in float32.
+    # The factor is 1/3, since adding 1e-6 to this norm does not change it in float32.
     factor = torch.tensor(1e4 / (3e4 + 1e-6)).item()
     expected = (tensor.double() * factor).float().to(dtype)
 
@@ -92,7 +94,7 @@ def test_16_bit_gradients_are_rounded_once(device, dtype):
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_are_scaled_and_what_lies_between_them_is_not(device, dtype, name):
+def test_views_are_scaled_and_memory_between_their_elements_is_not(device, dtype, name):
     tensor = view(name, dtype, device)
     storage = tensor if tensor._base is None else tensor._base
     between = torch.ones_like(storage, dtype=torch.bool)
@@ -108,7 +110,7 @@ def test_views_are_scaled_and_what_lies_between_them_is_not(device, dtype, name)
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(recipe=mixtures)
-def test_lists_that_mix_dtypes_and_layouts(device, recipe):
+def test_lists_of_mixed_dtypes_and_layouts_are_scaled(device, recipe):
     tensors = mixture(recipe, device)
     expected = [scaled(tensor, 7.0, 1.5) for tensor in tensors]
 
@@ -118,7 +120,7 @@ def test_lists_that_mix_dtypes_and_layouts(device, recipe):
         assert_scaled(tensor, wanted)
 
 
-def test_empty_list_and_empty_tensors_do_nothing(device):
+def test_empty_list_and_empty_tensors_are_accepted(device):
     total_norm = torch.tensor(5.0, device=device)
 
     multi_tensor_clip([], total_norm, 1.0)
@@ -127,14 +129,14 @@ def test_empty_list_and_empty_tensors_do_nothing(device):
     )
 
 
-# What leaves the factor at 1. The last rounds to it: a float32 norm this large swallows 1e-6.
+# Norms and limits for which the factor is 1. The last factor is rounded to 1 in float32.
 AT_MOST_THE_LIMIT = [(0.0, 1.0), (0.5, 1.0), (5.0, math.inf), (0.0, 1e-6), (1e6, 1e6)]
 
 
 @NORM_DTYPES
 @pytest.mark.parametrize(("total_norm", "max_norm"), AT_MOST_THE_LIMIT)
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.complex64])
-def test_factor_one_leaves_every_bit_as_it_was(device, dtype, total_norm, max_norm, norm_dtype):
+def test_factor_one_leaves_every_bit_unchanged(device, dtype, total_norm, max_norm, norm_dtype):
     tensor = random_bits(8193, dtype, device)
     strided = torch.stack([tensor, tensor], dim=1)[:, 1]
     before = tensor.clone()
@@ -147,7 +149,7 @@ def test_factor_one_leaves_every_bit_as_it_was(device, dtype, total_norm, max_no
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_factor_one_leaves_every_bit_of_doubles_as_it_was(device, dtype):
+def test_factor_one_leaves_every_bit_of_doubles_unchanged(device, dtype):
     tensor = random_bits(8193, dtype, device)
     before = tensor.clone()
 
@@ -156,9 +158,9 @@ def test_factor_one_leaves_every_bit_of_doubles_as_it_was(device, dtype):
     assert same_bits(tensor, before)
 
 
-# As torch: the factor of a NaN norm is NaN, that of an infinite one is 0 and inf / inf is NaN.
+# torch does the same: a NaN norm gives factor NaN, an infinite one gives 0, inf / inf gives NaN.
 SPECIAL = [
-    # total norm, limit, and what becomes of 2, -2, 0, inf and NaN
+    # total norm, limit, and the results for 2, -2, 0, inf and NaN
     (math.nan, 1.0, [math.nan] * 5),
     (math.nan, math.inf, [math.nan] * 5),
     (math.inf, 1.0, [0.0, 0.0, 0.0, math.nan, math.nan]),
@@ -207,7 +209,7 @@ def test_norm_may_have_any_shape_of_one_element(device, shape):
     assert tensor.tolist() == pytest.approx([0.25] * 2, rel=1e-6)
 
 
-def test_clip_after_norm_leaves_the_norm_asked_for(device):
+def test_norm_after_clipping_is_the_limit(device):
     tensors = [heavy_tailed(size, torch.float32, device, seed=size) for size in (33, 8193)]
     total_norm = torch.nn.utils.get_total_norm(tensors)
 

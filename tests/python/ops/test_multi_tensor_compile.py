@@ -1,4 +1,4 @@
-"""The multi-tensor ops in torch.compile(fullgraph=True): as eager, without copies or recompiles."""
+"""The multi-tensor ops in torch.compile(fullgraph=True): eager bits, no copies, no recompiles."""
 
 import ampfuse
 import pytest
@@ -54,14 +54,14 @@ EVERY_STEP = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name
 
 
 def arguments(device, seed, sizes=(33, 257)):
-    """Gradients of three dtypes, one of them strided, a clear flag and a scale."""
+    """Return gradients of three dtypes, one of them strided, a flag of zero and a scale."""
     tensors = [heavy_tailed((size, 2), dtype, device, seed) for size in sizes for dtype in DTYPES]
     tensors.append(heavy_tailed((9, 8), torch.float32, device, seed)[:, ::2])
     return tensors, torch.zeros((), device=device), torch.tensor(0.25 + seed, device=device)
 
 
 def assert_same(compiled, eager, step_arguments, other_arguments):
-    """Run both and compare, bit by bit, what they return and what they write."""
+    """Run both, and compare bit by bit the results and the written tensors."""
     returned = compiled(*step_arguments) or ()
     expected = eager(*other_arguments) or ()
     assert all(map(same_bits, returned, expected))
@@ -80,7 +80,7 @@ def test_compiled_step_gives_the_bits_of_the_eager_one(device, step):
 
 
 @EVERY_STEP
-def test_nothing_is_copied_to_be_written(device, step):
+def test_tensors_are_written_in_place_without_copies(device, step):
     torch.compile(step, fullgraph=True)(*arguments(device, seed=0))
 
     assert ReinplaceCounters.get_total_missed() == 0
@@ -127,7 +127,7 @@ def test_norm_of_parameters_compiles_under_no_grad(device):
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
-def test_autocast_changes_nothing(device, compile_it, autocast_dtype):
+def test_autocast_does_not_change_the_bits(device, compile_it, autocast_dtype):
     def under_autocast(*args):
         with torch.autocast(device.type, dtype=autocast_dtype):
             return unscale_then_norm_then_clip(*args)
@@ -139,7 +139,7 @@ def test_autocast_changes_nothing(device, compile_it, autocast_dtype):
     )
 
 
-def test_new_limits_do_not_recompile_gradient_clipping(device):
+def test_new_limits_recompile_gradient_clipping_no_more_than_in_torch(device):
     def frames(clip):
         torch._dynamo.reset()
         counter = CompileCounter()

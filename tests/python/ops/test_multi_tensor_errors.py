@@ -1,4 +1,4 @@
-"""What the multi-tensor ops refuse: each refusal names the argument, and nothing is written."""
+"""Arguments that the multi-tensor ops refuse: the error names them, and no tensor changes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ EVERY_MUTATING_OP = pytest.mark.parametrize("op", MUTATING)
 
 
 def good(device):
-    """Arguments that every op accepts, and which every mutating op would change."""
+    """Return arguments that every op accepts and every mutating op changes."""
     return {
         "tensors": [torch.full((3,), 4.0, device=device) for _ in range(4)],
         "found_inf": torch.zeros((), device=device),
@@ -35,21 +35,21 @@ def good(device):
 
 
 def with_tensor(device, index, tensor):
-    """Good arguments but for one tensor of the list."""
+    """Return valid arguments, except for one tensor of the list."""
     arguments = good(device)
     arguments["tensors"][index] = tensor
     return arguments
 
 
 def readable(arguments):
-    """The tensors whose values and versions can be looked at."""
+    """Return the tensors whose values and versions can be read."""
     candidates = [*arguments["tensors"], *arguments.values()]
     tensors = [x for x in candidates if isinstance(x, torch.Tensor)]
     return [x for x in tensors if x.layout == torch.strided and x.device.type != "meta"]
 
 
 def assert_refused(op, arguments, error, message):
-    """Assert that a call raises just this error and leaves values and versions as they were."""
+    """Check that a call raises exactly this error and changes no value and no version."""
     tensors = readable(arguments)
     before = [(x.detach().clone(), x._version) for x in tensors]
 
@@ -63,7 +63,7 @@ def assert_refused(op, arguments, error, message):
 
 
 @EVERY_OP
-def test_good_arguments_are_accepted(device, op):
+def test_valid_arguments_are_accepted(device, op):
     CALLS[op](good(device))
 
 
@@ -71,7 +71,7 @@ def test_good_arguments_are_accepted(device, op):
 @pytest.mark.parametrize(
     ("dtype", "name"), [(torch.int64, "int64"), (torch.bool, "bool"), (torch.uint8, "uint8")]
 )
-def test_dtype_that_has_no_kernel(device, op, dtype, name):
+def test_dtype_without_a_kernel_is_refused(device, op, dtype, name):
     tensor = torch.ones(3, dtype=dtype, device=device)
 
     assert_refused(
@@ -80,7 +80,7 @@ def test_dtype_that_has_no_kernel(device, op, dtype, name):
 
 
 @EVERY_OP
-def test_tensor_on_another_device(device, op):
+def test_tensor_on_another_device_is_refused(device, op):
     elsewhere = torch.ones(3, device="meta")
 
     assert_refused(
@@ -93,7 +93,7 @@ def test_tensor_on_another_device(device, op):
 
 @pytest.mark.needs_cuda
 @EVERY_OP
-def test_cpu_tensor_among_cuda_tensors(op):
+def test_cpu_tensor_among_cuda_tensors_is_refused(op):
     arguments = with_tensor(torch.device("cuda"), 2, torch.ones(3))
 
     assert_refused(op, arguments, ValueError, rf"{op}: tensors\[2\]: .* got cpu")
@@ -102,7 +102,7 @@ def test_cpu_tensor_among_cuda_tensors(op):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @EVERY_OP
 @pytest.mark.parametrize("layout", ["Sparse", "SparseCsr"])
-def test_sparse_tensor(device, op, layout):
+def test_sparse_tensor_is_refused(device, op, layout):
     dense = torch.eye(3, device=device)
     sparse = {"Sparse": dense.to_sparse, "SparseCsr": dense.to_sparse_csr}[layout]()
 
@@ -116,14 +116,14 @@ def test_sparse_tensor(device, op, layout):
 
 @EVERY_OP
 @pytest.mark.parametrize(("item", "kind"), [(None, "NoneType"), (2.5, "float")])
-def test_item_that_is_no_tensor(device, op, item, kind):
+def test_list_item_that_is_no_tensor_is_refused(device, op, item, kind):
     arguments = with_tensor(device, 1, item)
 
     assert_refused(op, arguments, TypeError, rf"{op}: tensors\[1\]: expected a Tensor, got {kind}")
 
 
 @EVERY_MUTATING_OP
-def test_tensor_that_overlaps_itself(device, op):
+def test_tensor_that_overlaps_itself_is_refused(device, op):
     expanded = torch.ones(1, device=device).expand(3)
 
     assert_refused(
@@ -133,7 +133,7 @@ def test_tensor_that_overlaps_itself(device, op):
 
 @pytest.mark.parametrize("op", ["multi_tensor_norm", "multi_tensor_unscale_norm"])
 @pytest.mark.parametrize("ord", [3.0, 0.0, -1.0, float("-inf"), float("nan")])
-def test_order_that_has_no_kernel(device, op, ord):
+def test_order_without_a_kernel_is_refused(device, op, ord):
     arguments = good(device) | {"ord": ord}
 
     assert_refused(op, arguments, ValueError, rf"{op}: ord: expected 1, 2 or inf, got ")
@@ -146,7 +146,7 @@ SCALARS = [
 
 
 @pytest.mark.parametrize(("op", "name"), SCALARS)
-def test_scalar_that_is_no_tensor(device, op, name):
+def test_scalar_that_is_no_tensor_is_refused(device, op, name):
     assert_refused(
         op,
         good(device) | {name: 0.5},
@@ -156,7 +156,7 @@ def test_scalar_that_is_no_tensor(device, op, name):
 
 
 @EVERY_OP
-def test_one_tensor_where_a_list_belongs(device, op):
+def test_tensor_in_place_of_a_list_is_refused(device, op):
     tensor = torch.ones(2, device=device)
 
     assert_refused(
@@ -169,7 +169,7 @@ def test_one_tensor_where_a_list_belongs(device, op):
 
 @pytest.mark.parametrize(("op", "name"), SCALARS)
 @pytest.mark.parametrize("shape", [(2,), (0,), (1, 3)])
-def test_scalar_that_has_not_one_element(device, op, name, shape):
+def test_scalar_with_other_than_one_element_is_refused(device, op, name, shape):
     arguments = good(device) | {name: torch.ones(shape, device=device)}
 
     assert_refused(op, arguments, ValueError, rf"{op}: {name}: .*one element, got shape")
@@ -186,14 +186,14 @@ def test_scalar_that_has_not_one_element(device, op, name, shape):
         *((op, name, torch.float64) for op, name in SCALARS if op != "multi_tensor_clip"),
     ],
 )
-def test_scalar_of_another_dtype(device, op, name, dtype):
+def test_scalar_of_wrong_dtype_is_refused(device, op, name, dtype):
     arguments = good(device) | {name: torch.ones((), dtype=dtype, device=device)}
 
     assert_refused(op, arguments, TypeError, rf"{op}: {name}: expected dtype float32.*, got ")
 
 
 @pytest.mark.parametrize(("op", "name"), SCALARS)
-def test_scalar_on_another_device(device, op, name):
+def test_scalar_on_another_device_is_refused(device, op, name):
     arguments = good(device) | {name: torch.ones((), device="meta")}
 
     assert_refused(
@@ -203,14 +203,14 @@ def test_scalar_on_another_device(device, op, name):
 
 @pytest.mark.needs_cuda
 @pytest.mark.parametrize(("op", "name"), SCALARS)
-def test_scalar_on_the_cpu_for_cuda_tensors(op, name):
+def test_scalar_on_the_cpu_for_cuda_tensors_is_refused(op, name):
     arguments = good(torch.device("cuda")) | {name: torch.ones(())}
 
     assert_refused(op, arguments, ValueError, rf"{op}: {name}: expected device cuda.* got cpu")
 
 
 @pytest.mark.parametrize(("op", "name"), SCALARS)
-def test_sparse_scalar(device, op, name):
+def test_sparse_scalar_is_refused(device, op, name):
     arguments = good(device) | {name: torch.ones(1, device=device).to_sparse()}
 
     assert_refused(op, arguments, ValueError, rf"{op}: {name}: expected a strided tensor")
@@ -218,7 +218,7 @@ def test_sparse_scalar(device, op, name):
 
 @EVERY_MUTATING_OP
 @pytest.mark.parametrize("flip", [torch.conj, lambda x: x.conj().imag])
-def test_lazy_conjugates_are_refused_as_torch_refuses_them_in_lists(device, op, flip):
+def test_lazy_conjugates_are_refused_with_the_error_of_torch(device, op, flip):
     lazy = flip(torch.ones(3, dtype=torch.complex64, device=device))
     message = "fallback doesn't currently support mutable TensorLists"
     with pytest.raises(RuntimeError, match=message):

@@ -1,4 +1,4 @@
-"""Tensors of more than 2³¹ elements, and strides that reach as far: the tail counts."""
+"""Tensors of more than 2³¹ elements, and strides as large: the ops reach the last elements."""
 
 import math
 
@@ -9,15 +9,15 @@ from reference import free_gib
 
 pytestmark = pytest.mark.slow
 
-# One more than a 32-bit index can hold, by a chunk and a bit: 4.3 GB as bfloat16.
+# A chunk and one element more than a 32-bit index can address: 4.3 GB as bfloat16.
 SIZE = 2**31 + 8193
-# Set to 1, 2, 4, 8: before, at and behind the limit of 32 bits, and in the last place.
+# Elements set to 1, 2, 4 and 8: the sixth, both sides of the 32-bit limit, and the last.
 MARKS = [5, 2**31 - 1, 2**31, SIZE - 1]
 
 
 @pytest.fixture
 def marked(device):
-    """A tensor of zeros but for its four marks."""
+    """Return a tensor that is zero except at its four marks."""
     if free_gib(device) < 12:
         pytest.skip(f"needs 12 GiB of free memory on {device.type}")
     tensor = torch.zeros(SIZE, dtype=torch.bfloat16, device=device)
@@ -26,7 +26,7 @@ def marked(device):
 
 
 @pytest.mark.parametrize(("ord", "expected"), [(1.0, 15.0), (2.0, math.sqrt(85)), (math.inf, 8.0)])
-def test_norm_counts_the_tail(marked, ord, expected):
+def test_norm_includes_the_last_elements(marked, ord, expected):
     result = multi_tensor_norm([marked[:3], marked], ord)
 
     assert result.total_norm.item() == pytest.approx(expected, rel=1e-6)
@@ -34,7 +34,7 @@ def test_norm_counts_the_tail(marked, ord, expected):
     assert result.found_inf.item() == 0
 
 
-def test_bad_last_element_is_found(marked):
+def test_nonfinite_last_element_is_found(marked):
     marked[-1] = math.nan
 
     result = multi_tensor_norm([marked[:3], marked])
@@ -43,7 +43,7 @@ def test_bad_last_element_is_found(marked):
     assert result.first_nonfinite.item() == 1
 
 
-def test_tail_is_unscaled_and_clipped(marked):
+def test_last_elements_are_unscaled_and_clipped(marked):
     device = marked.device
     found_inf, half = torch.zeros((), device=device), torch.tensor(0.5, device=device)
 
@@ -55,7 +55,7 @@ def test_tail_is_unscaled_and_clipped(marked):
     assert marked.count_nonzero().item() == 4
 
 
-def test_view_whose_offsets_pass_the_limit_of_32_bits(marked):
+def test_view_with_offsets_beyond_32_bits_is_unscaled(marked):
     far_apart = marked[:: 2**31]  # elements 0 and 2³¹
     found_inf = torch.zeros((), device=marked.device)
 

@@ -26,7 +26,7 @@ from reference import (
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_every_size_and_of_all_together(device, dtype, ord):
+def test_norms_of_every_size_and_their_total_match_the_reference(device, dtype, ord):
     tensors = [heavy_tailed(size, dtype, device, seed=size) for size in SIZES]
 
     result = multi_tensor_norm(tensors, ord)
@@ -38,7 +38,7 @@ def test_norm_of_every_size_and_of_all_together(device, dtype, ord):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_a_single_tensor_is_its_own_and_the_total(device, dtype, size):
+def test_norm_of_a_single_tensor_is_also_the_total(device, dtype, size):
     tensor = heavy_tailed(size, dtype, device)
 
     result = multi_tensor_norm([tensor])
@@ -50,14 +50,14 @@ def test_norm_of_a_single_tensor_is_its_own_and_the_total(device, dtype, size):
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ord", ORDERS)
-def test_norm_of_every_way_to_lie_in_memory(device, dtype, name, ord):
+def test_norm_of_every_memory_layout_matches_the_reference(device, dtype, name, ord):
     tensor = view(name, dtype, device)
 
     assert_norm(multi_tensor_norm([tensor], ord).total_norm, [tensor], ord)
 
 
 @pytest.mark.parametrize("ord", ORDERS)
-def test_elements_that_share_memory_count_once_each(device, ord):
+def test_elements_that_share_memory_are_all_counted(device, ord):
     expanded = heavy_tailed((7, 1), torch.float32, device).expand(7, 3)
     windows = heavy_tailed(9, torch.float32, device).as_strided((4, 3), (2, 1))
 
@@ -78,14 +78,14 @@ def test_conjugate_and_negative_views_have_the_norm_of_their_values(device, dtyp
 
 
 @settings(
-    max_examples=40,  # some 10 ms each
+    max_examples=40,  # about 10 ms each
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(recipe=mixtures)
 @pytest.mark.parametrize("ord", ORDERS)
-def test_norm_of_lists_that_mix_dtypes_and_layouts(device, ord, recipe):
+def test_norm_of_mixed_dtypes_and_layouts_matches_the_reference(device, ord, recipe):
     tensors = mixture(recipe, device)
 
     result = multi_tensor_norm(tensors, ord)
@@ -109,7 +109,7 @@ def test_norm_of_lists_that_mix_dtypes_and_layouts(device, ord, recipe):
         ([], torch.float32),
     ],
 )
-def test_norm_is_float32_unless_something_is_double(dtypes, expected):
+def test_norm_is_float32_unless_a_tensor_is_double(dtypes, expected):
     result = multi_tensor_norm([torch.ones(3, dtype=dtype) for dtype in dtypes])
 
     assert result.total_norm.dtype == expected
@@ -132,7 +132,7 @@ def test_16_bit_norm_is_not_rounded_to_16_bits(device):
     assert multi_tensor_norm([ones]).total_norm.item() == pytest.approx(math.sqrt(3), rel=1e-7)
 
 
-def test_results_have_the_shapes_dtypes_and_device_that_are_promised(device):
+def test_results_have_the_documented_shapes_dtypes_and_device(device):
     result = multi_tensor_norm([torch.ones(4, device=device), torch.ones(2, 2, device=device)])
 
     assert {name: (tuple(x.shape), x.dtype) for name, x in result._asdict().items()} == {
@@ -159,7 +159,7 @@ def test_empty_list_has_norm_zero_on_the_cpu(ord):
 
 @pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize("dtype", REAL)
-def test_empty_tensors_anywhere_have_norm_zero_and_change_nothing(device, dtype, places):
+def test_empty_tensors_have_norm_zero_and_do_not_change_the_total(device, dtype, places):
     tensors = [heavy_tailed(33, dtype, device, seed=place) for place in range(5)]
     for place in places:
         tensors[place] = torch.empty(0, 3, dtype=dtype, device=device)
@@ -170,9 +170,9 @@ def test_empty_tensors_anywhere_have_norm_zero_and_change_nothing(device, dtype,
     assert_norm(result.total_norm, tensors, 2.0)
 
 
-# A launch carries up to 1476 tensors in its arguments, with two pointers each.
+# The arguments of a launch have room for 1476 tensors with two pointers each.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_of_more_tensors_than_one_launch_carries(device, dtype):
+def test_norm_of_more_tensors_than_fit_in_a_launch_matches_the_reference(device, dtype):
     tensors = [heavy_tailed(3, dtype, device, seed=place) for place in range(1500)]
 
     result = multi_tensor_norm(tensors)
@@ -182,7 +182,7 @@ def test_norm_of_more_tensors_than_one_launch_carries(device, dtype):
 
 
 @pytest.mark.parametrize("ord", [1, 2, float("inf")])
-def test_inputs_are_only_read(device, ord):
+def test_norm_does_not_write_its_inputs(device, ord):
     tensor = heavy_tailed((8193, 2), torch.float32, device)[:, 1]
     before = tensor.clone()
 

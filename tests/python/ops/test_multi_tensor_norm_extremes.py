@@ -1,4 +1,4 @@
-"""multi_tensor_norm: NaN and infinity, and finite values whose squares leave the range."""
+"""multi_tensor_norm: NaN and infinity, and finite values whose squares are out of range."""
 
 import math
 
@@ -11,7 +11,7 @@ NONFINITE = [math.nan, math.inf, -math.inf]
 
 
 def clean_list(dtype, device):
-    """Three tensors: more than a chunk, less than a vector, and a chunk that is full."""
+    """Return finite tensors: longer than a chunk, shorter than a vector, and one full chunk."""
     return [heavy_tailed(size, dtype, device, seed=size) for size in (8193, 31, 8192)]
 
 
@@ -19,7 +19,7 @@ def clean_list(dtype, device):
 @pytest.mark.parametrize("element", ["first", "middle", "last"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_bad_element_is_found_wherever_it_is(device, dtype, place, element, bad):
+def test_single_nonfinite_element_is_found_anywhere(device, dtype, place, element, bad):
     tensors = clean_list(dtype, device)
     tensors[place][{"first": 0, "middle": len(tensors[place]) // 2, "last": -1}[element]] = bad
 
@@ -36,10 +36,10 @@ def test_one_bad_element_is_found_wherever_it_is(device, dtype, place, element, 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bad_tensors_are_counted_and_the_first_is_named(device, dtype, ord):
+def test_nonfinite_tensors_are_counted_and_the_first_is_reported(device, dtype, ord):
     tensors = [heavy_tailed(33, dtype, device, seed=i) for i in range(40)]
     for place in (7, 8, 39):
-        tensors[place][3:5] = math.inf  # two elements of a tensor count once
+        tensors[place][3:5] = math.inf  # two elements of one tensor count once
 
     result = multi_tensor_norm(tensors, ord)
 
@@ -48,7 +48,7 @@ def test_bad_tensors_are_counted_and_the_first_is_named(device, dtype, ord):
     assert result.nonfinite_count.item() == 3
 
 
-def test_empty_tensors_count_when_the_first_bad_one_is_named(device):
+def test_index_of_the_first_nonfinite_tensor_counts_empty_tensors(device):
     empty = torch.empty(0, device=device)
     bad = torch.tensor([math.nan], device=device)
 
@@ -60,7 +60,7 @@ def test_empty_tensors_count_when_the_first_bad_one_is_named(device):
 
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_clean_list_raises_no_flag(device, dtype, ord):
+def test_finite_list_sets_no_flag(device, dtype, ord):
     result = multi_tensor_norm(clean_list(dtype, device), ord)
 
     assert result.found_inf.item() == 0
@@ -71,7 +71,7 @@ def test_clean_list_raises_no_flag(device, dtype, ord):
 @pytest.mark.parametrize("bad", NONFINITE)
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", COMPLEX)
-def test_bad_imaginary_part_alone_is_found(device, dtype, ord, bad):
+def test_nonfinite_imaginary_part_is_found(device, dtype, ord, bad):
     tensors = clean_list(dtype, device)
     torch.view_as_real(tensors[2])[8191, 1] = bad
 
@@ -86,7 +86,7 @@ def test_bad_imaginary_part_alone_is_found(device, dtype, ord, bad):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pair", [(math.nan, math.inf), (math.inf, math.nan)])
 @pytest.mark.parametrize("places", [((0, 0), (0, 40)), ((0, 0), (0, 8192)), ((0, 1), (2, 1))])
-def test_nan_wins_over_infinity(device, dtype, ord, pair, places):
+def test_norm_is_nan_if_a_list_has_both_nan_and_infinity(device, dtype, ord, pair, places):
     tensors = clean_list(dtype, device)
     for (place, element), bad in zip(places, pair, strict=True):
         tensors[place][element] = bad
@@ -96,17 +96,17 @@ def test_nan_wins_over_infinity(device, dtype, ord, pair, places):
 
 @pytest.mark.parametrize("dtype", COMPLEX)
 @pytest.mark.parametrize("parts", [(math.nan, math.inf), (math.inf, math.nan)])
-def test_nan_wins_over_infinity_within_a_complex_number(device, dtype, parts):
+def test_norm_is_nan_if_a_complex_number_has_both_nan_and_infinity(device, dtype, parts):
     number = torch.complex(*torch.tensor(parts, dtype=torch.float64)).to(device, dtype)
 
     assert multi_tensor_norm([number.repeat(33)], 2.0).total_norm.isnan()
 
 
-# Magnitudes whose squares are infinite, or zero, or subnormal, in the dtype that the sum is kept
-# in: fp32 on a GPU for what has 32 bits or less, double for the rest and on the CPU.
+# Magnitudes whose squares are infinite, zero or subnormal in the dtype of the sum: fp32 on a GPU
+# for numbers of at most 32 bits, double for all others and on the CPU.
 OUT_OF_RANGE = [
     *((torch.bfloat16, x) for x in (1e30, 1e-30, 1e-39)),
-    (torch.float16, 2.0**-24),  # the smallest there is
+    (torch.float16, 2.0**-24),  # the smallest float16
     *((torch.float32, x) for x in (1e30, 1e-19, 1e-22, 1e-30, 1e-40, 2.0**-149)),
     *((torch.complex64, x) for x in (1e30, 1e-30, 1e-40)),
     *((torch.float64, x) for x in (1e200, 1e-153, 1e-160, 1e-200, 1e-310, 2.0**-1074)),
@@ -116,8 +116,8 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize(("dtype", "magnitude"), OUT_OF_RANGE)
-def test_squares_that_leave_the_range_do_not_spoil_the_norm(device, dtype, magnitude, ord):
-    # Multiples of the magnitude, and zeros between them: rounding is that of small integers.
+def test_norm_matches_the_reference_if_squares_are_out_of_range(device, dtype, magnitude, ord):
+    # The elements are 0 to 3 times the magnitude, so sums are rounded like those of integers.
     counts = torch.arange(8193, dtype=torch.float64) % 4
     tensors = [(counts * magnitude).to(device, dtype), torch.zeros(5, dtype=dtype, device=device)]
 
@@ -137,7 +137,7 @@ def test_squares_that_leave_the_range_do_not_spoil_the_norm(device, dtype, magni
         (torch.float64, 1e200, 1e-200),
     ],
 )
-def test_large_and_tiny_values_meet_in_one_list(device, dtype, large, small, ord):
+def test_norm_of_large_and_tiny_values_matches_the_reference(device, dtype, large, small, ord):
     tensors = [
         torch.full((8193,), small, dtype=dtype, device=device),
         torch.full((33,), large, dtype=dtype, device=device),
@@ -152,8 +152,8 @@ def test_large_and_tiny_values_meet_in_one_list(device, dtype, large, small, ord
 
 
 @pytest.mark.parametrize("ord", [1.0, 2.0])
-@pytest.mark.parametrize("dtype", [*REAL[1:], *COMPLEX])  # what float16 holds can't get there
-def test_norm_too_large_for_its_dtype_is_infinite_but_raises_no_flag(device, dtype, ord):
+@pytest.mark.parametrize("dtype", [*REAL[1:], *COMPLEX])  # float16 is too small for that
+def test_norm_too_large_for_its_dtype_is_infinite_but_sets_no_flag(device, dtype, ord):
     largest = torch.full((5,), torch.finfo(dtype).max, dtype=dtype, device=device)
 
     result = multi_tensor_norm([largest, largest], ord)
@@ -168,7 +168,7 @@ def test_norm_too_large_for_its_dtype_is_infinite_but_raises_no_flag(device, dty
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", COMPLEX)
 @pytest.mark.parametrize("size", [1, 33])
-def test_finite_complex_number_of_infinite_magnitude_raises_no_flag(device, dtype, ord, size):
+def test_finite_complex_number_of_infinite_magnitude_sets_no_flag(device, dtype, ord, size):
     largest = torch.finfo(dtype).max
     number = torch.complex(*torch.tensor([largest, largest], dtype=torch.float64))
 

@@ -1,4 +1,4 @@
-"""Tensors that are written may share no memory; what only lies close together may be written."""
+"""Written tensors must not share memory. They may be parts of one storage."""
 
 import ampfuse
 import pytest
@@ -85,7 +85,7 @@ def test_tensors_that_overlap_are_refused_and_nothing_is_written(device, call, m
 
 
 @EVERY_CALL
-def test_the_message_names_both_tensors(device, call):
+def test_error_names_both_overlapping_tensors(device, call):
     x = torch.ones(100, device=device)
 
     with pytest.raises(ValueError, match=r"\[2\].* shares no memory .* overlaps \w+\[0\]"):
@@ -113,7 +113,7 @@ def test_parts_of_one_buffer_that_do_not_overlap_are_written(device, call, make)
 
 
 @EVERY_CALL
-def test_lazy_clones_of_one_tensor_are_written_each(device, call):
+def test_lazy_clones_of_one_tensor_are_written_separately(device, call):
     x = torch.full((100,), 8.0, device=device)
     clones = [torch._lazy_clone(x), torch._lazy_clone(x)]
 
@@ -124,7 +124,7 @@ def test_lazy_clones_of_one_tensor_are_written_each(device, call):
 
 
 @EVERY_CALL
-def test_a_lazy_clone_that_is_listed_twice_is_refused(device, call):
+def test_lazy_clone_listed_twice_is_refused(device, call):
     clone = torch._lazy_clone(torch.full((100,), 8.0, device=device))
 
     with pytest.raises(ValueError, match="expected distinct tensors"):
@@ -137,7 +137,7 @@ def test_tensors_that_are_only_read_may_overlap(device):
     adam([torch.ones(50, device=device), torch.ones(50, device=device)], [x[:50], x[25:75]])
 
 
-def test_a_parameter_that_is_clipped_twice_is_scaled_twice_as_by_torch(device):
+def test_parameter_listed_twice_is_clipped_twice_as_in_torch(device):
     results = []
     for clip_grad_norm_ in (ampfuse.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         params = [Parameter(torch.zeros(3, device=device)) for _ in range(2)]
@@ -149,7 +149,7 @@ def test_a_parameter_that_is_clipped_twice_is_scaled_twice_as_by_torch(device):
 
 
 @EVERY_CALL
-def test_long_tensors_that_threads_would_share_are_refused_alike(device, call):
+def test_long_overlapping_tensors_are_refused_and_nothing_is_written(device, call):
     x = torch.full((300_001,), 8.0, device=device)
 
     with pytest.raises(ValueError, match="shares no memory"):

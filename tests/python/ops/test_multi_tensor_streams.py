@@ -1,4 +1,4 @@
-"""The ops on CUDA streams: torch's current one, in graphs, and on the tensors' own device."""
+"""The ops on the current CUDA stream, in CUDA graphs, and on the device of the tensors."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from reference import heavy_tailed, same_bits
 
 pytestmark = pytest.mark.needs_cuda
 
-# More of one dtype than a launch carries: 2320 with one pointer each.
+# The arguments of a launch have room for 2320 tensors with one pointer each.
 MANY = 2400
 
 
@@ -17,7 +17,7 @@ def tensors_on(device, count=3, seed=0):
 
 
 def step(tensors, found_inf, inv_scale):
-    """Every op once."""
+    """Call every op once."""
     ops.multi_tensor_unscale(tensors, found_inf, inv_scale)
     total_norm = ops.multi_tensor_unscale_norm(tensors, found_inf, inv_scale).total_norm
     ops.multi_tensor_clip(tensors, total_norm, 1.0)
@@ -32,7 +32,7 @@ def result_of(run, tensors):
 
 
 @pytest.mark.sanitizer
-def test_work_is_queued_on_the_current_stream():
+def test_ops_are_launched_on_the_current_stream():
     expected = result_of(step, tensors_on("cuda"))
     stream = torch.cuda.Stream()
     tensors = tensors_on("cuda")
@@ -42,14 +42,14 @@ def test_work_is_queued_on_the_current_stream():
     def on_a_stream(late, found_inf, inv_scale):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)  # what is not on this stream runs ahead of the copies
+            torch.cuda._sleep(100_000_000)  # work on other streams runs ahead of the copies
             torch._foreach_copy_(late, tensors)
             return step(late, found_inf, inv_scale)
 
     assert all(map(same_bits, result_of(on_a_stream, late), expected))
 
 
-def test_a_graph_replays_the_ops_with_what_the_tensors_hold_then():
+def test_graph_replays_the_ops_with_the_current_values_of_tensors():
     tensors = tensors_on("cuda", MANY)
     found_inf = torch.zeros((), device="cuda")
     inv_scale = torch.tensor(0.5, device="cuda")
@@ -65,7 +65,7 @@ def test_a_graph_replays_the_ops_with_what_the_tensors_hold_then():
         assert all(map(same_bits, [norm, *tensors], expected))
 
 
-def test_more_tensors_than_a_launch_carries_are_all_written():
+def test_more_tensors_than_fit_in_a_launch_are_all_written():
     tensors = [torch.full((3,), 4.0, device="cuda") for _ in range(MANY)]
     found_inf = torch.zeros((), device="cuda")
 
@@ -75,7 +75,7 @@ def test_more_tensors_than_a_launch_carries_are_all_written():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
-def test_tensors_choose_the_device_and_not_the_current_one():
+def test_ops_run_on_the_device_of_the_tensors_not_the_current_one():
     expected = result_of(step, tensors_on("cuda:0"))
 
     results = result_of(step, tensors_on("cuda:1"))

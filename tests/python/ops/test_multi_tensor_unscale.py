@@ -1,4 +1,4 @@
-"""multi_tensor_unscale: what it writes, where, and when nothing."""
+"""multi_tensor_unscale: the values it writes, where it writes, and when it writes nothing."""
 
 import math
 
@@ -22,8 +22,8 @@ from reference import (
     view,
 )
 
-# A power of two, as scales are; one that rounds every product; one that enlarges. With numbers up
-# to 1e4 none overflows float16.
+# A power of two, as scales are; a factor with inexact products; a factor above 1. The product with
+# numbers up to 1e4 never overflows float16.
 FACTORS = [2.0**-16, 1 / 3, 5.3]
 
 
@@ -32,7 +32,7 @@ def scalar(value, device):
 
 
 def unscale(tensors, factor, device):
-    """Unscale with a fresh flag; return the flag."""
+    """Unscale with a flag of zero, and return the flag."""
     found_inf = scalar(0.0, device)
     multi_tensor_unscale(tensors, found_inf, scalar(factor, device))
     return found_inf.item()
@@ -66,7 +66,7 @@ def test_single_tensor_is_written_to_its_end_and_not_beyond(device, dtype, size)
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_are_written_and_what_lies_between_them_is_not(device, dtype, name):
+def test_views_are_written_and_memory_between_their_elements_is_not(device, dtype, name):
     tensor = view(name, dtype, device)
     storage = tensor if tensor._base is None else tensor._base
     between = torch.ones_like(storage, dtype=torch.bool)
@@ -82,7 +82,7 @@ def test_views_are_written_and_what_lies_between_them_is_not(device, dtype, name
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(recipe=mixtures)
-def test_lists_that_mix_dtypes_and_layouts(device, recipe):
+def test_lists_of_mixed_dtypes_and_layouts_are_unscaled(device, recipe):
     tensors = mixture(recipe, device)
     expected = [exact_product(tensor, scalar(1 / 3, device)) for tensor in tensors]
 
@@ -106,7 +106,7 @@ def test_every_16_bit_pattern_is_rounded_once(device, dtype):
 @pytest.mark.parametrize(
     ("dtype", "number", "factor"),
     [
-        (torch.float16, 2.0**-14, 2.0**-10),  # the smallest normal number becomes the smallest
+        (torch.float16, 2.0**-14, 2.0**-10),  # smallest normal to smallest subnormal
         (torch.float16, 3 * 2.0**-24, 0.75),
         (torch.bfloat16, 2.0**-126, 2.0**-7),
         (torch.bfloat16, 1e-38, 0.1),
@@ -115,7 +115,7 @@ def test_every_16_bit_pattern_is_rounded_once(device, dtype):
         (torch.complex64, 1e-38, 0.1),
         (torch.float64, 2.0**-1022, 2.0**-52),
         (torch.float64, 1e-310, 0.5),
-        (torch.float32, 1.0, 1e-40),  # here the factor is subnormal
+        (torch.float32, 1.0, 1e-40),  # the factor is subnormal
         (torch.bfloat16, 1.0, 1e-40),
     ],
 )
@@ -130,7 +130,7 @@ def test_subnormal_numbers_survive(device, dtype, number, factor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_factor_one_leaves_every_bit_as_it_was(device, dtype):
+def test_factor_one_leaves_every_bit_unchanged(device, dtype):
     tensor = random_bits(8193, dtype, device)
     strided = torch.stack([tensor, tensor], dim=1)[:, 1]
     before = tensor.clone()
@@ -151,7 +151,7 @@ def test_factor_one_leaves_every_bit_as_it_was(device, dtype):
     ],
 )
 @pytest.mark.parametrize("dtype", REAL)
-def test_unusual_factors_do_what_multiplication_does(device, dtype, factor, expected):
+def test_special_factors_act_as_in_a_multiplication(device, dtype, factor, expected):
     tensor = torch.tensor([2.0, -2.0, 0.0, math.inf, math.nan], dtype=dtype, device=device)
 
     unscale([tensor], factor, device)
@@ -161,7 +161,7 @@ def test_unusual_factors_do_what_multiplication_does(device, dtype, factor, expe
 
 
 @pytest.mark.parametrize("dtype", REAL)
-def test_zeros_keep_the_sign_that_multiplication_gives_them(device, dtype):
+def test_zeros_have_the_sign_of_the_product(device, dtype):
     tensor = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype, device=device)
 
     unscale([tensor], 0.0, device)
@@ -177,7 +177,7 @@ def test_interleaved_views_are_multiplied_once_each(device):
     assert storage.tolist() == [4.0] * 9
 
 
-def test_empty_list_and_empty_tensors_do_nothing(device):
+def test_empty_list_and_empty_tensors_set_no_flag(device):
     assert unscale([], 0.5, device) == 0
     assert (
         unscale([torch.empty(0, device=device), torch.empty(3, 0, device=device)], 0.5, device) == 0

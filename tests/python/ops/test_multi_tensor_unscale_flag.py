@@ -1,4 +1,4 @@
-"""found_inf of multi_tensor_unscale and multi_tensor_unscale_norm: when it is set, and by what."""
+"""found_inf of multi_tensor_unscale and multi_tensor_unscale_norm: which values set it."""
 
 import math
 
@@ -12,7 +12,7 @@ BOTH_OPS = pytest.mark.parametrize("unscale", [multi_tensor_unscale, multi_tenso
 
 
 def flag_after(unscale, tensors, factor, flag=0.0):
-    """found_inf after a call that found it at `flag`."""
+    """Return found_inf after a call. It is `flag` before the call."""
     device = tensors[0].device
     found_inf = torch.tensor(flag, device=device)
     unscale(tensors, found_inf, torch.tensor(factor, device=device))
@@ -24,7 +24,9 @@ def flag_after(unscale, tensors, factor, flag=0.0):
 @pytest.mark.parametrize("element", [0, 4096, -1])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_bad_element_sets_the_flag_wherever_it_is(device, dtype, place, element, bad, unscale):
+def test_single_nonfinite_element_anywhere_sets_the_flag(
+    device, dtype, place, element, bad, unscale
+):
     tensors = [heavy_tailed(8193, dtype, device, seed=i) for i in range(3)]
     tensors[place][element] = bad
 
@@ -34,7 +36,7 @@ def test_one_bad_element_sets_the_flag_wherever_it_is(device, dtype, place, elem
 @BOTH_OPS
 @pytest.mark.parametrize("bad", NONFINITE)
 @pytest.mark.parametrize("dtype", COMPLEX)
-def test_bad_imaginary_part_alone_sets_the_flag(device, dtype, bad, unscale):
+def test_nonfinite_imaginary_part_sets_the_flag(device, dtype, bad, unscale):
     tensor = heavy_tailed(33, dtype, device)
     torch.view_as_real(tensor)[32, 1] = bad
 
@@ -44,7 +46,7 @@ def test_bad_imaginary_part_alone_sets_the_flag(device, dtype, bad, unscale):
 @BOTH_OPS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 0.0, 0.5])
-def test_flag_is_set_whatever_the_factor(device, dtype, factor, unscale):
+def test_infinity_sets_the_flag_whatever_the_factor(device, dtype, factor, unscale):
     tensor = heavy_tailed(8193, dtype, device)
     tensor[8192] = math.inf
 
@@ -99,7 +101,7 @@ def test_factor_that_is_not_finite_sets_the_flag(device, factor, unscale):
 
 @BOTH_OPS
 @pytest.mark.parametrize("flag", [1.0, 2.0])
-def test_flag_is_set_but_never_cleared(device, flag, unscale):
+def test_flag_that_is_set_is_never_cleared(device, flag, unscale):
     assert flag_after(unscale, [torch.ones(3, device=device)], 0.5, flag) == flag
 
 
@@ -110,7 +112,7 @@ def test_flag_stays_clear_for_tensors_without_elements(device, shape, unscale):
 
 
 @BOTH_OPS
-def test_what_lies_between_the_elements_of_a_view_does_not_set_the_flag(device, unscale):
+def test_memory_between_the_elements_of_a_view_does_not_set_the_flag(device, unscale):
     storage = torch.tensor([1.0, math.inf, 2.0, math.nan, 3.0], device=device)
 
     assert flag_after(unscale, [storage[::2]], 0.5) == 0
@@ -118,7 +120,7 @@ def test_what_lies_between_the_elements_of_a_view_does_not_set_the_flag(device, 
 
 
 @BOTH_OPS
-def test_flag_of_one_list_is_kept_through_the_next(device, unscale):
+def test_flag_set_by_one_list_is_kept_by_the_next(device, unscale):
     found_inf, half = torch.zeros((), device=device), torch.tensor(0.5, device=device)
 
     unscale([torch.tensor([math.nan], device=device)], found_inf, half)

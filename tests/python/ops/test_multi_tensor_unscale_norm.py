@@ -1,4 +1,4 @@
-"""multi_tensor_unscale_norm: multi_tensor_unscale and multi_tensor_norm at once, bit for bit."""
+"""multi_tensor_unscale_norm equals multi_tensor_unscale followed by multi_tensor_norm."""
 
 import math
 
@@ -22,7 +22,7 @@ from reference import (
 
 
 def copies(tensors):
-    """The same tensors in memory of their own, laid out likewise down to their alignment."""
+    """Copy tensors into separate memory with the same layout and alignment."""
     return [
         x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
         for x in tensors
@@ -30,7 +30,7 @@ def copies(tensors):
 
 
 def assert_same_as_two_calls(tensors, factor, ord):
-    """Unscale `tensors` both ways, and compare all that is written and returned."""
+    """Unscale `tensors` both ways, and compare all written and returned values."""
     device = tensors[0].device if tensors else torch.device("cpu")
     found_inf, found_inf_of_two = torch.zeros(2, 1, device=device)
     factor = torch.tensor(factor, device=device)
@@ -55,7 +55,7 @@ def assert_same_as_two_calls(tensors, factor, ord):
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_same_bits_as_unscale_followed_by_norm(device, dtype, ord, factor):
+def test_results_equal_unscale_followed_by_norm(device, dtype, ord, factor):
     tensors = [heavy_tailed(size, dtype, device, seed=size) for size in SIZES]
 
     assert_same_as_two_calls(tensors, factor, ord)
@@ -64,7 +64,7 @@ def test_same_bits_as_unscale_followed_by_norm(device, dtype, ord, factor):
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_same_for_numbers_of_all_kinds(device, dtype, ord, factor):
+def test_results_equal_two_calls_for_random_bits(device, dtype, ord, factor):
     tensors = [random_bits(8193, dtype, device), heavy_tailed(3, dtype, device)]
 
     assert_same_as_two_calls(tensors, factor, ord)
@@ -72,19 +72,19 @@ def test_same_for_numbers_of_all_kinds(device, dtype, ord, factor):
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_for_every_way_to_lie_in_memory(device, dtype, name):
+def test_results_equal_two_calls_for_every_memory_layout(device, dtype, name):
     assert_same_as_two_calls([view(name, dtype, device)], 1 / 3, 2.0)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(recipe=mixtures)
 @pytest.mark.parametrize("ord", ORDERS)
-def test_same_for_lists_that_mix_dtypes_and_layouts(device, ord, recipe):
+def test_results_equal_two_calls_for_mixed_dtypes_and_layouts(device, ord, recipe):
     assert_same_as_two_calls(mixture(recipe, device), 1 / 3, ord)
 
 
 @pytest.mark.parametrize("factor", [2.0**-16, 3.0])
-def test_norm_is_that_of_the_values_written(device, factor):
+def test_norm_is_that_of_the_written_values(device, factor):
     tensors = [heavy_tailed(size, torch.float16, device, seed=size) for size in SIZES]
 
     result = multi_tensor_unscale_norm(
@@ -94,7 +94,7 @@ def test_norm_is_that_of_the_values_written(device, factor):
     assert_norm(result.total_norm, tensors, 2.0)
 
 
-def test_factor_one_leaves_every_bit_as_it_was(device):
+def test_factor_one_leaves_every_bit_unchanged(device):
     for dtype in DTYPES:
         tensor = random_bits(8193, dtype, device)
         before = tensor.clone()
@@ -106,7 +106,7 @@ def test_factor_one_leaves_every_bit_as_it_was(device):
         assert same_bits(tensor, before)
 
 
-def test_overflow_on_the_way_is_counted_and_named(device):
+def test_overflow_of_a_product_is_counted_and_its_tensor_reported(device):
     tensors = [torch.ones(2, dtype=torch.float16, device=device) for _ in range(4)]
     tensors[1][0] = tensors[3][1] = 60_000
     found_inf = torch.zeros((), device=device)
@@ -120,7 +120,7 @@ def test_overflow_on_the_way_is_counted_and_named(device):
     assert result.norms.isfinite().tolist() == [True, False, True, False]
 
 
-def test_norm_too_large_for_float32_is_infinite_and_all_is_written(device):
+def test_norm_too_large_for_float32_is_infinite_and_tensors_are_written(device):
     tensors = [torch.full((5,), 3e38, device=device), torch.ones(3, device=device)]
     found_inf = torch.zeros((), device=device)
 
@@ -131,7 +131,7 @@ def test_norm_too_large_for_float32_is_infinite_and_all_is_written(device):
     assert tensors[1].tolist() == [torch.tensor(0.9).item()] * 3
 
 
-def test_empty_list_has_norm_zero_where_the_flag_is(device):
+def test_empty_list_has_norm_zero_on_the_device_of_the_flag(device):
     found_inf = torch.zeros((), device=device)
 
     result = multi_tensor_unscale_norm([], found_inf, torch.tensor(0.5, device=device))

@@ -1,4 +1,4 @@
-"""At factor 1 nothing is written, shown with memory that can't be: a store ends the process."""
+"""At factor 1 the ops write nothing: here memory is read-only, and a store ends the process."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ CALLS = {
 
 
 def survives(call, factor, cut):
-    """Whether a process gets through a call on read-only memory."""
+    """Return True if a process survives a call on read-only memory."""
     script = SCRIPT.format(call=CALLS[call].format(factor=factor), cut=cut)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -47,5 +47,5 @@ def test_factor_one_writes_nothing(call, cut):
     assert survives(call, 1.0, cut)
 
 
-def test_any_other_factor_is_caught_writing():
+def test_factor_one_half_writes_and_ends_the_process():
     assert not survives("unscale", 0.5, ":")

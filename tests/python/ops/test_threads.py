@@ -1,7 +1,7 @@
-"""Which lists of tensors are shared among threads.
+"""Lists of tensors that are shared among threads, and lists that are not.
 
-A thread that is woken where other processes hold all cores comes late by a time slice, many times
-as long as a list of small tensors takes.
+If other processes use all cores, a thread that is woken starts a time slice late. This is many
+times as long as a list of small tensors takes.
 """
 
 import subprocess
@@ -36,7 +36,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def new_threads(*arguments: int) -> int:
-    """How many OpenMP starts, which it does when the first loop is shared, in a new process."""
+    """Return how many threads OpenMP starts, at the first shared loop, in a new process."""
     command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout)

@@ -1,4 +1,4 @@
-"""Tensors whose memory is gone, or whose elements lie where torch itself cannot read them."""
+"""Tensors whose memory was freed, or whose elements are at addresses that torch cannot read."""
 
 import ampfuse
 import numpy
@@ -8,13 +8,13 @@ from ampfuse import ops
 
 
 def freed(value=0.5, device="cpu"):
-    """A number whose storage was given back, as some frameworks do between uses."""
+    """Return a scalar whose storage was freed. Some frameworks free storages between uses."""
     tensor = torch.tensor(value, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def test_a_flag_without_memory_is_refused(device):
+def test_flag_or_scale_without_memory_is_refused(device):
     tensors, half = [torch.full((3,), torch.inf, device=device)], torch.tensor(0.5, device=device)
 
     for call in (ops.multi_tensor_unscale, ops.multi_tensor_unscale_norm):
@@ -24,13 +24,13 @@ def test_a_flag_without_memory_is_refused(device):
             call(tensors, torch.zeros((), device=device), freed(device=device))
 
 
-def test_a_norm_without_memory_is_refused(device):
+def test_norm_without_memory_is_refused(device):
     with pytest.raises(ValueError, match="total_norm: its storage is empty"):
         ops.multi_tensor_clip([torch.ones(3, device=device)], freed(device=device), 1.0)
 
 
 @pytest.mark.parametrize("name", ["denominator", "grad_scale"])
-def test_numbers_of_losses_without_memory_are_refused(device, name):
+def test_scalars_of_losses_without_memory_are_refused(device, name):
     logits = torch.zeros(2, 3, device=device, requires_grad=True)
     target, number = torch.tensor([0, 1], device=device), {name: freed(device=device)}
 
@@ -44,7 +44,7 @@ def test_numbers_of_losses_without_memory_are_refused(device, name):
 @pytest.mark.parametrize("count", [1, 3, 17])
 @pytest.mark.parametrize("offset", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64])
-def test_complex_numbers_at_odd_addresses_are_read_and_written(dtype, offset, count):
+def test_misaligned_complex_numbers_are_read_and_written(dtype, offset, count):
     memory = numpy.zeros(64 + 16 * count, dtype=numpy.uint8)
     start = -memory.ctypes.data % 64 + offset
     kind = numpy.complex128 if dtype == torch.complex128 else numpy.complex64

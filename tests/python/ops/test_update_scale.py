@@ -1,4 +1,4 @@
-"""update_scale: the loss-scale policy, against those of torch and of others, step by step."""
+"""update_scale: its policy, compared step by step with torch and other libraries."""
 
 import math
 
@@ -13,7 +13,7 @@ OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 
 
 class Scale:
-    """A loss scale and what belongs to it."""
+    """A loss scale with its growth tracker, counters and history."""
 
     def __init__(self, device, scale=1024.0, hysteresis=1, history=0):
         self.device = device
@@ -23,7 +23,7 @@ class Scale:
         self.history = torch.zeros(history, 3, device=device) if history else None
 
     def update(self, *flags, norm=None, **options):
-        """The scale after a step with these flags."""
+        """Return the scale after a step with these flags."""
         found_infs = [torch.tensor(float(flag), device=self.device) for flag in flags]
         norm = None if norm is None else torch.tensor(norm, device=self.device)
         tensors = (self.scale, self.growth_tracker, self.counters, found_infs)
@@ -34,7 +34,7 @@ class Scale:
         return self.counters[1].item()
 
 
-def test_grows_after_the_interval_and_backs_off_at_once(device):
+def test_scale_grows_after_the_interval_and_backs_off_at_once(device):
     scale = Scale(device)
 
     scales = [scale.update(flag) for flag in (0, 0, 0, 0, 1, 0, 0, 0)]
@@ -50,7 +50,7 @@ def test_grows_after_the_interval_and_backs_off_at_once(device):
     st.floats(0.0625, 1.0),
     st.integers(1, 5),
 )
-def test_same_bits_as_torch(flags, init_scale, growth, backoff, interval):
+def test_scale_and_tracker_have_the_bits_of_torch(flags, init_scale, growth, backoff, interval):
     ours = Scale(torch.device("cpu"), init_scale)
     scale, tracker = ours.scale.clone(), ours.growth_tracker.clone()
     options = {
@@ -75,7 +75,7 @@ def test_same_bits_as_torch(flags, init_scale, growth, backoff, interval):
     st.sampled_from([1, 2, 3, 5]),
     st.sampled_from([1, 2, 4]),
 )
-def test_hysteresis_is_that_of_others(refill, flags, hysteresis, interval):
+def test_hysteresis_matches_other_libraries(refill, flags, hysteresis, interval):
     policy = Policy(hysteresis=hysteresis, growth_interval=interval)
 
     for name, reference in REFERENCES[refill]:
@@ -92,19 +92,19 @@ def test_hysteresis_is_that_of_others(refill, flags, hysteresis, interval):
 @pytest.mark.parametrize(
     ("refill", "expected"),
     [
-        # Once used up, it forgives nothing until the scale has grown.
+        # Once used up, the hysteresis tolerates no overflow until the scale grows.
         ("growth", [64, 32, 32, 16, 16, 16, 32, 32, 16]),
         ("clean_step", [64, 32, 32, 32, 32, 32, 64, 64, 32]),
     ],
 )
-def test_what_refills_the_hysteresis(device, refill, expected):
+def test_hysteresis_is_refilled_by_growth_or_by_a_clean_step(device, refill, expected):
     scale = Scale(device, 64.0, hysteresis=2)
     options = {"hysteresis": 2, "hysteresis_refill": refill}
 
     assert [scale.update(flag, **options) for flag in (1, 1, 0, 1, 0, 0, 0, 1, 1)] == expected
 
 
-def test_backing_off_ends_at_the_floor_and_growing_at_the_ceiling(device):
+def test_scale_stays_between_min_scale_and_max_scale(device):
     scale = Scale(device, 8.0)
     limits = {"min_scale": 3.0, "max_scale": 20.0, "growth_interval": 1}
 
@@ -112,7 +112,7 @@ def test_backing_off_ends_at_the_floor_and_growing_at_the_ceiling(device):
     assert [scale.update(0, **limits) for _ in range(4)] == [6, 12, 20, 20]
 
 
-def test_a_scale_outside_of_the_limits_is_left_there(device):
+def test_scale_outside_the_limits_moves_only_towards_them(device):
     limits = {"min_scale": 4.0, "max_scale": 16.0, "growth_interval": 1}
 
     assert Scale(device, 1.0).update(1, **limits) == 1.0
@@ -121,7 +121,7 @@ def test_a_scale_outside_of_the_limits_is_left_there(device):
     assert Scale(device, 64.0).update(1, **limits) == 32.0
 
 
-def test_never_grows_to_infinity_and_has_no_floor_by_itself(device):
+def test_scale_never_grows_to_infinity_and_has_no_floor_by_default(device):
     large = Scale(device, 3e38)
     small = Scale(device, 1e-44)
 
@@ -129,7 +129,7 @@ def test_never_grows_to_infinity_and_has_no_floor_by_itself(device):
     assert [small.update(1) for _ in range(4)][-1] == 0.0
 
 
-def test_fixed_scale_stays_and_skips_are_counted_all_the_same(device):
+def test_fixed_scale_stays_and_skips_are_counted(device):
     scale = Scale(device)
 
     scales = [scale.update(flag, dynamic=False, growth_interval=1) for flag in (0, 1, 1, 0, 1)]
@@ -139,7 +139,7 @@ def test_fixed_scale_stays_and_skips_are_counted_all_the_same(device):
     assert scale.growth_tracker.item() == 0
 
 
-def test_skips_in_a_row_are_counted(device):
+def test_consecutive_skips_are_counted(device):
     scale = Scale(device)
 
     counts = []
@@ -150,7 +150,7 @@ def test_skips_in_a_row_are_counted(device):
     assert counts == [1, 2, 0, 1, 2, 3]
 
 
-def test_growth_interval_that_has_passed_already_is_over(device):
+def test_scale_grows_at_once_if_a_shorter_interval_has_passed(device):
     scale = Scale(device)
     for _ in range(5):
         scale.update(0, growth_interval=100)
@@ -159,14 +159,14 @@ def test_growth_interval_that_has_passed_already_is_over(device):
 
 
 @pytest.mark.parametrize("flag", [1.0, 2.0, 3.0, -1.0, 1e-40, math.inf, math.nan])
-def test_any_flag_but_zero_is_an_overflow(device, flag):
+def test_any_nonzero_flag_is_an_overflow(device, flag):
     assert Scale(device).update(0.0, flag, 0.0) == 512
     assert Scale(device).update(0.0, -0.0) == 1024
 
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("place", [0, 63, 64, 99])
-def test_more_flags_than_a_launch_carries(device, place):
+def test_more_flags_than_fit_in_a_launch_are_all_read(device, place):
     flags = [0.0] * 100
     assert Scale(device).update(*flags, growth_interval=1) == 2048
 
@@ -174,7 +174,7 @@ def test_more_flags_than_a_launch_carries(device, place):
     assert Scale(device).update(*flags) == 512
 
 
-def test_history_is_a_ring(device):
+def test_history_is_a_ring_buffer(device):
     scale = Scale(device, history=3)
 
     for flag, norm in ((0, 1.5), (1, math.inf), (0, None), (1, 2.5), (0, 3.5)):
@@ -189,7 +189,7 @@ def test_history_is_a_ring(device):
 
 
 @pytest.mark.parametrize("updates", [-1, -5, 2**63 - 1])
-def test_no_number_of_updates_leads_out_of_the_history(device, updates):
+def test_history_is_never_written_out_of_range(device, updates):
     memory = torch.zeros(9, 3, device=device)
     scale = Scale(device, history=3)
     scale.history = memory[3:6]
@@ -202,7 +202,7 @@ def test_no_number_of_updates_leads_out_of_the_history(device, updates):
     assert (memory[6:] == 0).all()
 
 
-def test_without_flags_a_step_is_clean(device):
+def test_step_without_flags_is_clean(device):
     assert Scale(device).update(growth_interval=1) == 2048
 
 
@@ -223,7 +223,7 @@ def test_without_flags_a_step_is_clean(device):
         ),
     ],
 )
-def test_policy_that_makes_no_sense_is_refused(device, options, message):
+def test_invalid_policy_is_refused(device, options, message):
     scale = Scale(device)
 
     with pytest.raises(ValueError, match=message):
@@ -255,11 +255,11 @@ def test_policy_that_makes_no_sense_is_refused(device, options, message):
         ("scale", torch.tensor(1.0).to_sparse(), ValueError, "scale: expected a strided tensor"),
     ],
 )
-def test_tensor_that_does_not_fit_is_refused(device, name, value, error, message):
+def test_invalid_tensor_is_refused(device, name, value, error, message):
     scale = Scale(device)
     if isinstance(value, list):
         value = [x.to(device) for x in value]
-    elif not value.is_sparse and not value.is_contiguous():  # a copy would be
+    elif not value.is_sparse and not value.is_contiguous():  # copies are contiguous
         value = value.repeat_interleave(2).to(device)[::2]
     else:
         value = value.to(device)
@@ -276,7 +276,7 @@ def test_tensor_that_does_not_fit_is_refused(device, name, value, error, message
     assert scale.counters.tolist() == [1, 0, 0]
 
 
-def test_compiled_updates_share_a_graph_and_are_the_eager_ones(device):
+def test_compiled_updates_equal_eager_updates(device):
     eager, compiled = Scale(device, history=2), Scale(device, history=2)
 
     @torch.compile(fullgraph=True)
@@ -294,7 +294,7 @@ def test_compiled_updates_share_a_graph_and_are_the_eager_ones(device):
     assert torch.equal(compiled.history[:, :2], eager.history[:, :2])
 
 
-def test_versions_move(device):
+def test_version_of_every_written_tensor_rises(device):
     scale = Scale(device, history=2)
 
     scale.update(0)
@@ -303,7 +303,7 @@ def test_versions_move(device):
     assert [x._version for x in written] == [1] * 4
 
 
-def test_torch_is_what_the_reference_says():
+def test_reference_of_torch_matches_torch():
     flags = [bool(int(c)) for c in "0010001101000000"]
     scale, tracker = torch.tensor(64.0), torch.tensor(0, dtype=torch.int32)
 

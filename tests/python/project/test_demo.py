@@ -1,4 +1,4 @@
-"""The demonstration, run the way a user runs it."""
+"""The demo, run as a user runs it."""
 
 import importlib
 import subprocess
@@ -20,7 +20,7 @@ def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_demo_prints_a_table_of_four_runs_and_draws_them(tmp_path: Path) -> None:
+def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path: Path) -> None:
     plot = tmp_path / "demo.png"
 
     result = run("demo.py", "--steps", "40", "--sequences", "1", "--out", str(plot))
@@ -59,7 +59,7 @@ def runs(demo: ModuleType, seconds: list[float], losses: list[float]) -> dict[st
         ([1.0, 9.0, 9.0, 2.0], 80.0, ["saves memory here, and no time: ampfuse takes 2.0 times"]),
     ],
 )
-def test_the_demo_says_what_was_gained_and_why(
+def test_demo_reports_the_gain_and_its_reason(
     demo: ModuleType, seconds: list[float], slower: float, sentences: list[str]
 ) -> None:
     text = demo.gain(runs(demo, seconds, [6.0] * 4), "bfloat16", slower)
@@ -69,7 +69,7 @@ def test_the_demo_says_what_was_gained_and_why(
     assert ("no time" in text) == (seconds[3] > seconds[0])
 
 
-def test_the_demo_fails_when_a_run_has_not_learned_or_not_as_the_others(
+def test_demo_fails_if_a_run_has_not_learned_or_the_losses_differ(
     demo: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +89,7 @@ def test_the_demo_fails_when_a_run_has_not_learned_or_not_as_the_others(
 
 
 @pytest.mark.parametrize("program", ["train_torch.py", "train_ampfuse.py"])
-def test_each_program_runs_alone_and_in_float16(program: str) -> None:
+def test_each_program_runs_alone_in_float16(program: str) -> None:
     flags = ("--steps", "3", "--sequences", "1", "--precision", "float16")
 
     result = run(f"language_model/{program}", *flags)
@@ -98,7 +98,7 @@ def test_each_program_runs_alone_and_in_float16(program: str) -> None:
     assert "loss 11." in result.stdout
 
 
-def test_what_a_program_prints_when_it_fails_is_seen(tmp_path: Path) -> None:
+def test_error_of_a_failing_program_is_printed(tmp_path: Path) -> None:
     result = run("demo.py", "--sequences", "-1", "--out", str(tmp_path / "demo.png"))
 
     assert result.returncode != 0

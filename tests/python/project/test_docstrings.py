@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the package do what they show."""
+"""The examples in the docstrings of the package give the results that they show."""
 
 import doctest
 import importlib
@@ -21,10 +21,10 @@ OPS = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_do_what_they_show(name):
+def test_docstring_examples_give_the_results_that_they_show(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_op_has_an_example(name):
+def test_every_op_has_an_example_in_its_docstring(name):
     assert doctest.DocTestParser().get_examples(getattr(ampfuse.ops, name).__doc__)

@@ -1,7 +1,7 @@
-"""What the CUDA compiler made of the kernels, read from the built library: no GPU needed.
+"""The machine code of the CUDA kernels, read from the built library: no GPU is needed.
 
-Speed itself can only be measured on a GPU; that memory is moved 16 bytes at a time and that nothing
-spills can be seen here.
+Speed can only be measured on a GPU. These tests check that kernels move memory 16 bytes at a time
+and do not spill registers.
 """
 
 import re
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def dump(what: str, arch: str) -> dict[str, str]:
-    """What cuobjdump says of every kernel for an architecture, by mangled name."""
+    """Return the output of cuobjdump for each kernel of an architecture, by mangled name."""
     command = [str(CUOBJDUMP), what, "-arch", arch, str(LIBRARY)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"Function ?:? (\w+):?", text)[1:]
@@ -39,7 +39,7 @@ class MachineCode:
         self.sass = dump("-sass", arch)
 
     def functions(self, stem: str) -> dict[str, str]:
-        """SASS of every kernel whose mangled name has `stem` as a whole identifier."""
+        """Return the SASS of each kernel whose mangled name has `stem` as a whole identifier."""
         wanted = f"{len(stem)}{stem}"
         found = {name: body for name, body in self.sass.items() if wanted in name}
         assert found, f"no kernel is called {stem}"
@@ -54,7 +54,7 @@ def code(request: pytest.FixtureRequest) -> MachineCode:
     return MachineCode(request.param)
 
 
-def test_every_kernel_is_looked_at(code: MachineCode) -> None:
+def test_every_kernel_in_the_sources_is_in_the_library(code: MachineCode) -> None:
     sources = [file.read_text() for file in (ROOT / "csrc" / "cuda").glob("*.cuh")]
     kernels = [
         name for text in sources for name in re.findall(r"__global__[^{;]*?\b(\w+_kernel)\(", text)
@@ -66,7 +66,7 @@ def test_every_kernel_is_looked_at(code: MachineCode) -> None:
 
 
 def test_no_kernel_spills_or_has_a_stack(code: MachineCode) -> None:
-    # What is spilled lies on the stack.
+    # Spilled registers are stored on the stack.
     for name, used in code.resources.items():
         assert re.search(r"STACK:0 .*LOCAL:0\b", used), name
         assert not re.search(r"\b(LDL|STL)\b", code.sass[name]), name
@@ -80,15 +80,16 @@ def test_kernels_declare_no_more_shared_memory_than_launches_leave_them(code: Ma
         assert int(re.search(r"SHARED:(\d+)", used)[1]) <= used_by_system + left, name
 
 
-# Cross-entropies of doubles, and those with more to do than exponentials, want more registers.
+# Registers per thread of the cross-entropy kernels that need more than 64: those of doubles, and
+# those that compute more than exponentials (RowWork::kAny).
 WIDE = {
     128: r"(cross_entropy_(for|back)ward|shards_inspect)_kernelI(d|.*BlockTeamILi512E.*RowWorkE1)",
     80: r"(cross_entropy|shards_inspect)_.*RowWorkE1",
 }
 
 
-def test_four_blocks_of_registers_fit_a_multiprocessor(code: MachineCode) -> None:
-    # 65,536 registers for 1024 threads; for 768 or 512 of those that want more.
+def test_registers_of_resident_threads_fit_a_multiprocessor(code: MachineCode) -> None:
+    # 65,536 registers serve 1024 threads with 64 each, 768 threads with 80, or 512 with 128.
     for name, used in code.resources.items():
         allowed = next((count for count, names in WIDE.items() if re.search(names, name)), 64)
         assert int(re.search(r"REG:(\d+)", used)[1]) <= allowed, name
@@ -103,19 +104,20 @@ def test_hot_loops_load_16_bytes_at_a_time_and_four_times_before_use(
     for name, body in code.functions(stem).items():
         instructions = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?);", body, re.MULTILINE)
         loads = [i for i, text in enumerate(instructions) if re.search(r"\bLDG\.E\.128", text)]
-        # Four loads within a few instructions of each other: all are on their way at once.
+        # Four loads within 12 instructions are all in flight at once.
         assert any(loads[i + 3] - loads[i] <= 12 for i in range(len(loads) - 3)), name
 
 
-PLACES = "LaneTeamILi1E"  # a thread for a row whose classes are apart
+PLACES = "LaneTeamILi1E"  # one thread per row, for rows whose classes are far apart in memory
 
 
 def test_rows_of_logits_are_moved_16_bytes_at_a_time(code: MachineCode) -> None:
     for name, body in code.functions("cross_entropy_forward_kernel").items():
         if PLACES in name:
             continue
-        # Once for the loss and, of what shared memory has not kept, once for the gradient; where
-        # packs lie across 16-byte boundaries by two loads, which for doubles are all there are.
+        # Both the pass for the loss and the pass for the gradient (of packs that shared memory has
+        # not kept) have one load for aligned packs, and two for packs across 16-byte boundaries.
+        # Kernels of doubles have two loads in total.
         wanted = 2 if "kernelId" in name else 6
         assert len(re.findall(r"\bLDG\.E\.128", body)) >= wanted, name
         assert len(re.findall(r"\bLDS\.128", body)) >= 1, name
@@ -123,15 +125,15 @@ def test_rows_of_logits_are_moved_16_bytes_at_a_time(code: MachineCode) -> None:
         assert len(re.findall(r"\bSTG\.E\.(EF\.)?128", body)) >= 1, name
 
 
-def test_places_are_kept_16_bytes_at_a_time(code: MachineCode) -> None:
+def test_positions_are_kept_in_shared_memory_16_bytes_at_a_time(code: MachineCode) -> None:
     for name, body in code.functions("cross_entropy_forward_kernel").items():
         if PLACES in name:
             assert len(re.findall(r"\bLDS\.128", body)) >= 1, name
             assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
 
 
-def test_16_bit_logits_are_not_computed_with_in_doubles(code: MachineCode) -> None:
-    # Most GPUs have few units for them: a few additions and one division for a row, no logarithm.
+def test_16_bit_logits_need_few_instructions_in_double_precision(code: MachineCode) -> None:
+    # Most GPUs have few fp64 units. A row may need a few additions and one division, no logarithm.
     plain = re.compile(r"kernelIN3c10.*RowWorkE0")
     found = [body for name, body in code.functions("cross_entropy_forward_kernel").items()
              if plain.search(name)]  # fmt: skip
@@ -145,13 +147,13 @@ def test_16_bit_logits_are_not_computed_with_in_doubles(code: MachineCode) -> No
     "stem",
     ["multi_tensor_unscale_kernel", "multi_tensor_unscale_norm_kernel", "multi_tensor_clip_kernel"],
 )
-def test_what_is_written_back_is_stored_16_bytes_at_a_time(code: MachineCode, stem: str) -> None:
+def test_elements_are_written_back_16_bytes_at_a_time(code: MachineCode, stem: str) -> None:
     for name, body in code.functions(stem).items():
         assert len(re.findall(r"\bSTG\.E\.128", body)) >= 4, name
 
 
 def test_norms_without_unscaling_store_no_elements(code: MachineCode) -> None:
-    # Partials and ranges are all that is stored.
+    # The kernel stores only partials and ranges.
     for name, body in code.functions("multi_tensor_norm_kernel").items():
         assert len(re.findall(r"\bSTG\b", body)) <= 6, name
 
@@ -161,7 +163,7 @@ ADAM = re.compile(r"AdamTypes<([\w: ]+), ([\w: ]+), ([\w: ]+), \(ampfuse::Master
 
 
 def adam_columns(name: str) -> tuple[list[int], list[int], int]:
-    """Bytes per element of the columns that a kernel reads and writes, and elements at a time."""
+    """Return the bytes per element of each column read and written, and the elements per access."""
     command = ["c++filt", name]
     demangled = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     param, grad, state, master, amsgrad = ADAM.search(demangled).groups()
@@ -177,7 +179,7 @@ def test_adam_moves_each_column_in_one_access_of_4_elements_and_2_with_amsgrad(
 ) -> None:
     for name, body in code.functions("fused_adam_kernel").items():
         if "AdamTypesIddd" in name:
-            continue  # doubles are stepped one by one
+            continue  # doubles are updated one by one
         reads, writes, lot = adam_columns(name)
         for instruction, columns in (("LDG", reads), ("STG", writes)):
             for width in set(columns):
@@ -186,13 +188,13 @@ def test_adam_moves_each_column_in_one_access_of_4_elements_and_2_with_amsgrad(
                 assert len(found) >= columns.count(width), (name, instruction, width)
 
 
-def test_adam_never_reads_a_model_that_is_only_a_copy(code: MachineCode) -> None:
+def test_adam_never_loads_a_16_bit_copy_of_its_masters(code: MachineCode) -> None:
     looked_at = 0
     for name, body in code.functions("fused_adam_kernel").items():
-        # With 16-bit gradients and float masters and moments: of 8 bytes only the gradients.
+        # Gradients have 16 bits, masters and moments 32: only gradients take loads of 8 bytes.
         if "AdamTypesIddd" in name or adam_columns(name)[::2] != ([2, 4, 4, 4], 4):
             continue
         loads = [len(re.findall(rf"\bLDG\.E\.{bits}(?!\d)", body)) for bits in (64, 128)]
         assert 3 * loads[0] == loads[1] > 0, name
         looked_at += 1
-    assert looked_at == 6  # half and bfloat16 gradients, of float parameters and of both copies
+    assert looked_at == 6  # fp16 and bf16 gradients; fp32 parameters, fp16 and bf16 copies

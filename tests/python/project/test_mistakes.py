@@ -1,4 +1,4 @@
-"""Mistakes that raise nothing: a warning where they are certain, and none on right programs."""
+"""Mistakes that raise no error: ampfuse warns of certain ones, and never in correct programs."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 @pytest.fixture(autouse=True)
 def no_unexpected_warning():
-    """What is not waited for by a test is an error."""
+    """Turn warnings that a test does not expect into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -43,7 +43,7 @@ class Loop:
 @pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
 @pytest.mark.parametrize("unscaled_after", [False, True])
 @pytest.mark.parametrize("in_two_calls", [False, True])
-def test_clipping_gradients_that_are_still_scaled_is_warned_about_once(
+def test_clipping_gradients_that_are_still_scaled_warns_once(
     device, make, unscaled_after, in_two_calls
 ):
     loop = Loop(device, make)
@@ -70,7 +70,7 @@ def test_clipping_gradients_that_are_still_scaled_is_warned_about_once(
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
 @pytest.mark.parametrize("way", ["scaler", "unscale_", "by the scale", "optimizer", "after"])
-def test_clipping_rightly_is_quiet(device, make, way):
+def test_correct_clipping_gives_no_warning(device, make, way):
     loop = Loop(device, make)
     for _ in range(6):
         loop.backward()
@@ -88,8 +88,8 @@ def test_clipping_rightly_is_quiet(device, make, way):
             ampfuse.clip_grad_norm_([loop.param], 1.0)
 
 
-def test_two_networks_of_which_one_is_not_scaled_are_quiet(device):
-    """The second is clipped and stepped between the first one's backward pass and step."""
+def test_clipping_a_second_unscaled_network_gives_no_warning(device):
+    """The second network is clipped and stepped between backward and step of the first."""
     loop, other = Loop(device), Parameter(torch.ones(8, device=device))
     optimizer = ampfuse.AdamW([other], lr=0.1)
     for _ in range(150):
@@ -101,7 +101,7 @@ def test_two_networks_of_which_one_is_not_scaled_are_quiet(device):
         loop.finish()
 
 
-def test_torchs_clipping_on_top_of_max_grad_norm_is_warned_about_once(device):
+def test_torch_clipping_in_addition_to_max_grad_norm_warns_once(device):
     loop = Loop(device, ampfuse.AdamW, max_grad_norm=1.0)
 
     def iterate(*factors):
@@ -117,14 +117,14 @@ def test_torchs_clipping_on_top_of_max_grad_norm_is_warned_about_once(device):
     iterate(5.0)
 
 
-def test_steps_without_the_scaler_are_warned_about_once(device):
+def test_steps_without_the_scaler_warn_once(device):
     loop = Loop(device, ampfuse.AdamW)
 
     def iterate(times):
         for _ in range(times):
             loop.backward()
             loop.optimizer.step()
-            loop.scaler.state_dict()  # which asks for the scale, but not for the program
+            loop.scaler.state_dict()  # reads the scale, but does not return it to the loop
 
     iterate(999)
     with pytest.warns(UserWarning, match=r"none by scaler.step\(optimizer\)") as caught:
@@ -135,7 +135,7 @@ def test_steps_without_the_scaler_are_warned_about_once(device):
     iterate(150)
 
 
-def test_torchs_clipping_on_top_of_max_grad_norm_is_right_at_scale_1(device):
+def test_torch_clipping_in_addition_to_max_grad_norm_is_allowed_at_scale_1(device):
     loop = Loop(device, ampfuse.AdamW, max_grad_norm=1.0)
     loop.scaler = ampfuse.GradScaler(device.type, init_scale=1.0)
     for _ in range(5):
@@ -145,7 +145,7 @@ def test_torchs_clipping_on_top_of_max_grad_norm_is_right_at_scale_1(device):
 
 
 @pytest.mark.parametrize("way", ["get_scale", "scale_tensor"])
-def test_a_program_that_unscales_by_itself_is_quiet(device, way):
+def test_program_that_unscales_by_itself_gets_no_warning(device, way):
     loop = Loop(device, ampfuse.AdamW)
     for _ in range(1100):
         loop.backward()
@@ -153,7 +153,7 @@ def test_a_program_that_unscales_by_itself_is_quiet(device, way):
         loop.optimizer.step()
 
 
-def test_a_small_limit_that_is_multiplied_by_the_scale_is_quiet(device):
+def test_small_limit_multiplied_by_the_scale_gives_no_warning(device):
     loop = Loop(device)
     for _ in range(5):
         loop.backward()
@@ -161,7 +161,7 @@ def test_a_small_limit_that_is_multiplied_by_the_scale_is_quiet(device):
         loop.finish()
 
 
-def test_a_network_that_steps_after_each_part_of_another_ones_batch_is_quiet(device):
+def test_network_that_steps_after_each_micro_batch_of_another_gets_no_warning(device):
     loop, other = Loop(device, ampfuse.AdamW), Parameter(torch.ones(8, device=device))
     optimizer = ampfuse.AdamW([other], lr=0.1)
     for _ in range(128):
@@ -172,7 +172,7 @@ def test_a_network_that_steps_after_each_part_of_another_ones_batch_is_quiet(dev
     loop.finish()
 
 
-def test_another_network_that_is_trained_while_a_batch_accumulates_is_quiet(device):
+def test_network_trained_between_backward_and_step_of_another_gets_no_warning(device):
     loop, other = Loop(device, ampfuse.AdamW), Parameter(torch.ones(8, device=device))
     optimizer = ampfuse.AdamW([other], lr=0.1)
     loop.backward()
@@ -183,7 +183,7 @@ def test_another_network_that_is_trained_while_a_batch_accumulates_is_quiet(devi
     loop.finish()
 
 
-def test_two_scalers_of_which_each_has_its_optimizer_are_quiet(device):
+def test_two_scalers_with_one_optimizer_each_give_no_warning(device):
     loops = [Loop(device, ampfuse.AdamW), Loop(device, torch.optim.SGD)]
     for _ in range(120):
         for loop in loops:
@@ -193,7 +193,7 @@ def test_two_scalers_of_which_each_has_its_optimizer_are_quiet(device):
             loop.finish()
 
 
-def test_gradients_that_were_clipped_are_saved_as_any_others(device, tmp_path):
+def test_clipped_gradient_is_saved_and_loaded(device, tmp_path):
     loop = Loop(device)
     loop.backward()
     ampfuse.clip_grad_norm_([loop.param], 1e6)
@@ -203,8 +203,8 @@ def test_gradients_that_were_clipped_are_saved_as_any_others(device, tmp_path):
     assert torch.equal(torch.load(tmp_path / "grad.pt", weights_only=True), loop.param.grad)
 
 
-def test_a_rehearsal_on_the_meta_device_is_quiet():
-    """Nothing there has memory to read a number from."""
+def test_training_on_the_meta_device_gives_no_warning():
+    """A tensor on the meta device has no memory to read a number from."""
     loop = Loop(torch.device("cpu"), ampfuse.AdamW, max_grad_norm=1.0)
     param = Parameter(torch.ones(8, device="meta"))
     optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
@@ -214,7 +214,7 @@ def test_a_rehearsal_on_the_meta_device_is_quiet():
         loop.scaler.update()
 
 
-def test_threads_train_models_of_their_own(device):
+def test_threads_train_separate_models_without_errors(device):
     errors = []
 
     def train():
@@ -244,7 +244,7 @@ def test_threads_train_models_of_their_own(device):
     assert errors == []
 
 
-def test_a_clipped_gradient_is_looked_up_while_another_thread_scales_a_loss(device):
+def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(device):
     grad, done = torch.ones(3, device=device), threading.Event()
     watches = [_mistakes.Watch(), _mistakes.Watch()]
 
@@ -266,7 +266,7 @@ def test_a_clipped_gradient_is_looked_up_while_another_thread_scales_a_loss(devi
         sys.setswitchinterval(interval)
 
 
-def test_a_batch_of_many_parts_is_quiet(device):
+def test_batch_of_many_micro_batches_gives_no_warning(device):
     loop = Loop(device, ampfuse.AdamW)
     loop.backward()
     for _ in range(300):
@@ -274,19 +274,19 @@ def test_a_batch_of_many_parts_is_quiet(device):
     loop.finish()
 
 
-def test_a_history_that_nobody_asked_for_is_warned_about(device):
+def test_reading_a_history_that_was_not_recorded_warns(device):
     loop = Loop(device)
     with pytest.warns(UserWarning, match=r"GradScaler\(history=100\)"):
         assert loop.scaler.history() == []
 
 
 @pytest.mark.parametrize("device", [65536.0, 2**16, None])
-def test_a_scale_in_place_of_the_device_is_refused(device):
+def test_scale_passed_as_the_device_is_refused(device):
     with pytest.raises(TypeError, match="device: expected a str like 'cuda', got"):
         ampfuse.GradScaler(device)
 
 
-def test_scalers_are_copied_and_pickled_with_what_they_watch_left_out(device):
+def test_scalers_that_have_stepped_are_copied_and_pickled(device):
     loop = Loop(device)
     loop.backward()
     loop.finish()

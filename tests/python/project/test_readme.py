@@ -1,4 +1,4 @@
-"""The README's quick starts are run as they are printed."""
+"""The README's quick starts run as they are printed."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ def code_block(language: str) -> str:
     return block
 
 
-# How many tensors each prints.
+# `tensors` is how many tensors the example prints.
 @pytest.mark.parametrize(("number", "tensors"), list(enumerate([4, 0, 0, 0, 0])))
 def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
     blocks = code_blocks("python")
@@ -38,7 +38,7 @@ def test_cpp_quick_start_builds_and_runs(tmp_path: Path) -> None:
     assert "CPUFloatType" in run(tmp_path / "build" / "train", cwd=tmp_path, env=environment())
 
 
-def test_every_verb_in_the_readme_is_in_the_makefile() -> None:
+def test_every_make_target_in_the_readme_is_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     verbs = set(
         re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)

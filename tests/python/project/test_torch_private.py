@@ -1,4 +1,4 @@
-"""The private parts of torch that ampfuse uses are still where they were: a test for each."""
+"""The private names of torch that ampfuse uses still exist: one test for each."""
 
 import ast
 import pkgutil
@@ -33,7 +33,7 @@ MODULES = {
 }
 PARAMETER = torch.nn.Parameter(torch.ones(1))
 OPTIMIZER = torch.optim.SGD([PARAMETER])
-# The scheduler has the optimizer's own step say that it was called.
+# A scheduler wraps the optimizer's step, which then records that it was called (_opt_called).
 torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
 OPTIMIZER.step()
 OBJECTS: dict[Any, list[str]] = {
@@ -55,14 +55,14 @@ OBJECTS: dict[Any, list[str]] = {
     torch.nn.Module(): ["_buffers"],
     PARAMETER: ["_values", "_version"],
 }
-# ampfuse sets the first for torch, which may ignore it. The second is Python's own.
+# ampfuse sets _dynamo_marked_constant for torch, which may ignore it. _getframe is Python's.
 OTHERS = {"_dynamo_marked_constant", "_getframe"}
 
 
 @pytest.mark.parametrize(
     ("module", "name"), [(module, name) for module, names in MODULES.items() for name in names]
 )
-def test_module_has(module: str, name: str) -> None:
+def test_module_of_torch_has_the_private_name(module: str, name: str) -> None:
     if name == "_cuda_getArchFlags" and torch.version.cuda is None:
         pytest.skip("a CPU build of torch")
     assert hasattr(pkgutil.resolve_name(module), name)
@@ -76,12 +76,12 @@ def test_module_has(module: str, name: str) -> None:
         for name in names
     ],
 )
-def test_object_has(holder: Any, name: str) -> None:
+def test_object_of_torch_has_the_private_name(holder: Any, name: str) -> None:
     assert hasattr(holder, name)
 
 
 def private_names_used() -> set[str]:
-    """Names with a leading underscore that ampfuse uses and does not itself define."""
+    """Return the names with a leading underscore that ampfuse uses and does not itself define."""
     used, own = set(), set()
     for file in [*Path(ampfuse.__file__).parent.rglob("*.py"), ROOT / "setup.py"]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -105,7 +105,7 @@ def private_names_used() -> set[str]:
     return {name for name in used - own if name.startswith("_") and not name.startswith("__")}
 
 
-def test_everything_private_is_listed_here() -> None:
+def test_every_private_name_in_use_is_listed() -> None:
     listed = {name for names in [*MODULES.values(), *OBJECTS.values()] for name in names}
     listed.update(part for module in MODULES for part in module.split("."))
     assert private_names_used() - listed - OTHERS == set()
