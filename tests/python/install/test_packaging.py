@@ -94,15 +94,15 @@ def test_cpu_build_with_a_cuda_torch_runs_ops_and_reports_missing_kernels(
         run(empty.python, "-c", AS_ON_A_GPU, cwd=tmp_path, env=environment())
 
     tests = ROOT / "tests" / "python"
-    files = sorted(tests.glob("test_multi_tensor_unscale*.py"))
+    files = [tests / "ops" / f"test_multi_tensor_unscale{part}.py" for part in ("", "_norm")]
     answers = "test_every_op_answers_on_cuda_with_a_kernel_or_an_error_of_ours"
-    files.append(f"{tests / 'test_dispatcher.py'}::{answers}")
+    files.append(f"{tests / 'ops' / 'test_dispatcher.py'}::{answers}")
     command = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-c", "/dev/null")
     markers = ("-W", "ignore::pytest.PytestUnknownMarkWarning")
     out = run(
-        *(empty.python, *command, *markers, "--rootdir", ROOT / "tests" / "python", *files),
+        *(empty.python, *command, *markers, "--rootdir", tests, *files),
         cwd=tmp_path,
-        env=environment(),
+        env=environment(PYTHONPATH=str(tests / "support")),
     )
     assert " passed" in out
 
