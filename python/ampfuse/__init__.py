@@ -8,8 +8,13 @@ _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
-from ampfuse.amp._cpp_archive import load_cpp_scaler_state, save_cpp_scaler_state  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
+from ampfuse.cpp_archive import (  # noqa: E402
+    load_cpp_optimizer_state,
+    load_cpp_scaler_state,
+    save_cpp_optimizer_state,
+    save_cpp_scaler_state,
+)
 from ampfuse.graphed_step import GraphedStep  # noqa: E402
 from ampfuse.losses import (  # noqa: E402
     CrossEntropyLoss,
@@ -20,10 +25,6 @@ from ampfuse.losses import (  # noqa: E402
     linear_cross_entropy,
 )
 from ampfuse.optim import Adam, AdamW  # noqa: E402
-from ampfuse.optim._cpp_archive import (  # noqa: E402
-    load_cpp_optimizer_state,
-    save_cpp_optimizer_state,
-)
 from ampfuse.patching import patch, patched, unpatch  # noqa: E402
 
 __all__ = [

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampfuse._graphs import eager_only
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
 
@@ -56,6 +57,7 @@ _only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers that have 
 _clips = WeakTensorKeyDictionary()  # the Clip of each live gradient that was clipped
 
 
+@eager_only
 def note_clip(grads: Iterable[Tensor], max_norm: float) -> None:
     """Record gradients that were just clipped, if any scaler is in its first steps."""
     if len(_first_steps) == 0:
@@ -66,6 +68,7 @@ def note_clip(grads: Iterable[Tensor], max_norm: float) -> None:
                 _clips[grad] = Clip(grad._version, max_norm)
 
 
+@eager_only
 def note_step_without_scaler() -> None:
     """Record that an optimizer takes a step without a scaler."""
     if len(_only_scaled) == 0:
@@ -88,6 +91,12 @@ class Watch:
         self._has_warned = False
         self.is_scale_known = False  # the program may divide by it
 
+    @eager_only
+    def note_known_scale(self) -> None:
+        """Record that the program knows the scale, so it may divide gradients by it."""
+        self.is_scale_known = True
+
+    @eager_only
     def note_scaled_loss(self) -> None:
         """Record that the scaler has scaled a loss: the next gradients are scaled."""
         if self._steps > STEPS_WATCHED:

@@ -18,9 +18,10 @@ from torch.nn.utils import clip_grads_with_norm_ as torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as torch_get_total_norm
 
 from ampfuse import ops
+from ampfuse._dtensors import local
+from ampfuse._graphs import traced_as
 from ampfuse._mistakes import note_clip
 from ampfuse.optim._grad_norm import norm_of_shards
-from ampfuse.optim._shards import local
 
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
@@ -61,25 +62,20 @@ def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> li
     return results
 
 
-def _measured_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
-    if not tensors:
-        return torch.tensor(0.0)
-
+def _norm_over_devices(tensors: list[Tensor], norm_type: float) -> Tensor:
     def norm_of(tensors: list[Tensor]) -> Tensor:
         return ops.multi_tensor_norm(tensors, norm_type).total_norm
 
-    def norm_over_devices() -> Tensor:
-        norms = _each_device(tensors, norm_of)
-        return (
-            norms[0] if len(norms) == 1 else norm_of([norm.to(norms[0].device) for norm in norms])
-        )
+    norms = _each_device(tensors, norm_of)
+    return norms[0] if len(norms) == 1 else norm_of([norm.to(norms[0].device) for norm in norms])
 
-    if torch.compiler.is_compiling():
-        return norm_over_devices()
+
+@traced_as(_norm_over_devices)
+def _measured_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     try:
-        return norm_of(tensors)
+        return ops.multi_tensor_norm(tensors, norm_type).total_norm
     except ValueError:  # most likely several devices: checking all tensors first would take long
-        return norm_over_devices()
+        return _norm_over_devices(tensors, norm_type)
 
 
 def _has_repeats(grads: list[Tensor]) -> bool:
@@ -132,7 +128,9 @@ def get_total_norm(
     """
     tensors = _as_list(tensors)
     norm_type = float(norm_type)
-    if _is_ours(tensors, norm_type):
+    if not tensors:
+        total_norm = torch.tensor(0.0)
+    elif _is_ours(tensors, norm_type):
         try:
             total_norm = _measured_norm(tensors, norm_type)
         except ValueError as error:
@@ -172,8 +170,7 @@ def clip_grads_with_norm_(
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
     except (ValueError, TypeError) as error:
         raise _about_parameters(error, parameters) from None
-    if not torch.compiler.is_compiling():
-        note_clip(grads, float(max_norm))
+    note_clip(grads, float(max_norm))
 
 
 @torch.no_grad()
@@ -209,8 +206,7 @@ def clip_grad_norm_(
     try:
         total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
-        if not torch.compiler.is_compiling():
-            note_clip(grads, float(max_norm))
+        note_clip(grads, float(max_norm))
     except (ValueError, TypeError) as error:
         raise _about_parameters(error, parameters) from None
     return total_norm
@@ -232,26 +228,32 @@ def _clip(
         return
     if total_norm.dtype not in (torch.float32, torch.float64) and not total_norm.is_complex():
         total_norm = total_norm.float()  # torch's norm of 16-bit gradients
-
-    def clip(grads: list[Tensor]) -> None:
-        ops.multi_tensor_clip(grads, total_norm.to(grads[0].device), max_norm)
-
-    def check(grads: list[Tensor]) -> None:
-        # At norm 0 the factor is 1: this raises whatever `clip` would raise, and writes nothing.
-        ops.multi_tensor_clip(grads, total_norm.new_zeros((), device=grads[0].device), max_norm=1.0)
-
-    if torch.compiler.is_compiling():
-        # The op takes `max_norm` as a constant, so each new value would recompile the graph. The
-        # division makes it an input of the graph instead, and the factor stays the same.
-        total_norm = (total_norm.double() + 1e-6) / max_norm - 1e-6
-        max_norm = 1.0
-        _each_device(grads, clip)  # an error ends the tracing, before anything is written
-        return
     try:
-        clip(grads)
+        _clip_list(grads, max_norm, total_norm)
     except ValueError:  # raised before anything is written
-        if any(grad.layout != torch.strided for grad in grads) or _has_repeats(grads):
-            torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-            return
-        _each_device(grads, check)
-        _each_device(grads, clip)
+        if all(grad.layout == torch.strided for grad in grads) and not _has_repeats(grads):
+            raise
+        torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+
+
+def _clip_one_device(grads: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    ops.multi_tensor_clip(grads, total_norm.to(grads[0].device), max_norm)
+
+
+def _traced_clip_list(grads: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    # The op takes `max_norm` as a constant, so each new value would recompile the graph. The
+    # division makes it an input of the graph instead, and the factor stays the same. An error ends
+    # the tracing, before anything is written.
+    total_norm = (total_norm.double() + 1e-6) / max_norm - 1e-6
+    _each_device(grads, lambda grads: _clip_one_device(grads, 1.0, total_norm))
+
+
+@traced_as(_traced_clip_list)
+def _clip_list(grads: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    try:
+        _clip_one_device(grads, max_norm, total_norm)
+    except ValueError:  # most likely several devices
+        # At norm 0 the factor is 1: this raises whatever clipping would raise, and writes nothing.
+        zero = torch.zeros_like(total_norm)
+        _each_device(grads, lambda grads: _clip_one_device(grads, 1.0, zero))
+        _each_device(grads, lambda grads: _clip_one_device(grads, max_norm, total_norm))

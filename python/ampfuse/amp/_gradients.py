@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import _C, ops
-from ampfuse.optim._columns import on_device
-from ampfuse.optim._grad_norm import are_processes, largest, spread_dimensions
-from ampfuse.optim._shards import is_sharded, local
+from ampfuse._devices import largest, on_device
+from ampfuse._dtensors import are_processes, is_sharded, local, spread_dimensions
+from ampfuse._graphs import traced_as
 from ampfuse.optim._traced import groups_of
 
 
@@ -92,10 +92,13 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
     return found
 
 
+def _traced_ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
+    return [], [index for index, param in enumerate(params) if param.grad is not None]
+
+
+@traced_as(_traced_ordinary_grads)
 def ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
     """Return (device, parameters, gradients) for plain gradients, and the indices of others."""
-    if torch.compiler.is_compiling():
-        return [], [place for place, param in enumerate(params) if param.grad is not None]
     return _C.ordinary_grads(params, allow_fp16)
 
 
@@ -161,10 +164,13 @@ class TracedWeakTensors:
         return [reference() for reference in self.references]
 
 
+def _traced_weak(tensors: list[Tensor]) -> _C.WeakTensors | TracedWeakTensors:
+    return TracedWeakTensors([weakref.ref(tensor) for tensor in tensors])
+
+
+@traced_as(_traced_weak)
 def weak(tensors: list[Tensor]) -> _C.WeakTensors | TracedWeakTensors:
     """Return references that do not keep the tensors alive."""
-    if torch.compiler.is_compiling():
-        return TracedWeakTensors([weakref.ref(tensor) for tensor in tensors])
     return _C.WeakTensors(tensors)
 
 

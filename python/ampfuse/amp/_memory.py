@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampfuse._capture import is_capturing
+from ampfuse._graphs import eager_only, is_capturing, is_in_graph
 from ampfuse._host_copy import HostCopy
 from ampfuse.amp._gradients import Inspection
 
@@ -95,8 +95,7 @@ class Memory:
     def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
         """Record a step that is about to be taken, or skipped if the flag is set."""
         self._found_inf = found_inf
-        is_compiled = torch.compiler.is_compiling()
-        if is_compiled or is_capturing():
+        if is_in_graph():
             # Read no attribute here: a compiled graph would be specialised on its value.
             self._is_replayed, self._graph_step = True, (found_inf, inspection)
             return
@@ -148,6 +147,7 @@ class Memory:
             self._counters_copy.send(self._counters)
         return self._skips_in_a_row
 
+    @eager_only
     def raise_if_collapsed(self, limit: int | None) -> None:
         """Raise ScaleCollapseError if at least `limit` steps in a row were skipped."""
         if limit is None:

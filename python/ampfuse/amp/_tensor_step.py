@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from ampfuse._graphs import traced_as
 from ampfuse.amp._gradients import Inspection
 from ampfuse.optim import Adam, _traced
 
@@ -23,14 +24,22 @@ def wants_the_scaler(optimizer: Any) -> bool:
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
-def skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
-    """Return True if no code can notice whether the host or the device skips the step."""
+def _traced_skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(optimizer, Adam) or args or kwargs:
         return False
-    if not torch.compiler.is_compiling():
-        return optimizer._may_skip_itself() and _traced.skips_unseen(optimizer)
     optimizer._traced.begin()
     return optimizer._traced.skips_unseen
+
+
+@traced_as(_traced_skips_unseen)
+def skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if no code can notice whether the host or the device skips the step."""
+    return (
+        isinstance(optimizer, Adam)
+        and not (args or kwargs)
+        and optimizer._may_skip_itself()
+        and _traced.skips_unseen(optimizer)
+    )
 
 
 def step_with_tensors(
@@ -51,19 +60,7 @@ def step_with_tensors(
         scale = users_own
     elif users_own is not None:
         scale = scale * users_own
-    if torch.compiler.is_compiling():
-        if isinstance(optimizer, Adam):
-            return _traced_step(optimizer, scale, found_inf, inspection, args, kwargs)
-        return _untraced_step(optimizer, scale, found_inf, args, kwargs)
-    if not isinstance(optimizer, Adam):
-        return _step(optimizer, scale, found_inf, args, kwargs)
-    optimizer._traced.known_norms = norms_for(
-        _traced.steps_alone(optimizer) and not args, inspection
-    )
-    try:
-        return _step(optimizer, scale, found_inf, args, kwargs)
-    finally:
-        optimizer._traced.known_norms = {}
+    return _step(optimizer, scale, found_inf, inspection, args, kwargs)
 
 
 def norms_for(steps_alone: bool, inspection: Inspection | None) -> dict[torch.device, Tensor]:
@@ -76,18 +73,8 @@ def norms_for(steps_alone: bool, inspection: Inspection | None) -> dict[torch.de
     return inspection.total_norms
 
 
-def _step(optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
-    """Step with scale and flag as attributes of the optimizer, as in torch."""
-    optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-    try:
-        return optimizer.step(*args, **kwargs)
-    finally:
-        for name in ("grad_scale", "found_inf"):
-            optimizer.__dict__.pop(name, None)
-
-
 def _traced_step(
-    optimizer: Adam,
+    optimizer: Any,
     scale: Tensor | None,
     found_inf: Tensor,
     inspection: Inspection | None,
@@ -95,6 +82,8 @@ def _traced_step(
     kwargs: Any,
 ) -> Any:
     """Step in traced code, where the compiler cannot follow new attributes of an optimizer."""
+    if not isinstance(optimizer, Adam):
+        return _untraced_step(optimizer, scale, found_inf, args, kwargs)
     traced = optimizer._traced
     traced.begin()
     traced.grad_scale, traced.found_inf = scale, found_inf
@@ -108,5 +97,36 @@ def _traced_step(
         traced.known_norms = {}
 
 
+@traced_as(_traced_step)
+def _step(
+    optimizer: Any,
+    scale: Tensor | None,
+    found_inf: Tensor,
+    inspection: Inspection | None,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    if not isinstance(optimizer, Adam):
+        return _step_with_attributes(optimizer, scale, found_inf, args, kwargs)
+    steps_alone = _traced.steps_alone(optimizer) and not args
+    optimizer._known_norms = norms_for(steps_alone, inspection)
+    try:
+        return _step_with_attributes(optimizer, scale, found_inf, args, kwargs)
+    finally:
+        optimizer._known_norms = None
+
+
+def _step_with_attributes(
+    optimizer: Any, scale: Tensor | None, found_inf: Tensor, args: Any, kwargs: Any
+) -> Any:
+    """Step with scale and flag as attributes of the optimizer, as in torch."""
+    optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            optimizer.__dict__.pop(name, None)
+
+
 # A graph breaks at this call. torch.compiler.disable would import the compiler.
-_untraced_step = _disable_dynamo(_step)
+_untraced_step = _disable_dynamo(_step_with_attributes)

@@ -1,6 +1,7 @@
 """GradScaler: like torch's, but without host waits, and with limits, hysteresis and a history."""
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,22 +11,30 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import ops
+from ampfuse._devices import largest, on_device
+from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
 from ampfuse._mistakes import Watch
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
-from ampfuse.amp._gradients import Inspection, norm_for, unscaled_norm
-from ampfuse.amp._hooks import Hooks
+from ampfuse.amp._gradients import Inspection, gather, inspect, norm_for, unscaled_norm
 from ampfuse.amp._memory import Memory, ScaleRecord, names_of
-from ampfuse.amp._outputs import scaled
 from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
-from ampfuse.amp._tensor_step import step_with_tensors, takes_tensors, wants_the_scaler
+from ampfuse.amp._tensor_step import (
+    skips_unseen,
+    step_with_tensors,
+    takes_tensors,
+    wants_the_scaler,
+)
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
-from ampfuse.optim._columns import on_device
+from ampfuse.optim import Adam
 from ampfuse.optim._traced import groups_of
 
+# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
+LARGEST_WITHOUT_INVERSE = 2.0**-128
 
-class GradScaler(Hooks):
+
+class GradScaler(TorchGradScaler):
     """A `torch.amp.GradScaler` that makes the host wait for the device only where it must.
 
     Arguments, attributes, private hooks, state dict and error messages are torch's. Steps of
@@ -124,9 +133,31 @@ class GradScaler(Hooks):
         """Return a tensor, or an iterable of tensors, multiplied by the scale."""
         if not self._enabled:
             return outputs
-        if not torch.compiler.is_compiling():
-            self._watch.note_scaled_loss()
+        self._watch.note_scaled_loss()
         return scaled(outputs, self._scale_on)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, and check whether any is non-finite.
+
+        Call this at most once before a step, and only if the program uses the unscaled gradients:
+        `step` unscales by itself.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Is "
+                "scaler.update() missing?"
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._look_for_mistakes(optimizer)
+        inv_scale = scale.double().reciprocal().float()
+        found_inf = torch.zeros_like(scale)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
+        state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients; skip if any is non-finite.
@@ -246,8 +277,7 @@ class GradScaler(Hooks):
             )
         self._per_optimizer_states.clear()
         self._inspections.clear()
-        if not torch.compiler.is_compiling():
-            self._memory.raise_if_collapsed(self.max_consecutive_skips)
+        self._memory.raise_if_collapsed(self.max_consecutive_skips)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; with 1 it never grows."""
@@ -261,10 +291,17 @@ class GradScaler(Hooks):
         """Set the number of steps without overflow after which the scale grows."""
         self._growth_interval = torchs_options(self._policy, growth_interval=new_interval)[2]
 
+    def get_scale(self) -> float:
+        """Return the scale as a number, for which the host waits; 1 if the scaler is disabled."""
+        if self._enabled:
+            self._watch.note_known_scale()
+        scale: float = super().get_scale()
+        return scale
+
     def scale_tensor(self) -> Tensor:
         """Return the live scale, 0-dim float32, to pass as a `grad_scale`; create it if needed."""
-        if self._enabled and not torch.compiler.is_compiling():
-            self._watch.is_scale_known = True
+        if self._enabled:
+            self._watch.note_known_scale()
         return self._live_scale()
 
     # --- what happened --------------------------------------------------------------------------
@@ -346,3 +383,155 @@ class GradScaler(Hooks):
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+    # --- private methods of torch's class -------------------------------------------------------
+
+    # torch.compile does not trace the methods of torch's class, so all that a step needs is here.
+
+    def _traced_scale_on(self, device: torch.device) -> Tensor:
+        self._make_scale(device)
+        assert self._scale is not None
+        return on_device(self._scale, device)
+
+    @traced_as(_traced_scale_on)
+    def _scale_on(self, device: torch.device) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return on_device(self._scale, device)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Create the scale like torch's method of this name, unless it exists already."""
+        if self._scale is None:
+            super()._lazy_init_scale_growth_tracker(dev)
+            assert self._scale is not None
+            self._memory.tensors(self._scale.device)
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return torch's record of what was done with the optimizer since the last update."""
+        states = self._per_optimizer_states
+        if id(optimizer) not in states:  # torch.compile does not trace torch's function for this
+            states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
+        return states[id(optimizer)]
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        """Discard what was recorded for the optimizer, since no update will follow."""
+        self._per_optimizer_states.pop(id(optimizer), None)
+        self._inspections.pop(id(optimizer), None)
+
+    @at_compile_time
+    def _make_scale(self, device: torch.device) -> None:
+        """Create the scale, the counters and the history before a graph reads them."""
+        self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        make_static([self._scale, self._growth_tracker, *self._memory.tensors(self._scale.device)])
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker like torch's method of this name.
+
+        Some ranks that skip together may have no loss to scale, for example the first stages of a
+        pipeline. Their scale is created here, and changes like that of the other ranks.
+        """
+        if self._scale is None and self.process_group is not None:
+            self._scale_on(torch.device(self._device))
+        if self._scale is None or self._growth_tracker is None:
+            return super()._check_scale_growth_tracker(funcname)  # raises
+        return self._scale, self._growth_tracker
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def _live_scale(self) -> Tensor:
+        if not self._enabled:
+            return torch.ones((), dtype=torch.float32)
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale
+
+    def _look_for_mistakes(self, optimizer: Optimizer) -> None:
+        """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
+        if not is_in_graph():
+            assert self._scale is not None
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            grads = (param.grad for param in params if param.grad is not None)
+            self._watch.note_scaled_gradients(grads, self._scale)
+
+    def _look_for_second_clipping(
+        self, optimizer: Optimizer, inspection: Inspection | None
+    ) -> None:
+        if is_in_graph() or not isinstance(optimizer, Adam):
+            return
+        limit = optimizer.max_grad_norm
+        if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
+            (scaled_norm,) = inspection.total_norms.values()
+            assert self._scale is not None
+            self._watch.note_limit(scaled_norm, limit, self._scale)
+
+    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
+        """Record and return the flag by which the step is skipped, on the scale's device."""
+        assert self._scale is not None
+        flags = state["found_inf_per_device"].values()
+        if flags:
+            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
+        else:  # no gradients, so no overflow
+            found_inf = torch.zeros_like(self._scale)
+        self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
+        return found_inf
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Unscale like torch's method of this name, and record the norms from the same pass.
+
+        `found_inf` is not changed; the returned flags are new tensors.
+        """
+        with torch.no_grad():
+            gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
+            flag = found_inf.clone()
+            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group)
+        self._inspections[id(optimizer)] = inspection
+        return flags
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Check gradients that are still scaled, like torch's method of this name."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
+        # quotient, rounded down, is non-zero for exactly these scales.
+        found_inf = LARGEST_WITHOUT_INVERSE // scale
+        flags = self._unscale_grads_(optimizer, torch.ones_like(scale), found_inf, True)
+        self._state_of(optimizer)["found_inf_per_device"] = flags
+        self._inspections[id(optimizer)].is_scaled = True
+        return flags
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step unless a flag is set, like torch's method of this name.
+
+        The host waits here, once for all devices, and nowhere else. It does not wait for an `Adam`
+        that can skip on the device without any code noticing.
+        """
+        found_inf = largest(list(optimizer_state["found_inf_per_device"].values()))
+        if skips_unseen(optimizer, args, kwargs):
+            inspection = self._inspections.get(id(optimizer))
+            return step_with_tensors(optimizer, None, found_inf, inspection, args, kwargs)
+        return None if found_inf.item() else optimizer.step(*args, **kwargs)
+
+
+def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
+    """Return a tensor, or an iterable of tensors, multiplied; lists and tuples keep their type.
+
+    torch's scaler copies the scale to other devices without waiting. That is wrong for a CPU, which
+    reads the copy at once, perhaps before it has arrived.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs * scale_on(outputs.device)
+    if not isinstance(outputs, Iterable):
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    each = (scaled(output, scale_on) for output in outputs)
+    return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
+from ampfuse._graphs import eager_only, traced_as
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # missing in some builds of torch
 
@@ -60,10 +62,14 @@ def checked_scaler(scaler: Any) -> Any:
     return scaler
 
 
+def _traced_scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+    return None  # compiled losses compute their gradients in backward, where the scale is known
+
+
+@traced_as(_traced_scale_of)
 def scale_of(scaler: Any, device: torch.device) -> Tensor | None:
     """Return the gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
-    # Compiled losses compute their gradients in backward, where the scale is known.
-    if scaler is None or torch.compiler.is_compiling() or not scaler.is_enabled():
+    if scaler is None or not scaler.is_enabled():
         return None
     if hasattr(scaler, "_live_scale"):
         return scaler._live_scale()  # type: ignore[no-any-return]
@@ -103,10 +109,15 @@ def _number(
 ) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value
-    if not torch.compiler.is_compiling() and not isinstance(value, Number):
-        hint = "; pass scaler.scale_tensor()" if hasattr(value, "get_scale") else ""
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
-    if name == "denominator" and not torch.compiler.is_compiling() and value == 0:
-        raise ValueError("denominator: expected a number other than 0")
+    _check_number(name, value)
     # A product, since torch.compile would recompile for each value of a constant.
     return torch.ones((), dtype=dtype, device=input.device) * value
+
+
+@eager_only
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, Number):
+        hint = "; pass scaler.scale_tensor()" if hasattr(value, "get_scale") else ""
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
+    if name == "denominator" and not value:
+        raise ValueError("denominator: expected a number other than 0")

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse._arguments import explain, refuse_unknown
+from ampfuse._graphs import eager_only
 from ampfuse.losses._options import (
     DEFAULTS,
     REMEDIES,
@@ -242,17 +243,22 @@ def _vocab_shard(
     process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
 ) -> list[int]:
     """Return [ranks, first class, classes]; by default for equal shards in the order of ranks."""
-    if not torch.compiler.is_compiling() and not hasattr(process_group, "group_name"):
-        raise TypeError(
-            "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, "
-            f"got {type(process_group).__name__}"
-        )
+    _check_group(process_group)
     if (first_class is None) != (num_classes is None):
         raise ValueError("first_class, num_classes: expected both or neither")
     size, classes = process_group.size(), weight.shape[0]
     if first_class is None or num_classes is None:
         first_class, num_classes = process_group.rank() * classes, size * classes
     return [size, first_class, num_classes]
+
+
+@eager_only
+def _check_group(process_group: ProcessGroup) -> None:
+    if not hasattr(process_group, "group_name"):
+        raise TypeError(
+            "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"got {type(process_group).__name__}"
+        )
 
 
 def _refuse_dtensors(**tensors: Tensor | None) -> None:

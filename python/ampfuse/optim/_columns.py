@@ -17,17 +17,11 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
+from ampfuse._devices import on_device
+from ampfuse._dtensors import Sharding, local, sharding_of
+from ampfuse._graphs import traced_as
 from ampfuse.optim._options import check_params, kept, option
-from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import Spares, ensure
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a DTensor is placed on the ranks of a mesh."""
-
-    mesh: Any
-    placements: tuple[Any, ...]
 
 
 @dataclass
@@ -57,19 +51,21 @@ class Columns:
     def lr(self, lr: float | Tensor) -> Tensor:
         """Return a learning rate as the op takes it. A rate on the host stays there."""
         if not isinstance(lr, Tensor):
-            if torch.compiler.is_compiling():  # a constant would recompile for each value
-                return torch.ones((), dtype=torch.float64, device="cpu") * lr
-            return torch.tensor(lr, dtype=torch.float64, device="cpu")
+            return rate(lr)
         if lr.device.type != "cpu":
             lr = on_device(lr, self.device)
         return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
 
 
-def on_device(scalar: Tensor, device: torch.device) -> Tensor:
-    """Return the scalar on the device. The host waits only for a copy to the CPU, to read it."""
-    if scalar.device == device:
-        return scalar
-    return scalar.to(device, non_blocking=device.type != "cpu")
+def _traced_rate(lr: float) -> Tensor:
+    # A constant would recompile for each value.
+    return torch.ones((), dtype=torch.float64, device="cpu") * lr
+
+
+@traced_as(_traced_rate)
+def rate(lr: float) -> Tensor:
+    """Return a learning rate as a tensor."""
+    return torch.tensor(lr, dtype=torch.float64, device="cpu")
 
 
 class GroupColumns:
@@ -250,25 +246,21 @@ def localized(columns: Columns, write_back_grads: bool) -> Columns:
     return columns
 
 
-def sharding_of(tensor: Tensor) -> Sharding | None:
-    """Return the sharding of a DTensor, or None for other tensors."""
-    if not is_sharded(tensor):
-        return None
-    placements = tensor.placements  # type: ignore[attr-defined]
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"expected sharded or replicated gradients, got placements {placements}")
-    return Sharding(tensor.device_mesh, placements)  # type: ignore[attr-defined]
-
-
 def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     if not tensor.is_complex():
         return tensor
-    real = torch.view_as_real(tensor.resolve_conj())
-    if not torch.compiler.is_compiling():
-        return real
+    return _written_view(torch.view_as_real(tensor.resolve_conj()), copied)
+
+
+def _traced_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     # In a compiled graph the op cannot write to a view whose dtype is not that of its base tensor.
     copied.append((real, real.clone()))
     return copied[-1][1]
+
+
+@traced_as(_traced_view)
+def _written_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return real
 
 
 def about_parameter(error: Exception, columns: Columns, groups: list[dict[str, Any]]) -> Exception:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
-from ampfuse.optim._columns import Columns, Sharding, on_device, sharding_of
-from ampfuse.optim._shards import local
+from ampfuse._devices import largest, on_device
+from ampfuse._dtensors import Sharding, are_processes, local, sharding_of, spread_dimensions
+from ampfuse.optim._columns import Columns
 
 
 @dataclass(frozen=True)
@@ -169,18 +170,6 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
     return found
 
 
-def are_processes() -> bool:
-    """Return True if there may be DTensors. Only then is each parameter checked for being one."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def largest(flags: list[Tensor]) -> Tensor:
-    """Return the maximum of 0-dim tensors, which may be on several devices."""
-    if len(flags) == 1:
-        return flags[0]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-
-
 def _measure_list(
     grads: list[Tensor], device: torch.device, sharding: Sharding | None, known: Tensor | None
 ) -> Measured:
@@ -205,11 +194,6 @@ def _measure_list(
 def _nothing(device: torch.device) -> Measured:
     nothing = torch.zeros((), dtype=torch.float32, device=device)
     return Measured(nothing, nothing.clone())
-
-
-def spread_dimensions(placements: Sequence[Any]) -> list[int]:
-    """Return the dimensions of a mesh along which ranks hold different parts of a DTensor."""
-    return [i for i, placement in enumerate(placements) if not placement.is_replicate()]
 
 
 def reduced(measured: Measured, process_group: Any) -> Measured:

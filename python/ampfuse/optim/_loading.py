@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampfuse._dtensors import is_sharded, local
 from ampfuse.optim._options import (
     NEEDED,
     Kept,
@@ -20,7 +21,6 @@ from ampfuse.optim._options import (
     without_torchs,
 )
 from ampfuse.optim._remainders import exported
-from ampfuse.optim._shards import is_sharded, local
 from ampfuse.optim._state import (
     MOMENTS,
     Spares,
@@ -300,3 +300,23 @@ def _described(value: Tensor) -> str:
 
 def _kind(value: Any) -> str:
     return type(value).__name__
+
+
+def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Copy loaded rates to the present tensors; groups with different rates stop sharing one."""
+    places: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        if isinstance(group["lr"], Tensor) and "lr" in loaded[index]:
+            places.setdefault(id(group["lr"]), []).append(index)
+    for sharing in places.values():
+        rate = groups[sharing[0]]["lr"]
+        values = [torch.as_tensor(loaded[index]["lr"]) for index in sharing]
+        numbers = {value.item() for value in values} if len(values) > 1 else set()
+        if rate.is_floating_point() and len(numbers) <= 1:
+            rate.copy_(values[0])
+            values = [rate] * len(values)
+        else:
+            dtype = rate.dtype if rate.is_floating_point() else torch.float64
+            values = [value.to(rate.device, dtype, copy=True) for value in values]
+        for index, value in zip(sharing, values, strict=True):
+            loaded[index]["lr"] = value

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampfuse._capture import is_capturing
+from ampfuse._graphs import is_capturing
 from ampfuse.optim._options import STATE_DTYPES, Kept, state_dtype_name
 from ampfuse.optim._remainders import join, split
 
@@ -61,7 +61,7 @@ def ensure_master(
 
 def refuse_in_capture() -> None:
     """Raise during a capture, since the graph would create the state again at every replay."""
-    if not torch.compiler.is_compiling() and is_capturing():
+    if is_capturing():
         raise RuntimeError(
             "this step would make the optimizer's state, and so would each replay of the graph "
             "that is being captured: take one step before"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
-from ampfuse._compiling import at_compile_time, make_static
+from ampfuse._graphs import at_compile_time, make_static, traced_as
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
+from ampfuse.optim._eager import EagerStep, signals_of
 from ampfuse.optim._grad_norm import placed
 from ampfuse.optim._options import kept, option
 from ampfuse.optim._state import ensure
@@ -82,6 +83,23 @@ class Traced:
         self.skips_unseen = skips_unseen(optimizer)
         optimizer._opt_called = True  # schedulers check it
 
+    def columns(self, optimizer: Any) -> list[list[Columns]]:
+        """Return the columns of each group; create missing state."""
+        return _traced_columns(optimizer, self.param_groups)
+
+    def signals(self, optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return `grad_scale` and `found_inf`: a scaler's, or those that the program has set."""
+        if self.found_inf is not None:
+            return self.grad_scale, self.found_inf
+        return signals_of(optimizer)
+
+    def known_norms_of(self, optimizer: Any) -> dict[torch.device, Tensor]:
+        """Return the norms of all scaled gradients by device, if a scaler has computed them."""
+        return self.known_norms
+
+    def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
+        """Record nothing: the host does not see the steps of a graph."""
+
     @at_compile_time
     def make_state(self, with_gradient: list[list[int]]) -> None:
         """Create the state of these parameters of each group, and the tensor for the norm."""
@@ -104,17 +122,20 @@ class Traced:
                 make_static(state.values())
 
 
+def _traced_groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    if not hasattr(optimizer, "_traced"):
+        return optimizer.param_groups  # type: ignore[no-any-return]
+    optimizer._traced.begin()
+    return optimizer._traced.param_groups  # type: ignore[no-any-return]
+
+
+@traced_as(_traced_groups_of)
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return the parameter groups, for code that may be traced."""
-    if torch.compiler.is_compiling() and hasattr(optimizer, "_traced"):
-        optimizer._traced.begin()
-        return optimizer._traced.param_groups  # type: ignore[no-any-return]
     return optimizer.param_groups  # type: ignore[no-any-return]
 
 
-def traced_columns(optimizer: Any) -> list[list[Columns]]:
-    """Return the columns of each group."""
-    groups = groups_of(optimizer)
+def _traced_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
     with_gradient = [
         [place for place, param in enumerate(group["params"]) if param.grad is not None]
         for group in groups
@@ -148,3 +169,14 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
         return list(found.values())
     write_back_grads = option(group, "write_back_grads")
     return [localized(columns, write_back_grads) for columns in found.values()]
+
+
+def _traced_step_of(optimizer: Any) -> Traced | EagerStep:
+    optimizer._traced.begin()
+    return optimizer._traced  # type: ignore[no-any-return]
+
+
+@traced_as(_traced_step_of)
+def step_of(optimizer: Any) -> Traced | EagerStep:
+    """Return the object from which a step reads its inputs, and to which it reports its end."""
+    return EagerStep(optimizer.param_groups)

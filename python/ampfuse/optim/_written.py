@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse._capture import is_capturing
+from ampfuse._graphs import is_capturing
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
 from ampfuse.optim._columns import Columns

@@ -6,7 +6,7 @@ unless requested, and the host never waits for a GPU.
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,22 +16,20 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
 from ampfuse._arguments import refuse_unknown
-from ampfuse._capture import is_capturing
-from ampfuse._mistakes import note_step_without_scaler
+from ampfuse._graphs import traced_as
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
-from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips, placed
-from ampfuse.optim._own_names import OwnNames
-from ampfuse.optim._rates import keep_rates
-from ampfuse.optim._state import Spares
-from ampfuse.optim._traced import Traced, groups_of, traced_columns
+from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips
+from ampfuse.optim._remainders import exported
+from ampfuse.optim._state import Spares, renew_master
+from ampfuse.optim._traced import Traced, groups_of, step_of
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import refuse_limits, steps_one_shard_of_many
 
 OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero"}
 
 
-class Adam(OwnNames, torch.optim.Adam):
+class Adam(torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
 
     For float32 parameters, results equal those of torch's fused implementation or are closer to the
@@ -87,6 +85,7 @@ class Adam(OwnNames, torch.optim.Adam):
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
+    _known_norms: dict[torch.device, Tensor] | None = None  # set by a scaler during its step
     _is_rehearsed = False  # while steps are skipped, but create state
     _is_in_zero = False  # other ranks step the other parameters
     _is_in_graphs = False  # graphs write state at fixed addresses
@@ -179,7 +178,7 @@ class Adam(OwnNames, torch.optim.Adam):
             old, new = self.param_groups, state["param_groups"]
             _loading.keep_options(new, old, self.defaults)
             states = _loading.new_states(old, loading)
-            keep_rates(new, old)
+            _loading.keep_rates(new, old)
             state = {**state, "state": self.state}
         Optimizer.__setstate__(self, state)
         if self._has_own_options:
@@ -215,33 +214,28 @@ class Adam(OwnNames, torch.optim.Adam):
 
     _own_step = inspect.unwrap(step)  # derived classes may override step
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch does, but so that torch.compile can trace it."""
-        if not (torch.compiler.is_compiling() and set_to_none):
+    def _traced_zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
             Optimizer.zero_grad(self, set_to_none)
             return
         for group in groups_of(self):
             for param in group["params"]:
                 param.grad = None  # not read, so the graph does not depend on it
 
+    @traced_as(_traced_zero_grad)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients as torch does, but so that torch.compile can trace it."""
+        Optimizer.zero_grad(self, set_to_none)
+
     def _step(self) -> None:
         _options.check_limit(self.max_grad_norm)
-        groups = groups_of(self)
+        run = step_of(self)
+        groups = run.param_groups
         limits = self._limits(groups)
         if self._is_in_zero and self.process_group is None:
             refuse_limits([*limits, self.max_grad_norm])
-        if torch.compiler.is_compiling():
-            columns = traced_columns(self)
-        else:
-            _options.check_groups(self.param_groups, self.defaults)
-            self._is_in_graphs = self._is_in_graphs or is_capturing()
-            columns = self._columns.read(self.param_groups, self.state, self._spare_masters)
-            self._written.adopt(columns)
-            self._grad_norm = placed(self._grad_norm, limits, columns)
-            self._check_before_writing(columns)
-        grad_scale, found_inf = self._signal("grad_scale"), self._signal("found_inf")
-        if grad_scale is None and found_inf is None and not torch.compiler.is_compiling():
-            note_step_without_scaler()
+        columns = run.columns(self)
+        grad_scale, found_inf = run.signals(self)
         clips, found_here = group_clips(
             groups,
             columns,
@@ -251,7 +245,7 @@ class Adam(OwnNames, torch.optim.Adam):
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
             process_group=self.process_group,
-            known_norms=self._traced.known_norms,
+            known_norms=run.known_norms_of(self),
         )
         if found_inf is None:
             found_inf = found_here
@@ -263,17 +257,7 @@ class Adam(OwnNames, torch.optim.Adam):
             for of_device in of_group:
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
                 of_device.write_back()
-        if not torch.compiler.is_compiling():
-            self._columns.note_step()
-            self._written.note_step(columns)
-
-    def _signal(self, name: str) -> Tensor | None:
-        """Return `grad_scale` or `found_inf`, which a scaler sets for the duration of a step."""
-        told = self if self._traced.found_inf is None else self._traced
-        signal = getattr(told, name, None)
-        if signal is not None and not isinstance(signal, Tensor):
-            raise TypeError(f"{name}: expected None or a tensor, got {_options.described(signal)}")
-        return signal
+        run.finish(self, columns)
 
     def _may_skip_itself(self) -> bool:
         """Return True if the device may skip a step, which then only creates state."""
@@ -282,19 +266,6 @@ class Adam(OwnNames, torch.optim.Adam):
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
         """Return the limit of each group, None if it has none of its own."""
         return [_options.option(group, "max_grad_norm") for group in groups]
-
-    def _check_before_writing(self, columns: list[list[Columns]]) -> None:
-        """Check the arguments of several op calls by a skipped step, before any of them writes.
-
-        A call that raises writes nothing itself, but earlier calls would have stepped.
-        """
-        if not self._columns.may_be_refused(columns):
-            return
-        for group, of_group in zip(self.param_groups, columns, strict=True):
-            for of_device in of_group:
-                skip = torch.ones((), dtype=torch.float32, device=of_device.device)
-                self._step_columns(group, of_device, None, None, found_inf=skip)
-        self._columns.note_check(columns)
 
     def _step_columns(
         self,
@@ -326,6 +297,35 @@ class Adam(OwnNames, torch.optim.Adam):
             )
         except (TypeError, ValueError) as error:
             raise about_parameter(error, columns, self.param_groups) from None
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
+
+        It is None before the first step, and if the constructor got no `max_grad_norm`.
+        """
+        if self.max_grad_norm is None or self._grad_norm is None:
+            return None
+        return self._grad_norm.clone()
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Yield the tensors that hold the full precision, in the order of the parameters.
+
+        This is a parameter's float32 master, a new float32 tensor if the parameter has a remainder,
+        or else the parameter itself.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = exported(param, self.state.get(param, {}))
+                yield state.get("master_param", param)
+
+    @torch.no_grad()
+    def sync_masters_from_model(self) -> None:
+        """Set all masters to the parameters. The additional bits of the masters are lost."""
+        for param, state in self.state.items():
+            if "master_param" in state:
+                renew_master(state, param)
+        self._written.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict. Remainders are saved as the float32 masters they represent."""

@@ -34,8 +34,6 @@ def stand_in(is_on: Callable[[], bool]) -> Any:
             if is_generator and not parameters:
                 empty = (parameter for parameter in parameters)
                 return original(empty, *rest, **named)  # torch warns
-        if torch.compiler.is_compiling():
-            return _as_torchs(clip_grad_norm_(parameters, *rest, **named), parameters)
         try:
             norm = clip_grad_norm_(parameters, *rest, **named)
         except (TypeError, ValueError) as error:  # raised before anything is written

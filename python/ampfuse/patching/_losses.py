@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
+from ampfuse._graphs import traced_as
 from ampfuse.losses._options import REDUCTIONS
 from ampfuse.patching._usage import Usage
 
@@ -116,10 +117,9 @@ def _are_devices_alone() -> bool:
     return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)
 
 
+@traced_as(lambda: False)
 def _is_in_make_fx() -> bool:
     """Return True if a program uses make_fx itself; torch.compile uses it internally."""
-    if torch.compiler.is_compiling():
-        return False
     return get_proxy_mode() is not None and TracingContext.try_get() is None
 
 

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 
-import torch
+from ampfuse._graphs import eager_only
 
 logger = logging.getLogger("ampfuse")
 
@@ -16,15 +16,14 @@ class Usage:
         self.served = 0
         self.left_to_torch: Counter[str] = Counter()
 
+    @eager_only
     def serve(self) -> None:
-        """Count one use, but not inside of torch.compile, where each count would recompile."""
-        if not torch.compiler.is_compiling():
-            self.served += 1
+        """Count one use, but not in traced code, where each count would recompile."""
+        self.served += 1
 
+    @eager_only
     def leave_to_torch(self, what: str, reason: str) -> None:
         """Count one use of torch's own, and log the first one for each reason."""
-        if torch.compiler.is_compiling():
-            return
         self.left_to_torch[reason] += 1
         if self.left_to_torch[reason] == 1:
             logger.warning("%s is left to torch: %s", what, reason)

@@ -6,7 +6,7 @@ import pickle
 import ampfuse
 import pytest
 import torch
-from ampfuse._cpp_archive import write_archive
+from ampfuse.cpp_archive._file import write_archive
 from scaler_languages import EVERY_LANGUAGE, LANGUAGES
 from torch.nn import Parameter
 

@@ -57,8 +57,8 @@ def test_invalid_arguments_of_shards_are_refused_on_both_ranks(outcomes):
     for result in outcomes("refused", "refusals"):
         assert "Target 602 is out of bounds" in result["target"]
         assert "class_weight" in result["class_weight"]
-        assert "expected both or none" in result["one of two"]
-        assert "are for weights shared out" in result["no group"]
+        assert "expected both or neither" in result["one of two"]
+        assert "only allowed with process_group" in result["no group"]
         assert "expected indices as targets" in result["metrics"]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import ampfuse
 import pytest
 import torch
-from ampfuse._cpp_archive import read_archive, write_archive
+from ampfuse.cpp_archive._file import read_archive, write_archive
 from cpp_archives import edited, replaced, same_values, spoiled
 from scaler_languages import LANGUAGES
 from torch.nn import Parameter

@@ -6,7 +6,7 @@ from pathlib import Path
 import ampfuse
 import pytest
 import torch
-from ampfuse.optim._cpp_archive import load_cpp_optimizer_state, save_cpp_optimizer_state
+from ampfuse import load_cpp_optimizer_state, save_cpp_optimizer_state
 from optim_models import (
     assert_same_bits,
     assert_same_state,

@@ -79,6 +79,7 @@ def capture(step, monkeypatch):
             torch.set_rng_state(random_state)
 
     monkeypatch.setattr("ampfuse.amp._memory.is_capturing", lambda: _is_capturing)
+    monkeypatch.setattr("ampfuse.amp._memory.is_in_graph", lambda: _is_capturing)
     monkeypatch.setattr("ampfuse.optim._state.is_capturing", lambda: _is_capturing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", graph)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ampfuse._cpp_archive import File, read_archive, write_archive
 from ampfuse.amp._saved import ENTRIES, loadable
+from ampfuse.cpp_archive._file import File, read_archive, write_archive
 
 
 def load_cpp_scaler_state(file: File) -> dict[str, Any]:

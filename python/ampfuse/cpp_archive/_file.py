@@ -24,7 +24,7 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor, UntypedStorage
 
-from ampfuse._cpp_archive_values import Module, UnexpectedError, read_values
+from ampfuse.cpp_archive._values import Module, UnexpectedError, read_values
 
 File = str | PathLike[str] | IO[bytes]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import _C
-from ampfuse._graphed_arguments import checked_split, device_of, expect, name_of
-from ampfuse._rehearsal import rehearsal
+from ampfuse._dtensors import local
 from ampfuse.amp import GradScaler
+from ampfuse.graphed_step._arguments import checked_split, device_of, expect, name_of
+from ampfuse.graphed_step._rehearsal import rehearsal
 from ampfuse.optim import Adam
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._options import check_limit
-from ampfuse.optim._shards import local
 from ampfuse.optim._state import new_master
 from ampfuse.optim._written import WrittenParams
 

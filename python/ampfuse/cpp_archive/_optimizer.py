@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ampfuse._cpp_archive import File, archive, read_archive, write_archive
-from ampfuse._cpp_archive_values import Module
+from ampfuse.cpp_archive._file import File, archive, read_archive, write_archive
+from ampfuse.cpp_archive._values import Module
 
 _TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 # The options, and conversions to the types that C++ expects: it does not accept an int as a double.

@@ -1,0 +1,18 @@
+"""0-dim tensors on several devices."""
+
+import torch
+from torch import Tensor
+
+
+def on_device(scalar: Tensor, device: torch.device) -> Tensor:
+    """Return the scalar on the device. The host waits only for a copy to the CPU, to read it."""
+    if scalar.device == device:
+        return scalar
+    return scalar.to(device, non_blocking=device.type != "cpu")
+
+
+def largest(flags: list[Tensor]) -> Tensor:
+    """Return the maximum of 0-dim tensors, which may be on several devices."""
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()

@@ -1,0 +1,65 @@
+"""DTensors, and the shards of them that this rank holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a DTensor is placed on the ranks of a mesh."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; return other tensors unchanged."""
+    if not is_sharded(tensor):
+        return tensor
+    shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return shard
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return True for DTensors. The compiler can trace their attributes, but not their methods."""
+    return getattr(tensor, "device_mesh", None) is not None
+
+
+def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Return a shard as a DTensor if `tensor` is one; otherwise return it unchanged."""
+    if not is_sharded(tensor):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole: Tensor = DTensor.from_local(
+        shard,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return whole
+
+
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """Return the sharding of a DTensor, or None for other tensors."""
+    if not is_sharded(tensor):
+        return None
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"expected sharded or replicated gradients, got placements {placements}")
+    return Sharding(tensor.device_mesh, placements)  # type: ignore[attr-defined]
+
+
+def spread_dimensions(placements: Sequence[Any]) -> list[int]:
+    """Return the dimensions of a mesh along which ranks hold different parts of a DTensor."""
+    return [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+
+
+def are_processes() -> bool:
+    """Return True if there may be DTensors. Only then is each parameter checked for being one."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,79 @@
+"""Tools for code that may run in a graph: traced by torch.compile, or captured in a CUDA graph.
+
+Where traced code has to differ from eager code, the eager function names its counterpart with
+`traced_as`, or does nothing when traced (`eager_only`).
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def traced_as(traced: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make torch.compile trace another function with the same arguments in place of this one."""
+
+    def decorate(eager: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(eager)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            function = traced if torch.compiler.is_compiling() else eager
+            return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def eager_only(function: Callable[P, None]) -> Callable[P, None]:
+    """Make a function do nothing in traced code, for example because it counts its calls."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not torch.compiler.is_compiling():
+            function(*args, **kwargs)
+
+    return run
+
+
+def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method run while its caller is traced, and leave it out of the graph.
+
+    This is `torch.compiler.assume_constant_result`, except that the method is not traced either
+    when its caller runs eagerly after a graph break.
+    """
+    untraced = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def run(*args: Any) -> None:
+        untraced(*args)
+
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return run
+
+
+def make_static(values: Iterable[Any], guard: bool = True) -> None:
+    """Mark the tensors' addresses as fixed for the compiler, so that CUDA graphs may write them.
+
+    With `guard`, a graph is only used for these tensors.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            torch._dynamo.mark_static_address(value, guard=guard)
+
+
+def is_capturing() -> bool:
+    """Return True if a CUDA graph is being captured on the current stream."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def is_in_graph() -> bool:
+    """Return True if the code is being traced or captured, and so may run again without Python."""
+    return torch.compiler.is_compiling() or is_capturing()
