@@ -29,8 +29,8 @@ test test-fast test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export AMPFUSE_SECOND_CHECKOUT := $(CURDIR)/$(BUILD)/packaging
-BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel
-SOURCES := . $(BUILD)/packaging
+BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel $(BUILD)/recipe/build
+SOURCES := . $(BUILD)/packaging $(BUILD)/recipe
 IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(name)))
 OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(IN_BUILDS)
 export CCACHE_BASEDIR := $(shell echo $(abspath $(OWN_FOLDERS)) | tr ' ' ':')

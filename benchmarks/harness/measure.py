@@ -54,13 +54,13 @@ def first_line(error: BaseException) -> str:
 
 
 def warm_up(
-    providers: Sequence[Provider], failed: dict[str, str], tell: Callable[[str], None]
+    providers: Sequence[Provider], failed: dict[str, str], report: Callable[[str], None]
 ) -> list[Provider]:
     """Return the providers that run and agree with the first one; put the others into `failed`."""
     ready: list[Provider] = []
     reference: list[torch.Tensor] | None = None
     for provider in providers:
-        tell(f"{provider.name}: warm-up")
+        report(f"{provider.name}: warm-up")
         try:
             for _ in range(WARM_UPS):
                 result = outcome(provider)
@@ -113,18 +113,18 @@ def measure(
     device: torch.device,
     rounds: int,
     tick: Callable[[], None] = lambda: None,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     *,
     weighs_memory: bool = False,
 ) -> Measurement:
-    """Time the providers of one case. `tick` is called once per round, `tell` at each stage."""
+    """Time the providers of one case. `tick` is called once per round, `report` at each stage."""
     skipped = {provider.name: provider.skipped for provider in providers if provider.skipped}
     failed: dict[str, str] = {}
     runnable = [provider for provider in providers if not provider.skipped]
-    ready = warm_up(runnable, failed, tell)
+    ready = warm_up(runnable, failed, report)
     peaks = peaks_of(ready, device) if weighs_memory else {}
     method, clock, ready = device_clock(ready, device)
-    tell("timing")
+    report("timing")
     start = CpuUse.now()
     timings = interleaved(ready, clock, rounds, tick)
     other_cores = CpuUse.now().other_cores_since(start)

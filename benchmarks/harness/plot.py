@@ -93,10 +93,10 @@ def draw_panel(
     for index, provider in enumerate(providers):
         own = [row for row in rows if row.provider == provider and case_label(row) in cases]
         shift = (index - (len(providers) - 1) / 2) * step
-        places = [cases.index(case_label(row)) + shift for row in own]
+        positions = [cases.index(case_label(row)) + shift for row in own]
         lengths = [row.of_ceiling or 0.0 for row in own]
         bars = panel.barh(
-            places, lengths, height=BAR * step, color=colours[provider], label=provider
+            positions, lengths, height=BAR * step, color=colours[provider], label=provider
         )
         texts = [f"{milliseconds(row.median_ms)} ms" if row.median_ms else "not run" for row in own]
         panel.bar_label(bars, texts, padding=3, fontsize=7, bbox=LABEL_BOX)

@@ -37,11 +37,11 @@ Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
   const auto& groups = optimizer.param_groups();
   for (size_t group = 0; group < groups.size(); ++group) {
     const std::vector<at::Tensor>& params = groups[group].params();
-    for (size_t place = 0; place < params.size(); ++place) {
-      const at::Tensor& param = params[place];
+    for (size_t index = 0; index < params.size(); ++index) {
+      const at::Tensor& param = params[index];
       if (!param.grad().defined()) continue;
       TORCH_CHECK_VALUE(allow_fp16 || param.grad().scalar_type() != at::kHalf,
-                        "Attempting to unscale FP16 gradients. Parameter ", place, " of group ",
+                        "Attempting to unscale FP16 gradients. Parameter ", index, " of group ",
                         group, " is ", dtype_name(param.scalar_type()), " of shape ", param.sizes(),
                         ": keep parameters in float32 under autocast, or set allow_fp16_grads for "
                         "an optimizer that has masters");

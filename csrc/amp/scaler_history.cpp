@@ -96,12 +96,12 @@ std::vector<at::Tensor> ScaleMemory::offenders() const {
   });
   std::vector<at::Tensor> offenders;
   if (skipped == steps_.rend()) return offenders;
-  size_t place = 0;
+  size_t index = 0;
   for (const at::Tensor& of_device : skipped->inspection.norms) {
     const at::Tensor norms = of_device.to(at::kCPU, at::kDouble);
-    for (int64_t i = 0; i < norms.numel(); ++i, ++place) {
+    for (int64_t i = 0; i < norms.numel(); ++i, ++index) {
       if (std::isfinite(norms.const_data_ptr<double>()[i])) continue;
-      auto param = skipped->inspection.params[place].lock();
+      auto param = skipped->inspection.params[index].lock();
       if (param) offenders.emplace_back(std::move(param));
     }
   }

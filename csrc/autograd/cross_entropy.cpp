@@ -96,7 +96,7 @@ at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Ten
   const at::Tensor lse = at::logsumexp(z, 1, /*keepdim=*/true);
   at::Tensor grad = (lse - z) * (row_grads * (1 - options.label_smoothing));
   if (arguments.weight) {
-    grad = grad * (arguments.has_places() ? arguments.weight->unsqueeze(1) : *arguments.weight);
+    grad = grad * (arguments.has_positions() ? arguments.weight->unsqueeze(1) : *arguments.weight);
   }
   return grad.to(arguments.target.scalar_type());
 }
@@ -157,7 +157,7 @@ struct GradientInBackward : Function<GradientInBackward> {
 bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
   return arguments.input.requires_grad() && !arguments.target.requires_grad() &&
-         !arguments.options.is_per_row() && !stands_for_others(arguments.input) &&
+         !arguments.options.is_per_row() && !is_traced_or_subclass(arguments.input) &&
          // Saved-tensor hooks, such as those of a checkpoint, would not see what ForAnotherTime
          // keeps.
          !(call.is_twice_differentiable && at::SavedTensorDefaultHooks::get_hooks()) &&
@@ -208,7 +208,7 @@ LossAndMetrics cross_entropy_metrics_composite(const NamedArguments& named) {
 CrossEntropyInPlaceOutputs cross_entropy_in_place_autograd(const NamedArguments& named) {
   CrossEntropyCall call = CrossEntropyCall::from(named);
   const auto& [input, target] = std::tie(call.arguments.input, call.arguments.target);
-  TORCH_CHECK_NOT_IMPLEMENTED(!stands_for_others(input),
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_traced_or_subclass(input),
                               "cross_entropy_: input: cannot be overwritten inside torch.compile, "
                               "nor if it is a tensor subclass; use cross_entropy");
   TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()),
@@ -238,12 +238,10 @@ AMPFUSE_KERNELS(Autograd, m) {
   m.impl("cross_entropy_", kernel_by_name<cross_entropy_in_place_autograd>());
   m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("cross_entropy_rescale_", mutating_autograd());
 }
 
 AMPFUSE_KERNELS(ADInplaceOrView, m) {
   m.impl("cross_entropy_", mutating_version_bump());
-  m.impl("cross_entropy_rescale_", mutating_version_bump());
 }
 
 }  // namespace ampfuse

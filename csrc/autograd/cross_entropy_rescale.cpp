@@ -13,7 +13,7 @@ at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked_scale,
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
   // Do not overwrite the saved gradient if it serves several upstream gradients (vmap), nor in a
   // compiled backward, which would copy it first.
-  if (is_batched(grad_output) || stands_for_others(grad_output)) {
+  if (is_batched(grad_output) || is_traced_or_subclass(grad_output)) {
     const at::Tensor ratio = grad_output.to(at::kDouble) / baked_scale;
     return (saved.to(loss_dtype(saved)) * ratio).to(saved.scalar_type());
   }

@@ -5,6 +5,9 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
+#include "../ops/operators.h"
+#include "../ops/registration.h"
+
 namespace ampfuse {
 
 namespace {
@@ -41,10 +44,12 @@ void for_each_tensor(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-std::string place(int64_t index) {
+std::string subscript(int64_t index) {
   return index < 0 ? "" : c10::str("[", index, "]");
 }
 
+// Throws for tensors, written or only read, that require grad while grad mode is on, or that have a
+// forward-mode tangent: the op would ignore either.
 void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
   const bool grad_mode = c10::GradMode::is_enabled();
@@ -55,7 +60,7 @@ void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet ke
     for_each_tensor((*stack)[first + a], [&](const at::Tensor& tensor, int64_t index) {
       const bool differentiable = grad_mode && tensor.requires_grad();
       TORCH_CHECK(
-          !differentiable, op.schema().name(), ": ", arguments[a].name(), place(index),
+          !differentiable, op.schema().name(), ": ", arguments[a].name(), subscript(index),
           is_written(arguments[a]) && tensor.is_leaf()
               ? ": a leaf Variable that requires grad is being used in an in-place operation"
               : ": expected a tensor that does not require grad, since this in-place "
@@ -63,7 +68,7 @@ void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet ke
           "; call it under torch.no_grad()");
       TORCH_CHECK(
           !tensor._fw_grad(/*level=*/0).defined(), op.schema().name(), ": ", arguments[a].name(),
-          place(index),
+          subscript(index),
           ": expected a tensor without a forward-mode tangent, since this in-place operation "
           "has no derivative");
     });
@@ -95,12 +100,21 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
-torch::CppFunction mutating_autograd() {
-  return torch::CppFunction::makeFromBoxedFunction<&refuse_differentiable>();
-}
-
 torch::CppFunction mutating_version_bump() {
   return torch::CppFunction::makeFromBoxedFunction<&bump_versions>();
+}
+
+AMPFUSE_KERNELS(Autograd, m) {
+  for (const auto& [name, autograd] : kOperators) {
+    if (autograd != AutogradOf::kMutating) continue;
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_differentiable>());
+  }
+}
+
+AMPFUSE_KERNELS(ADInplaceOrView, m) {
+  for (const auto& [name, autograd] : kOperators) {
+    if (autograd == AutogradOf::kMutating) m.impl(name, mutating_version_bump());
+  }
 }
 
 }  // namespace ampfuse

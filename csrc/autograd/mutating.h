@@ -1,5 +1,6 @@
 // Autograd for ops that write their arguments, have no derivative and return nothing that aliases
-// an argument. It serves every schema: the written arguments are those marked with (a!).
+// an argument. It serves every schema: the written arguments are those marked with (a!). The
+// operators it serves are marked in ops/operators.h.
 //
 // torch's own fallbacks (autogradNotImplementedFallback and its in-place-or-view companion) look
 // only at returned aliases. For an op that returns nothing they would not bump version counters,
@@ -9,10 +10,6 @@
 #include <torch/library.h>
 
 namespace ampfuse {
-
-/// Kernel for the Autograd key. Throws for tensors, written or only read, that require grad while
-/// grad mode is on, or that have a forward-mode tangent: the op would ignore either.
-torch::CppFunction mutating_autograd();
 
 /// Kernel for the ADInplaceOrView key. Bumps the version counter of every written tensor. Inference
 /// tensors have none; they may be written outside inference mode too, where torch's own ops throw.

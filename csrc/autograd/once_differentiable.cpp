@@ -50,7 +50,7 @@ bool is_batched(const at::Tensor& tensor) {
          tensor.key_set().has(c10::DispatchKey::FuncTorchBatched);
 }
 
-bool stands_for_others(const at::Tensor& tensor) {
+bool is_traced_or_subclass(const at::Tensor& tensor) {
   using Modes = c10::impl::TorchDispatchModeTLS;
   using Key = c10::impl::TorchDispatchModeKey;
   return Modes::get_mode(Key::FAKE) || Modes::get_mode(Key::PROXY) ||

@@ -18,6 +18,6 @@ bool is_batched(const at::Tensor& tensor);
 /// True if the tensor stands for another one: it is traced, or a subclass. A compiled backward must
 /// not write to memory of forward, which it would copy first. Modes that only observe do not count:
 /// one may be active in forward and not when a checkpoint repeats it.
-bool stands_for_others(const at::Tensor& tensor);
+bool is_traced_or_subclass(const at::Tensor& tensor);
 
 }  // namespace ampfuse

@@ -12,7 +12,7 @@ namespace ampfuse {
 
 namespace {
 
-using RowPart = math::RowPart<double>;
+using RowPartial = math::RowPartial<double>;
 
 // Calls visit(block) for each block, on several threads or on this one.
 template <typename Visit>
@@ -63,39 +63,39 @@ void put_loss(const ForwardResults& results, int64_t row, double loss) {
   }
 }
 
-// Memory for one row: the RowParts of its blocks, then its exponentials.
+// Memory for one row: the RowPartials of its blocks, then its exponentials.
 class RowScratch {
  public:
   RowScratch(const CpuRows& rows, void* memory)
       : rows_(rows),
-        parts_(static_cast<RowPart*>(memory)),
+        parts_(static_cast<RowPartial*>(memory)),
         exponentials_(static_cast<char*>(memory) + rows.parts_bytes()) {}
 
   static int64_t bytes(const CpuRows& rows) {
     return rows.parts_bytes() + rows.exponentials_bytes(rows.blocks());
   }
 
-  RowPart& part(int64_t block) const { return parts_[block]; }
+  RowPartial& part(int64_t block) const { return parts_[block]; }
   void* exponentials(int64_t block) const {
     return exponentials_ + rows_.exponentials_bytes(block);
   }
 
  private:
   const CpuRows& rows_;
-  RowPart* parts_;
+  RowPartial* parts_;
   char* exponentials_;
 };
 
-// Returns the RowPart of the whole row. Leaves those of its blocks, and their exponentials, in
+// Returns the RowPartial of the whole row. Leaves those of its blocks, and their exponentials, in
 // `scratch`.
-RowPart part_of_row(const CpuRows& rows, int64_t row, bool in_parallel, bool with_metrics,
-                    const RowScratch& scratch) {
-  const auto part = AMPFUSE_CHOOSE(row_part);
+RowPartial part_of_row(const CpuRows& rows, int64_t row, bool in_parallel, bool with_metrics,
+                       const RowScratch& scratch) {
+  const auto part = AMPFUSE_CHOOSE(row_partial);
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
     scratch.part(block) = part(rows.logits(row, block), rows.shares(row, block), with_metrics,
                                scratch.exponentials(block));
   });
-  RowPart whole;
+  RowPartial whole;
   for (int64_t block = 0; block < rows.blocks(); ++block) {
     whole = math::join(whole, scratch.part(block));
   }
@@ -114,7 +114,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
     if (results.grad.is_wanted()) results.grad.zero(row);
   };
   if (is_ignored && !results.with_metrics) return put_zeros();
-  const RowPart whole = part_of_row(rows, row, in_parallel, results.with_metrics, scratch);
+  const RowPartial whole = part_of_row(rows, row, in_parallel, results.with_metrics, scratch);
   const math::RowTarget<double> target = rows.row_target(row);
   const math::RowLoss<double> loss = math::row_loss(whole, target, rows.terms());
   if (results.with_metrics) {
@@ -131,7 +131,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
     // Exponentials are relative to their block's reference. They are 0 if all logits are -infinity.
-    const RowPart& part = scratch.part(block);
+    const RowPartial& part = scratch.part(block);
     const bool is_nothing = part.largest == math::minus_infinity<double>();
     const double below = is_nothing ? 0 : whole.reference - part.reference;
     math::RowGradient<double> of_block = of_row;
@@ -153,14 +153,14 @@ void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& res
 void shard_by_row(const CpuRows& rows, const ShardResults& results) {
   const bool with_metrics = results.argmax != nullptr;
   constexpr bool kIsNarrowed = false;  // the logits are not overwritten
-  each_row(rows, kIsNarrowed, RowScratch::bytes(rows),
-           [&](int64_t row, bool in_parallel, void* memory) {
-             if (rows.is_ignored(row) && !with_metrics) return;
-             const RowPart part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
-             results.parts[row] =
-                 math::shard_part(part, rows.row_target(row), rows.classes(), with_metrics);
-             if (with_metrics) results.argmax[row] = argmax_of(rows, row);
-           });
+  each_row(
+      rows, kIsNarrowed, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
+        if (rows.is_ignored(row) && !with_metrics) return;
+        const RowPartial part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
+        results.parts[row] =
+            math::shard_partial(part, rows.row_target(row), rows.classes(), with_metrics);
+        if (with_metrics) results.argmax[row] = argmax_of(rows, row);
+      });
 }
 
 void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {

@@ -13,10 +13,10 @@ template <typename Visit>
 void each_tile(const CpuRows& rows, const Visit& visit) {
   at::parallel_for(0, rows.tiles(), worth_a_thread(rows.classes() * kTileRows),
                    [&](int64_t begin, int64_t end) {
-                     const Tile any = rows.tile(rows.tile_place(begin));
+                     const Tile any = rows.tile(rows.tile_position(begin));
                      const auto memory = c10::GetCPUAllocator()->allocate(tile_bytes(any));
                      for (int64_t number = begin; number < end; ++number) {
-                       const RowPlace first = rows.tile_place(number);
+                       const RowPosition first = rows.tile_position(number);
                        visit(rows.tile(first), number, first, memory.get());
                      }
                    });
@@ -51,13 +51,13 @@ TileStatistics statistics_of(const Tile& tile, const math::RowStatistics* rows) 
 }  // namespace
 
 void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& results) {
-  const auto part_of = AMPFUSE_CHOOSE(tile_part);
+  const auto part_of = AMPFUSE_CHOOSE(tile_partial);
   const auto loss_of = AMPFUSE_CHOOSE(tile_loss);
   const auto gradient = AMPFUSE_CHOOSE(tile_gradient);
   TileNumbers scales;
   std::fill_n(scales, kTileRows, scale);
-  each_tile(rows, [&](const Tile& tile, int64_t number, const RowPlace& first, void* memory) {
-    TilePart part;
+  each_tile(rows, [&](const Tile& tile, int64_t number, const RowPosition& first, void* memory) {
+    TilePartial part;
     int64_t argmax[kTileRows];
     TileTargets targets;
     part_of(tile, memory, part, targets, results.with_metrics ? argmax : nullptr);
@@ -82,18 +82,18 @@ void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& re
 }
 
 void shard_by_tile(const CpuRows& rows, const ShardResults& results) {
-  const auto part_of = AMPFUSE_CHOOSE(tile_part);
+  const auto part_of = AMPFUSE_CHOOSE(tile_partial);
   const bool with_metrics = results.argmax != nullptr;
-  each_tile(rows, [&](const Tile& tile, int64_t, const RowPlace& first, void* memory) {
-    TilePart part;
+  each_tile(rows, [&](const Tile& tile, int64_t, const RowPosition& first, void* memory) {
+    TilePartial part;
     int64_t argmax[kTileRows];
     TileTargets targets;
     part_of(tile, memory, part, targets, with_metrics ? argmax : nullptr);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      const math::RowPart<double> others = {part.largest[i], part.reference[i], part.sum[i],
-                                            part.shares[i],  part.spread[i],    part.entropy[i]};
+      const math::RowPartial<double> others = {part.largest[i], part.reference[i], part.sum[i],
+                                               part.shares[i],  part.spread[i],    part.entropy[i]};
       results.parts[first.row + i] =
-          math::shard_part(others, rows.row_target(first.row + i), rows.classes(), with_metrics);
+          math::shard_partial(others, rows.row_target(first.row + i), rows.classes(), with_metrics);
     }
     if (with_metrics) {
       std::copy_n(argmax, tile.rows, results.argmax + first.row);
@@ -104,7 +104,7 @@ void shard_by_tile(const CpuRows& rows, const ShardResults& results) {
 void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {
   const auto exponentials = AMPFUSE_CHOOSE(tile_exponentials);
   const auto gradient = AMPFUSE_CHOOSE(tile_gradient);
-  each_tile(rows, [&](const Tile& tile, int64_t, const RowPlace& first, void* memory) {
+  each_tile(rows, [&](const Tile& tile, int64_t, const RowPosition& first, void* memory) {
     const TileStatistics known = statistics_of(tile, inputs.statistics + first.row);
     TileNumbers reference;
     TileTargets targets;

@@ -24,17 +24,17 @@ struct ForwardResults {
 /// Inputs of backward.
 struct BackwardInputs {
   const math::RowStatistics* statistics;
-  const double* upstream;  // one number, or one per row if `is_each`
+  const double* grad_output;  // one number, or one per row if `is_each`
   bool is_each;
   double divide_by;
 
-  double scale(int64_t row) const { return upstream[is_each ? row : 0] / divide_by; }
+  double scale(int64_t row) const { return grad_output[is_each ? row : 0] / divide_by; }
 };
 
 /// Outputs for the rows of a shard: partial results, and the index of the largest logit among the
 /// shard's classes (may be null).
 struct ShardResults {
-  math::ShardPart* parts;
+  math::ShardPartial* parts;
   int64_t* argmax;
 };
 

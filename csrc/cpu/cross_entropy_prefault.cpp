@@ -18,7 +18,7 @@ constexpr int64_t kHoldsLargePage = 4 << 20;  // bytes; has a whole page of 2 Mi
 constexpr int64_t kStaysInCache = 16 << 20;   // bytes; more leaves the cache before it is written
 
 // Both kinds of advice are optional: if the system refuses one, nothing changes.
-[[maybe_unused]] void wish_for(char* begin, int64_t size, int advice) {
+[[maybe_unused]] void advise(char* begin, int64_t size, int advice) {
 #if defined(__linux__)
   static_cast<void>(madvise(begin, static_cast<size_t>(size), advice));
 #endif
@@ -34,12 +34,12 @@ void prepare_fresh_memory(const at::Tensor& fresh) {
   [[maybe_unused]] char* const first = data + (past == 0 ? 0 : kPage - past);
   [[maybe_unused]] const int64_t pages = (data + size - first) / kPage;
 #if defined(MADV_HUGEPAGE)
-  if (size >= kHoldsLargePage) wish_for(first, pages * kPage, MADV_HUGEPAGE);
+  if (size >= kHoldsLargePage) advise(first, pages * kPage, MADV_HUGEPAGE);
 #endif
 #if defined(MADV_POPULATE_WRITE)
   if (size >= kStaysInCache) return;
   at::parallel_for(0, pages, kSomePages / kPage, [&](int64_t begin, int64_t end) {
-    wish_for(first + begin * kPage, (end - begin) * kPage, MADV_POPULATE_WRITE);
+    advise(first + begin * kPage, (end - begin) * kPage, MADV_POPULATE_WRITE);
   });
 #endif
 }

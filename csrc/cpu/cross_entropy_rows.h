@@ -14,11 +14,11 @@ class CpuRows {
   explicit CpuRows(const CrossEntropyArguments& arguments)
       : input_(static_cast<const char*>(arguments.input.const_data_ptr())),
         input_dtype_(arguments.input.scalar_type()),
-        input_places_(arguments.input),
+        input_positions_(arguments.input),
         number_bytes_(static_cast<int64_t>(c10::elementSize(loss_dtype(arguments.input)))),
         count_(arguments.rows().expect_int()),
         classes_(arguments.input.size(1)),
-        places_(arguments.has_places() ? arguments.input.size(2) : 0),
+        positions_(arguments.has_positions() ? arguments.input.size(2) : 0),
         target_(static_cast<const char*>(arguments.target.const_data_ptr())),
         target_dtype_(arguments.target.scalar_type()),
         has_probabilities_(arguments.has_probabilities()),
@@ -29,7 +29,7 @@ class CpuRows {
     if (!has_probabilities_) return;
     shares_.dtype = target_dtype_;
     shares_.of_probability = terms_.of_target;
-    probability_places_ = RowPlaces(arguments.target);
+    probability_positions_ = RowPositions(arguments.target);
   }
 
   // True if the gradient has a narrower dtype and overwrites the logits, each row from its start.
@@ -45,34 +45,34 @@ class CpuRows {
   const math::LossTerms<double>& terms() const { return terms_; }
 
   // True if the rows are processed tile by tile.
-  bool are_tiled() const { return places_ > 0 || classes_ <= kFewClasses; }
+  bool are_tiled() const { return positions_ > 0 || classes_ <= kFewClasses; }
   // All rows of a tile belong to the same entry of the batch.
   int64_t tiles() const {
-    return places_ == 0 ? tiles_of(count_) : tiles_of(places_) * (count_ / places_);
+    return positions_ == 0 ? tiles_of(count_) : tiles_of(positions_) * (count_ / positions_);
   }
-  RowPlace tile_place(int64_t tile) const {
-    if (places_ == 0) return {tile * kTileRows, tile * kTileRows, 0};
-    const int64_t each = tiles_of(places_);
+  RowPosition tile_position(int64_t tile) const {
+    if (positions_ == 0) return {tile * kTileRows, tile * kTileRows, 0};
+    const int64_t each = tiles_of(positions_);
     const int64_t entry = tile / each;
-    const int64_t place = (tile - entry * each) * kTileRows;
-    return {entry * places_ + place, entry, place};
+    const int64_t position = (tile - entry * each) * kTileRows;
+    return {entry * positions_ + position, entry, position};
   }
   // Returns the tile whose first row is `first`.
-  Tile tile(const RowPlace& first) const {
-    const int64_t rest = places_ == 0 ? count_ - first.row : places_ - first.place;
-    Tile tile = {input_ + input_places_.offset(first),
+  Tile tile(const RowPosition& first) const {
+    const int64_t rest = positions_ == 0 ? count_ - first.row : positions_ - first.position;
+    Tile tile = {input_ + input_positions_.offset(first),
                  input_dtype_,
-                 input_places_.layout(),
+                 input_positions_.layout(),
                  std::min(kTileRows, rest),
                  classes_,
                  terms_,
                  shares_,
-                 probability_places_.layout(),
+                 probability_positions_.layout(),
                  nullptr,
                  target_dtype_,
                  ignore_index_};
     if (has_probabilities_) {
-      tile.shares.probabilities = target_ + probability_places_.offset(first);
+      tile.shares.probabilities = target_ + probability_positions_.offset(first);
     } else {
       with_targets(first.row, [&](const auto* targets) { tile.targets = targets; });
     }
@@ -121,7 +121,7 @@ class CpuRows {
   }
 
   double logit(int64_t row, int64_t index) const {
-    const void* const logit = input_ + input_places_.offset(row, index);
+    const void* const logit = input_ + input_positions_.offset(row, index);
     switch (input_dtype_) {
       case at::kHalf:
         return *static_cast<const c10::Half*>(logit);
@@ -152,18 +152,18 @@ class CpuRows {
     const int64_t first = block * kClassBlock;
     const int64_t count = std::min(kClassBlock, classes_ - first);
     const int64_t target = is_ignored(row) ? -1 : this->target(row) - first;
-    return {input_ + input_places_.offset(row, first), input_dtype_, count,
+    return {input_ + input_positions_.offset(row, first), input_dtype_, count,
             target >= 0 && target < count ? target : -1, terms_.softcap};
   }
 
-  ClassShares shares(int64_t row, int64_t block) const {
-    ClassShares shares = shares_;
+  TargetMass shares(int64_t row, int64_t block) const {
+    TargetMass shares = shares_;
     const int64_t first = block * kClassBlock;
     if (shares.weight != nullptr) {
       shares.weight = static_cast<const char*>(shares.weight) + first * number_bytes_;
     }
     if (has_probabilities_) {
-      shares.probabilities = target_ + probability_places_.offset(row, first);
+      shares.probabilities = target_ + probability_positions_.offset(row, first);
     }
     return shares;
   }
@@ -178,9 +178,9 @@ class CpuRows {
     return AMPFUSE_CHOOSE(row_reference)(input_dtype_, largest);
   }
 
-  // Size of the RowParts of a row's blocks, in whole cache lines of 64 bytes.
+  // Size of the RowPartials of a row's blocks, in whole cache lines of 64 bytes.
   int64_t parts_bytes() const {
-    return (blocks() * static_cast<int64_t>(sizeof(math::RowPart<double>)) + 63) / 64 * 64;
+    return (blocks() * static_cast<int64_t>(sizeof(math::RowPartial<double>)) + 63) / 64 * 64;
   }
 
  private:
@@ -207,18 +207,18 @@ class CpuRows {
 
   const char* input_;
   c10::ScalarType input_dtype_;
-  RowPlaces input_places_;
+  RowPositions input_positions_;
   int64_t number_bytes_;  // size of a number of the arithmetic's type
   int64_t count_;
   int64_t classes_;
-  int64_t places_;  // 0 if the classes of a row are contiguous
+  int64_t positions_;  // 0 if the classes of a row are contiguous
   const char* target_;
   c10::ScalarType target_dtype_;
   bool has_probabilities_;
-  RowPlaces probability_places_;
+  RowPositions probability_positions_;
   int64_t ignore_index_;
   math::LossTerms<double> terms_;
-  ClassShares shares_;
+  TargetMass shares_;
 };
 
 }  // namespace ampfuse

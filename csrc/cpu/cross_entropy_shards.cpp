@@ -14,7 +14,7 @@ void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
   const ShardResults results = {
-      static_cast<math::ShardPart*>(outputs.parts.mutable_data_ptr()),
+      static_cast<math::ShardPartial*>(outputs.parts.mutable_data_ptr()),
       outputs.argmax.numel() > 0 ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
   rows.are_tiled() ? shard_by_tile(rows, results) : shard_by_row(rows, results);
 }
@@ -22,7 +22,7 @@ void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
 void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
           const JoinedOutputs& outputs) {
   const CpuRows rows(arguments);
-  const auto* const first = static_cast<const math::ShardPart*>(parts.const_data_ptr());
+  const auto* const first = static_cast<const math::ShardPartial*>(parts.const_data_ptr());
   auto* const statistics = static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr());
   const bool with_metrics = outputs.lse.numel() > 0;
   const NumberWriter loss(outputs.loss);

@@ -116,7 +116,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
                            outputs.loss.mutable_data_ptr<acc_t>());
     };
     const bool plain = is_plain(arguments) && !with_metrics;
-    if (arguments.has_places()) return for_places(plain, launch);
+    if (arguments.has_positions()) return for_positions(plain, launch);
     for_forward_rows<scalar_t>(room, input.size(1), plain, launch);
   });
 }

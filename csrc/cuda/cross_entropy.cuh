@@ -123,9 +123,10 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     // Read the target's logit before the gradient can overwrite it.
     const math::RowTarget<Number> target = table.template row_target<Team>(row);
     const int target_class = table.target_class(row);
-    ThreadPart<scalar_t> part = read_row<kWork>(team, table, row, target_class, with_metrics, kept);
+    ThreadPartial<scalar_t> part =
+        read_row<kWork>(team, table, row, target_class, with_metrics, kept);
     const math::RowLoss<Number> loss =
-        math::row_loss(team_part(team, part, kWork), target, table.terms);
+        math::row_loss(team_partial(team, part, kWork), target, table.terms);
     if constexpr (kWork == RowWork::kAny) {
       if (with_metrics) {
         const int64_t argmax = team_argmax(team, part);

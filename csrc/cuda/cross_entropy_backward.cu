@@ -24,7 +24,7 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
       });
     };
     const bool plain = is_plain(arguments);
-    if (arguments.has_places()) return for_places(plain, launch);
+    if (arguments.has_positions()) return for_positions(plain, launch);
     for_backward_rows(table.classes * int64_t(sizeof(scalar_t)), plain, launch);
   });
 }

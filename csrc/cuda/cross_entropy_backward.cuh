@@ -6,13 +6,13 @@
 
 namespace ampfuse {
 
-// Computes the gradient from the logits: 2·itemsize bytes per logit. `upstream` has one number, or
-// one per row if `is_each`.
+// Computes the gradient from the logits: 2·itemsize bytes per logit. `grad_output` has one number,
+// or one per row if `is_each`.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
                                   const math::RowStatistics* statistics, const double* divisor,
-                                  const double* upstream, bool is_each, grad_t* grad,
+                                  const double* grad_output, bool is_each, grad_t* grad,
                                   const __grid_constant__ RowsAt grad_at) {
   using Number = RowNumber<scalar_t>;
   const Team team(nullptr);
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       write_zeros(team, out, grad_at, table.classes);
       continue;
     }
-    const auto scale = static_cast<Number>(upstream[is_each ? row : 0] / *divisor);
+    const auto scale = static_cast<Number>(grad_output[is_each ? row : 0] / *divisor);
     const PackGradient<kWork, scalar_t> gradient(
         table, table.template probabilities_of<Team>(row), table.target_class(row), statistics[row],
         table.template row_target<Team, true>(row).share, scale);

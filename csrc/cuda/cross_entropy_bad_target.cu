@@ -16,8 +16,8 @@
 namespace ampfuse {
 
 BadTargets::BadTargets(c10::Device device) {
-  const char* const wish = std::getenv("AMPFUSE_TARGETS");
-  are_fatal_ = wish != nullptr && std::strcmp(wish, "trap") == 0;
+  const char* const setting = std::getenv("AMPFUSE_TARGETS");
+  are_fatal_ = setting != nullptr && std::strcmp(setting, "trap") == 0;
   const c10::cuda::CUDAGuard guard(device);
   void* memory = nullptr;
   // The first call may run while a CUDA graph is being captured; the allocation is not part of the

@@ -8,21 +8,22 @@
 
 namespace ampfuse {
 
-using PlaceTeam = LaneTeam<1>;
+using PositionTeam = LaneTeam<1>;
 
 // The packs of a row that are kept in shared memory. Packs of neighbouring threads are adjacent.
 template <typename scalar_t>
-struct KeptOfPlace {
+struct KeptOfPosition {
   Pack<scalar_t>* packs;
   int count;
 
-  __device__ Pack<scalar_t>& at(int p) const { return packs[p * PlaceTeam::kBlock]; }
+  __device__ Pack<scalar_t>& at(int p) const { return packs[p * PositionTeam::kBlock]; }
 };
 
 template <typename scalar_t>
-__device__ __forceinline__ KeptOfPlace<scalar_t> kept_packs(const PlaceTeam& team, int count) {
+__device__ __forceinline__ KeptOfPosition<scalar_t> kept_packs(const PositionTeam& team,
+                                                               int count) {
   AMPFUSE_DYNAMIC_SHARED(uint4, shared);
-  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.place(), count};
+  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.index_in_block(), count};
 }
 
 template <int kCount, typename scalar_t>
@@ -35,15 +36,14 @@ __device__ __forceinline__ Pack<scalar_t, kCount> gathered(const scalar_t* in, i
 }
 
 template <RowWork kWork, typename scalar_t>
-__device__ __forceinline__ ThreadPart<scalar_t> read_row(const PlaceTeam&,
-                                                         const CrossEntropyTable<scalar_t>& table,
-                                                         int64_t row, int target, bool with_metrics,
-                                                         const KeptOfPlace<scalar_t>& kept) {
+__device__ __forceinline__ ThreadPartial<scalar_t> read_row(
+    const PositionTeam&, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
+    bool with_metrics, const KeptOfPosition<scalar_t>& kept) {
   constexpr int kSize = Pack<scalar_t>::kSize;
-  const scalar_t* const in = table.template logits_of<PlaceTeam>(row);
-  const auto* const probabilities = table.template probabilities_of<PlaceTeam>(row);
+  const scalar_t* const in = table.template logits_of<PositionTeam>(row);
+  const auto* const probabilities = table.template probabilities_of<PositionTeam>(row);
   const int64_t stride = table.input_at.class_stride;
-  ThreadPart<scalar_t> part;
+  ThreadPartial<scalar_t> part;
   int first = 0;
   for (; first + kSize <= table.classes; first += kSize) {
     const Pack<scalar_t> pack = gathered<kSize>(in, stride, first);
@@ -59,7 +59,7 @@ __device__ __forceinline__ ThreadPart<scalar_t> read_row(const PlaceTeam&,
 }
 
 template <typename scalar_t>
-__device__ __forceinline__ void write_zeros(const PlaceTeam&, scalar_t* row, const RowsAt& at,
+__device__ __forceinline__ void write_zeros(const PositionTeam&, scalar_t* row, const RowsAt& at,
                                             int classes) {
 #pragma unroll 4
   for (int c = 0; c < classes; ++c) row[c * at.class_stride] = static_cast<scalar_t>(0.0f);
@@ -68,10 +68,10 @@ __device__ __forceinline__ void write_zeros(const PlaceTeam&, scalar_t* row, con
 // The second pass over a row. No synchronisation is needed: each thread reads only packs that it
 // kept itself and logits that it then overwrites itself.
 template <RowWork kWork, typename scalar_t>
-__device__ __forceinline__ void write_gradient(const PlaceTeam&,
+__device__ __forceinline__ void write_gradient(const PositionTeam&,
                                                const PackGradient<kWork, scalar_t>& gradient,
                                                const scalar_t* in, const RowsAt& in_at, int classes,
-                                               const KeptOfPlace<scalar_t>& kept, scalar_t* out,
+                                               const KeptOfPosition<scalar_t>& kept, scalar_t* out,
                                                const RowsAt& out_at) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const auto write = [&]<int kCount>(int first, const Pack<scalar_t, kCount>& pack) {

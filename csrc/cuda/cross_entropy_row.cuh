@@ -44,7 +44,7 @@ struct KeptPacks {
 // A thread's partial sums over its part of a row. Exponentials are relative to the reference of
 // RowExponential(largest); `entropy` and `spread` are relative to `largest` itself.
 template <typename scalar_t>
-struct ThreadPart {
+struct ThreadPartial {
   using acc_t = RowAcc<scalar_t>;
   acc_t largest = -HUGE_VALF;
   double sum = 0;      // Σ biased exponentials
@@ -86,7 +86,7 @@ __device__ __forceinline__ T sum_in_pairs(T (&x)[kCount]) {
 
 template <typename scalar_t, int kCount>
 __device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCount>& pack,
-                                           ThreadPart<scalar_t>& part) {
+                                           ThreadPartial<scalar_t>& part) {
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const auto x = static_cast<RowAcc<scalar_t>>(pack.value[e]);
@@ -105,7 +105,7 @@ template <typename scalar_t, int kCount>
 __device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& table,
                                            const RowAcc<scalar_t>* probabilities, int target,
                                            int first, const RowAcc<scalar_t> (&z)[kCount],
-                                           ThreadPart<scalar_t>& part) {
+                                           ThreadPartial<scalar_t>& part) {
   using acc_t = RowAcc<scalar_t>;
   acc_t shares[kCount];
   acc_t spreads[kCount];
@@ -126,7 +126,7 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
                                          const RowAcc<scalar_t>* probabilities, int target,
                                          bool with_metrics, int first,
                                          const Pack<scalar_t, kCount>& pack,
-                                         ThreadPart<scalar_t>& part) {
+                                         ThreadPartial<scalar_t>& part) {
   using acc_t = RowAcc<scalar_t>;
   acc_t z[kCount];
   widen(pack, z);
@@ -172,15 +172,14 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
 // classes after the last pack are read one by one. The last bits of a sum depend on which thread
 // adds which elements in which order; this way they are the same for equal rows.
 template <RowWork kWork, typename scalar_t, typename Team>
-__device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
-                                                         const CrossEntropyTable<scalar_t>& table,
-                                                         int64_t row, int target, bool with_metrics,
-                                                         const KeptPacks<scalar_t>& kept) {
+__device__ __forceinline__ ThreadPartial<scalar_t> read_row(
+    const Team& team, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
+    bool with_metrics, const KeptPacks<scalar_t>& kept) {
   using P = Pack<scalar_t>;
   const scalar_t* const in = table.template logits_of<Team>(row);
   const auto* const probabilities = table.template probabilities_of<Team>(row);
   const int packs = table.classes / P::kSize;
-  ThreadPart<scalar_t> part;
+  ThreadPartial<scalar_t> part;
   static_assert(Team::kSize >= P::kSize);
   const int single = packs * P::kSize + team.index();
   if (single < table.classes) {
@@ -197,9 +196,8 @@ __device__ __forceinline__ ThreadPart<scalar_t> read_row(const Team& team,
 
 // Combines the partial sums of a team's threads.
 template <typename scalar_t, typename Team>
-__device__ __forceinline__ math::RowPart<RowNumber<scalar_t>> team_part(const Team& team,
-                                                                        ThreadPart<scalar_t>& part,
-                                                                        RowWork work) {
+__device__ __forceinline__ math::RowPartial<RowNumber<scalar_t>> team_partial(
+    const Team& team, ThreadPartial<scalar_t>& part, RowWork work) {
   using acc_t = RowAcc<scalar_t>;
   using Number = RowNumber<scalar_t>;
   using Exponential = RowExponential<scalar_t>;
@@ -208,7 +206,7 @@ __device__ __forceinline__ math::RowPart<RowNumber<scalar_t>> team_part(const Te
   if (is_finite) part.raise(largest, work);
   const double sum = team_sum(team, part.sum) * Exponential::kUnbias;
   const double reference = Exponential(is_finite ? largest : acc_t(0)).reference();
-  math::RowPart<Number> whole;
+  math::RowPartial<Number> whole;
   whole.largest = static_cast<Number>(largest);
   whole.reference = static_cast<Number>(reference);
   whole.sum = static_cast<Number>(sum);
@@ -224,7 +222,8 @@ __device__ __forceinline__ math::RowPart<RowNumber<scalar_t>> team_part(const Te
 }
 
 template <typename scalar_t, typename Team>
-__device__ __forceinline__ int64_t team_argmax(const Team& team, const ThreadPart<scalar_t>& part) {
+__device__ __forceinline__ int64_t team_argmax(const Team& team,
+                                               const ThreadPartial<scalar_t>& part) {
   const auto best = team_largest(team, part.best);
   const bool has_it = part.best == best || (best != best && part.best != part.best);
   // Take the first of equal classes. A double holds a class index exactly.
@@ -235,7 +234,7 @@ __device__ __forceinline__ int64_t team_argmax(const Team& team, const ThreadPar
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ KeptPacks<scalar_t> kept_packs(const Team& team, int count) {
   AMPFUSE_DYNAMIC_SHARED(uint4, shared);
-  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.place() * count, count};
+  return {reinterpret_cast<Pack<scalar_t>*>(shared) + team.index_in_block() * count, count};
 }
 
 }  // namespace ampfuse

@@ -30,7 +30,7 @@ void with_table(const CrossEntropyArguments& arguments, const Run& run) {
 void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const LaunchStream stream(arguments.input);
-  auto* const parts = static_cast<math::ShardPart*>(outputs.parts.mutable_data_ptr());
+  auto* const parts = static_cast<math::ShardPartial*>(outputs.parts.mutable_data_ptr());
   auto* const argmax = data_or_null<int64_t>(outputs.argmax);
   with_table(arguments, [&]<typename scalar_t>(const CrossEntropyTable<scalar_t>& table) {
     const auto launch = [&]<typename Team, RowWork kWork>() {
@@ -55,7 +55,7 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
         data_or_null<acc_t>(outputs.lse), data_or_null<acc_t>(outputs.entropy),
         data_or_null<int64_t>(outputs.argmax)};
     stream.launch(cross_entropy_shards_join_kernel<scalar_t>, (table.rows + kWarp - 1) / kWarp,
-                  table, static_cast<const math::ShardPart*>(parts.const_data_ptr()),
+                  table, static_cast<const math::ShardPartial*>(parts.const_data_ptr()),
                   static_cast<int>(parts.size(0)), *arguments.all_classes, results);
   });
 }

@@ -14,7 +14,7 @@ namespace ampfuse {
 template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_shards_inspect_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
-                                        math::ShardPart* parts, int64_t* argmax) {
+                                        math::ShardPartial* parts, int64_t* argmax) {
   AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
   const Team team(scratch);
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);
@@ -22,12 +22,12 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const bool is_first = team.index() == 0;
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
     if (table.is_ignored(row) && !with_metrics) continue;
-    ThreadPart<scalar_t> mine =
+    ThreadPartial<scalar_t> mine =
         read_row<kWork>(team, table, row, table.target_class(row), with_metrics, nothing_kept);
-    const auto others = team_part(team, mine, kWork);
+    const auto others = team_partial(team, mine, kWork);
     if (is_first) {
-      parts[row] = math::shard_part(others, table.template row_target<Team, true>(row),
-                                    table.classes, with_metrics);
+      parts[row] = math::shard_partial(others, table.template row_target<Team, true>(row),
+                                       table.classes, with_metrics);
     }
     if constexpr (kWork == RowWork::kAny) {
       if (!with_metrics) continue;
@@ -50,7 +50,7 @@ struct JoinedResults {
 // Combines the partial sums of all ranks; one thread per row.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
-    const __grid_constant__ CrossEntropyTable<scalar_t> table, const math::ShardPart* parts,
+    const __grid_constant__ CrossEntropyTable<scalar_t> table, const math::ShardPartial* parts,
     int shards, int64_t all_classes,
     const __grid_constant__ JoinedResults<RowAcc<scalar_t>> results) {
   using acc_t = RowAcc<scalar_t>;

@@ -14,12 +14,12 @@ enum class IndexType { kLong, kInt, kByte };
 // a team of one thread, each position of a batch entry is a row, and positions are contiguous.
 struct RowsAt {
   int64_t stride;        // from one row, or batch entry, to the next
-  int64_t places;        // positions per batch entry
+  int64_t positions;     // positions per batch entry
   int64_t class_stride;  // from one class of a row to the next
 
   template <typename Team>
   __device__ int64_t offset(int64_t row) const {
-    if constexpr (Team::kSize == 1) return row / places * stride + row % places;
+    if constexpr (Team::kSize == 1) return row / positions * stride + row % positions;
     return row * stride;
   }
 };
@@ -111,7 +111,7 @@ struct BadTarget {
 };
 
 // The total weight of the targets that a block has read, and the first of these rows whose target
-// is out of range, or the number of all rows if there is none.
+// is out of range, or the number of all rows if every target is valid.
 struct TargetWeight {
   double weight;
   int64_t bad_row;

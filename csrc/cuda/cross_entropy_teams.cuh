@@ -110,9 +110,9 @@ void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const
 
 /// Calls launch.operator()<Team, kWork>() for rows that are positions of images.
 template <typename Launch>
-void for_places(bool plain, const Launch& launch) {
-  if (plain) return launch.template operator()<PlaceTeam, RowWork::kPlain>();
-  return launch.template operator()<PlaceTeam, RowWork::kAny>();
+void for_positions(bool plain, const Launch& launch) {
+  if (plain) return launch.template operator()<PositionTeam, RowWork::kPlain>();
+  return launch.template operator()<PositionTeam, RowWork::kAny>();
 }
 
 /// Calls launch.operator()<Team, kWork>() for kernels that read rows only once.

@@ -13,7 +13,7 @@ namespace ampfuse {
 struct DtypeGroup {
   at::ScalarType dtype;
   std::vector<TensorRun> runs;
-  std::vector<size_t> places;  // index of each run in the list
+  std::vector<size_t> indices;  // index of each run in the list
 };
 
 /// Groups runs by dtype. Groups are in the order of their first run, runs in the order of the list.
@@ -24,7 +24,7 @@ inline std::vector<DtypeGroup> dtype_groups(const std::vector<TensorRun>& runs) 
     while (group != groups.end() && group->dtype != runs[i].dtype) ++group;
     if (group == groups.end()) group = groups.insert(group, {runs[i].dtype, {}, {}});
     group->runs.push_back(runs[i]);
-    group->places.push_back(i);
+    group->indices.push_back(i);
   }
   return groups;
 }

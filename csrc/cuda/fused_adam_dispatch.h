@@ -57,14 +57,14 @@ void dispatch_adam(const AdamDtypes& dtypes, bool amsgrad, const Run& run) {
     if (dtypes.param == at::kFloat) {
       return dispatch_grad_and_state<float, Master::kNone>(dtypes, amsgrad, run);
     }
-    const bool is_half = dtypes.param == at::kHalf;
+    const bool is_fp16 = dtypes.param == at::kHalf;
     switch (dtypes.master) {
       case at::ScalarType::Undefined:
-        return is_half
+        return is_fp16
                    ? dispatch_grad_and_state<c10::Half, Master::kNone>(dtypes, amsgrad, run)
                    : dispatch_grad_and_state<c10::BFloat16, Master::kNone>(dtypes, amsgrad, run);
       case at::kFloat:
-        return is_half
+        return is_fp16
                    ? dispatch_grad_and_state<c10::Half, Master::kFloat>(dtypes, amsgrad, run)
                    : dispatch_grad_and_state<c10::BFloat16, Master::kFloat>(dtypes, amsgrad, run);
       default:

@@ -60,7 +60,7 @@ __device__ __forceinline__ math::NormPartial norm_chunk(scalar_t* data, int size
   }
   __syncwarp();  // norm_exact reads what other lanes have stored
   return math::norm_exact<kNorm>(
-      size, [data](int64_t i) { return math::norm_part(data[i]); }, warp);
+      size, [data](int64_t i) { return math::norm_partial(data[i]); }, warp);
 }
 
 // Stores the partial of a chunk, and for the tensor's first chunk also the tensor's range.

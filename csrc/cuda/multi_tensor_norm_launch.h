@@ -64,7 +64,7 @@ void for_each_norm_table(const std::vector<TensorRun>& runs, const NormScratch& 
         slots += table.chunks();
       });
       for (size_t i = 0; i < group.runs.size(); ++i) {
-        builder.add({group.runs[i].data, scratch.ranges + group.places[i]}, group.runs[i].size);
+        builder.add({group.runs[i].data, scratch.ranges + group.indices[i]}, group.runs[i].size);
       }
       builder.flush();
     };

@@ -19,8 +19,8 @@ class LaneTeam {
 
   __device__ explicit LaneTeam(double* /*scratch*/) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x) % kSize; }
-  __device__ int place() const { return static_cast<int>(threadIdx.x) / kSize; }
-  __device__ int64_t number() const { return int64_t(blockIdx.x) * kTeams + place(); }
+  __device__ int index_in_block() const { return static_cast<int>(threadIdx.x) / kSize; }
+  __device__ int64_t number() const { return int64_t(blockIdx.x) * kTeams + index_in_block(); }
   __device__ static int64_t count() { return int64_t(gridDim.x) * kTeams; }
   __device__ void sync() const { __syncwarp(mask()); }
 
@@ -58,7 +58,7 @@ class BlockTeam {
   // `scratch` is an array of kWarps numbers in shared memory.
   __device__ explicit BlockTeam(double* scratch) : scratch_(scratch) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x); }
-  __device__ int place() const { return 0; }
+  __device__ int index_in_block() const { return 0; }
   __device__ int64_t number() const { return blockIdx.x; }
   __device__ static int64_t count() { return gridDim.x; }
   __device__ void sync() const { __syncthreads(); }

@@ -120,9 +120,9 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   const at::Tensor losses = at::empty({chunks.count()}, doubles);
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
-    const at::Tensor parts = at::full({chunk.rows, math::kShardPart}, NAN, doubles);
+    const at::Tensor parts = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
     shard_kernels.look(chunk.loss, {parts, best});
-    if (best.numel() > 0) parts.select(1, math::kShardPart - 1).copy_(best + shard.first_class);
+    if (best.numel() > 0) parts.select(1, math::kShardPartial - 1).copy_(best + shard.first_class);
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
                                            : rows_of(outputs.statistics, chunk);
     shard_kernels.join(chunk.loss, gather(shard, parts),
@@ -175,17 +175,17 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   LinearChunks chunks(kernels, arguments, /*with_gradient=*/true);
   // Checks the targets again, because they may have been written since forward.
   kernels.weigh(arguments.loss(), at::empty({}, divisor.options()));
-  at::Tensor upstream = grad_output.to(at::kDouble).contiguous();
+  at::Tensor row_grads = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
-  if (arguments.dtype == at::kHalf && upstream.numel() > 0) {
+  if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
     // Keeps half gradients no larger than 1, as half_scale does.
-    const at::Tensor largest = upstream.abs().amax();
+    const at::Tensor largest = row_grads.abs().amax();
     const at::Tensor is_usable = at::isfinite(largest).logical_and(largest > 0);
     peak = at::where(is_usable, largest, at::ones_like(largest));
-    upstream = upstream / *peak;
+    row_grads = row_grads / *peak;
   }
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
-    kernels.backward(chunk.loss, rows_of(upstream, chunk), rows_of(statistics, chunk), divisor,
+    kernels.backward(chunk.loss, rows_of(row_grads, chunk), rows_of(statistics, chunk), divisor,
                      chunk.grad);
   });
   if (!peak) return gradients;

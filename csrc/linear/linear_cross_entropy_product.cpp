@@ -22,7 +22,7 @@ namespace ampfuse {
 
 namespace {
 
-bool is_narrow(at::ScalarType dtype) {
+bool is_16bit(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
@@ -79,7 +79,7 @@ void narrow_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, b
 }  // namespace
 
 bool has_wide_product(at::ScalarType dtype, at::Device device) {
-  if (!is_narrow(dtype) || device.is_cuda()) return true;
+  if (!is_16bit(dtype) || device.is_cuda()) return true;
   return dtype == at::kBFloat16 && (has_mkl() || has_bfloat16_product());
 }
 

@@ -31,7 +31,7 @@ AMPFUSE_HOST_DEVICE T minus_infinity() {
 // Partial sums over some classes of a row. The sums leave out the row's target class; `largest`
 // includes it.
 template <typename T>
-struct RowPart {
+struct RowPartial {
   T largest = minus_infinity<T>();  // largest z
   T reference = 0;                  // near `largest`; see cross_entropy_exponential.h
   T sum = 0;                        // Σ exp(z − reference)
@@ -49,7 +49,8 @@ AMPFUSE_HOST_DEVICE V times_or_zero(V x, V y) {
 // Returns a or b, selected field by field. Selecting by address would force both structs out of
 // registers into memory.
 template <typename T>
-AMPFUSE_HOST_DEVICE RowPart<T> choose(bool is_first, const RowPart<T>& a, const RowPart<T>& b) {
+AMPFUSE_HOST_DEVICE RowPartial<T> choose(bool is_first, const RowPartial<T>& a,
+                                         const RowPartial<T>& b) {
   return {is_first ? a.largest : b.largest, is_first ? a.reference : b.reference,
           is_first ? a.sum : b.sum,         is_first ? a.shares : b.shares,
           is_first ? a.spread : b.spread,   is_first ? a.entropy : b.entropy};
@@ -57,10 +58,10 @@ AMPFUSE_HOST_DEVICE RowPart<T> choose(bool is_first, const RowPart<T>& a, const 
 
 // Combines the partial sums of two disjoint sets of classes.
 template <typename T>
-AMPFUSE_HOST_DEVICE RowPart<T> join(const RowPart<T>& a, const RowPart<T>& b) {
+AMPFUSE_HOST_DEVICE RowPartial<T> join(const RowPartial<T>& a, const RowPartial<T>& b) {
   const bool b_is_above = b.largest > a.largest || b.largest != b.largest;
-  RowPart<T> both = choose(b_is_above, b, a);
-  const RowPart<T> other = choose(b_is_above, a, b);
+  RowPartial<T> both = choose(b_is_above, b, a);
+  const RowPartial<T> other = choose(b_is_above, a, b);
   both.shares += other.shares;
   // If every z of `other` is −∞, all its exponentials are 0 and its reference has no meaning.
   const bool is_nothing = other.largest == minus_infinity<T>();
@@ -113,7 +114,7 @@ struct RowLoss {
 };
 
 template <typename V, typename Terms>
-AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarget<V>& target,
+AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTarget<V>& target,
                                         const Terms& terms) {
   using L = Lane<V>;
   const V below = target.exists ? others.reference - target.z : V(0);
@@ -139,11 +140,11 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPart<V>& others, const RowTarge
           {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.shares)}};
 }
 
-// Returns the scale to multiply into a gradient before backward is called: `wish`, or 1 if that is
-// 0 or not finite, since backward divides by the result. If |scale / divisor| would exceed `limit`,
-// the scale is lowered by powers of two.
-AMPFUSE_HOST_DEVICE float baked_scale(float wish, double divisor, float limit) {
-  const float scale = is_finite(wish) && wish != 0 ? wish : 1.0f;
+// Returns the scale to multiply into a gradient before backward is called: `grad_scale`, or 1 if
+// that is 0 or not finite, since backward divides by the result. If |scale / divisor| would exceed
+// `limit`, the scale is lowered by powers of two.
+AMPFUSE_HOST_DEVICE float baked_scale(float grad_scale, double divisor, float limit) {
+  const float scale = is_finite(grad_scale) && grad_scale != 0 ? grad_scale : 1.0f;
   const float factor = std::fabs(scale / static_cast<float>(divisor));
   if (!(factor > limit) || !is_finite(factor)) return scale;
   return std::ldexp(scale, -1 - std::ilogb(factor / limit));

@@ -7,19 +7,20 @@
 namespace ampfuse::math {
 
 /// A row's partial sums over the classes of one shard.
-struct ShardPart {
-  RowPart<double> others;  // over the classes except the target
-  double has_target;       // 1, or 0 if the target is on another shard or is not a single class
+struct ShardPartial {
+  RowPartial<double> others;  // over the classes except the target
+  double has_target;          // 1, or 0 if the target is on another shard or is not a single class
   double target_z;
   double target_share;
   double classes;  // number of classes of this shard
   double argmax;   // index among the classes of all shards, or NaN if not asked for
 };
-inline constexpr int kShardPart = sizeof(ShardPart) / sizeof(double);
+inline constexpr int kShardPartial = sizeof(ShardPartial) / sizeof(double);
 
 template <typename V>
-AMPFUSE_HOST_DEVICE ShardPart shard_part(const RowPart<V>& others, const RowTarget<V>& target,
-                                         int64_t classes, bool with_metrics) {
+AMPFUSE_HOST_DEVICE ShardPartial shard_partial(const RowPartial<V>& others,
+                                               const RowTarget<V>& target, int64_t classes,
+                                               bool with_metrics) {
   return {{others.largest, others.reference, others.sum, others.shares, others.spread,
            with_metrics ? static_cast<double>(others.entropy) : NAN},
           target.exists ? 1.0 : 0.0,
@@ -30,7 +31,7 @@ AMPFUSE_HOST_DEVICE ShardPart shard_part(const RowPart<V>& others, const RowTarg
 }
 
 struct WholeRow {
-  RowPart<double> others;
+  RowPartial<double> others;
   RowTarget<double> target;
   int64_t argmax = -1;
 };
@@ -38,14 +39,14 @@ struct WholeRow {
 /// Combines the parts of `count` shards, which are `stride` elements apart. The row becomes NaN
 /// unless the shards have `all_classes` classes in total and, for an index target (`is_index`),
 /// exactly one of them has the target.
-AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPart* parts, int64_t stride, int count,
+AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* parts, int64_t stride, int count,
                                          int64_t all_classes, bool is_index) {
   WholeRow whole;
   double found = 0;
   double classes = 0;
   double argmax = 0;
   for (int shard = 0; shard < count; ++shard) {
-    const ShardPart part = parts[shard * stride];
+    const ShardPartial part = parts[shard * stride];
     const double best = whole.others.largest;
     const double here = part.others.largest;
     // argmax is the first class with the largest logit; NaN is larger than every number.
@@ -77,7 +78,7 @@ struct JoinedRow {
 /// `is_here`: true if the target is on this shard. For the gradient here, a target on another shard
 /// is one of the other classes, so its B is added to statistics.shares.
 template <typename Terms>
-AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPart* parts, int64_t stride, int count,
+AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPartial* parts, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,
                                          bool is_here, const Terms& terms) {
   const WholeRow whole = join_shards(parts, stride, count, all_classes, has_index && !is_ignored);

@@ -92,12 +92,12 @@ AMPFUSE_HOST_DEVICE acc_t norm_value(Complex<T> x) {
 // Returns the NormPartial of a single element. The magnitude of a finite complex double can be
 // infinite, so `nonfinite` is found from its components.
 template <typename scalar_t>
-AMPFUSE_HOST_DEVICE NormPartial norm_part(scalar_t x) {
+AMPFUSE_HOST_DEVICE NormPartial norm_partial(scalar_t x) {
   const double value = norm_value<double>(x);
   return {std::fabs(value), is_finite(value) ? 0 : 1};
 }
 template <typename T>
-AMPFUSE_HOST_DEVICE NormPartial norm_part(Complex<T> x) {
+AMPFUSE_HOST_DEVICE NormPartial norm_partial(Complex<T> x) {
   return {magnitude(x), is_finite(x) ? 0 : 1};
 }
 

@@ -1,6 +1,6 @@
 // Cross-entropy as kernels see it: rows of logits, whatever shape the caller passed. If the classes
 // of a row are far apart in memory, as in [batch, classes, height, width], each position of the
-// image ("place" in the code) is a row, and the positions of a class are contiguous.
+// image ("position" in the code) is a row, and the positions of a class are contiguous.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,13 +36,13 @@ struct CrossEntropyArguments {
   static CrossEntropyArguments from(const NamedArguments& named);
 
   bool has_probabilities() const { return target.is_floating_point(); }
-  bool has_places() const { return input.dim() == 3; }
+  bool has_positions() const { return input.dim() == 3; }
   template <typename T, typename Number = T>
   math::LossTerms<T, Number> terms() const {
     return options.terms<T, Number>(all_classes ? *all_classes : input.size(1));
   }
   c10::SymInt rows() const {
-    return has_places() ? input.sym_size(0) * input.sym_size(2) : input.sym_size(0);
+    return has_positions() ? input.sym_size(0) * input.sym_size(2) : input.sym_size(0);
   }
 };
 

@@ -15,33 +15,33 @@ namespace {
 
 // Logits with fewer positions are copied to rows: they would fill too few lanes of a vector or
 // warp.
-constexpr int64_t kFewestPlaces = 16;
+constexpr int64_t kFewestPositions = 16;
 // Logits with more classes per position are copied too: one thread goes through all classes of a
 // position, or of a few positions.
-constexpr int64_t kMostClassesOfPlace = 16;
+constexpr int64_t kMostClassesOfPosition = 16;
 
 // Returns the number of positions: d1 · d2 · ... of [batch, classes, d1, d2, ...].
-c10::SymInt places_of(const at::Tensor& tensor) {
-  c10::SymInt places = 1;
-  for (int64_t d = 2; d < tensor.dim(); ++d) places *= tensor.sym_size(d);
-  return places;
+c10::SymInt positions_of(const at::Tensor& tensor) {
+  c10::SymInt positions = 1;
+  for (int64_t d = 2; d < tensor.dim(); ++d) positions *= tensor.sym_size(d);
+  return positions;
 }
 
 // True if the classes are so far apart in memory that they are better read in place. This does not
 // depend on the size of the batch, because no result may depend on that.
-bool has_places(const at::Tensor& tensor) {
+bool has_positions(const at::Tensor& tensor) {
   if (tensor.dim() < 3 || tensor.sym_stride(1) == 1) return false;
-  const c10::SymInt places = places_of(tensor);
-  return places >= kFewestPlaces && tensor.sym_size(1) <= kMostClassesOfPlace * places;
+  const c10::SymInt positions = positions_of(tensor);
+  return positions >= kFewestPositions && tensor.sym_size(1) <= kMostClassesOfPosition * positions;
 }
 
 // Reshapes [batch, classes, d1, ...] to [rows, classes], or to [batch, classes, positions]. Copies
 // only if there is no such view with contiguous rows.
 at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
   if (in_places) {
-    const at::Tensor places =
-        tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), places_of(tensor)});
-    return has_neighbours(places) ? places : places.contiguous();
+    const at::Tensor positions =
+        tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), positions_of(tensor)});
+    return has_neighbours(positions) ? positions : positions.contiguous();
   }
   // Most logits are rows already. A view of them would add a node to the graph.
   if (tensor.dim() == 2) return has_neighbours(tensor) ? tensor : tensor.contiguous();
@@ -111,7 +111,7 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move
   arguments.weight = loss_class_weight(kCrossEntropy, "weight", arguments.weight,
                                        input.sym_size(input.dim() == 1 ? 0 : 1), loss_dtype(input),
                                        input.device());
-  const bool in_places = has_places(input);
+  const bool in_places = has_positions(input);
   if (arguments.has_probabilities()) {
     arguments.target =
         rows_of(readable_probabilities(arguments.target, loss_dtype(input)), in_places);

@@ -42,9 +42,9 @@ class ShardSums {
   at::Tensor whole_;
 };
 
-/// The results for one shard. parts: [rows, math::kShardPart] double, which the caller fills with
-/// NaN. argmax: [rows], numbered among the shard's classes, or [0] if it is not wanted. Ignored
-/// rows are computed only if argmax is wanted.
+/// The results for one shard. parts: [rows, math::kShardPartial] double, which the caller fills
+/// with NaN. argmax: [rows], numbered among the shard's classes, or [0] if it is not wanted.
+/// Ignored rows are computed only if argmax is wanted.
 struct ShardOutputs {
   at::Tensor parts;
   at::Tensor argmax;
@@ -64,7 +64,7 @@ struct JoinedOutputs {
 struct VocabShardKernels {
   /// Fills `outputs` from the logits of this rank's shard.
   void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
-  /// Combines the shards' `parts`: [shards, rows, math::kShardPart].
+  /// Combines the shards' `parts`: [shards, rows, math::kShardPartial].
   void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& parts,
                const JoinedOutputs& outputs);
 };

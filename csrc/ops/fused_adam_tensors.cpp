@@ -112,13 +112,13 @@ void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t 
       param.is_non_overlapping_and_dense()
           ? at::empty_strided(param.sizes(), param.strides(), tensor.options()).copy_(tensor)
           : tensor.clone(at::MemoryFormat::Contiguous);
-  stand_ins_.push_back({tensor, copy, is_written});
+  dense_copies_.push_back({tensor, copy, is_written});
   return copy.mutable_data_ptr();
 }
 
 void AdamTensors::write_back() const {
-  for (const StandIn& stand_in : stand_ins_) {
-    if (stand_in.is_written) stand_in.original.copy_(stand_in.copy);
+  for (const DenseCopy& dense_copy : dense_copies_) {
+    if (dense_copy.is_written) dense_copy.original.copy_(dense_copy.copy);
   }
 }
 

@@ -42,14 +42,14 @@ class AdamTensors {
   void complete(const FusedAdamArguments& arguments, size_t t);
   void* data(const FusedAdamArguments& arguments, int column, size_t t);
 
-  struct StandIn {
+  struct DenseCopy {
     at::Tensor original;
     at::Tensor copy;
     bool is_written;
   };
 
   std::vector<AdamTensor> tensors_;
-  std::vector<StandIn> stand_ins_;
+  std::vector<DenseCopy> dense_copies_;
 };
 
 }  // namespace ampfuse

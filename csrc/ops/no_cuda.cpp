@@ -1,5 +1,6 @@
 // In a build without CUDA kernels, every operator throws one sentence for tensors on a GPU. torch's
 // own error would list every dispatch key, and no remedy.
+#include "operators.h"
 #include "registration.h"
 
 namespace ampfuse {
@@ -17,12 +18,8 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }  // namespace
 
 AMPFUSE_KERNELS(CUDA, m) {
-  for (const char* const op :
-       {"cross_entropy_", "cross_entropy_backward", "cross_entropy_forward",
-        "cross_entropy_rescale_", "fused_adam", "fused_adam.write_back_grads",
-        "linear_cross_entropy_backward", "linear_cross_entropy_forward", "multi_tensor_clip",
-        "multi_tensor_norm", "multi_tensor_unscale", "multi_tensor_unscale_norm", "update_scale"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  for (const OperatorEntry& op : kOperators) {
+    m.impl(op.name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }
 

@@ -33,19 +33,19 @@ size_t read_size(InputArchive& archive, const char* key) {
 }
 
 // Names a parameter in messages.
-struct Place {
+struct ParamIndex {
   size_t param;
   size_t group;
 };
 
-std::ostream& operator<<(std::ostream& out, const Place& place) {
-  return out << "parameter " << place.param << " of group " << place.group;
+std::ostream& operator<<(std::ostream& out, const ParamIndex& at) {
+  return out << "parameter " << at.param << " of group " << at.group;
 }
 
 void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& param,
-                const Place& place) {
+                const ParamIndex& at) {
   const auto check = [&](bool fits, const auto&... expected) {
-    TORCH_CHECK_VALUE(fits, "loaded state dict: ", name, " of ", place, ": expected ", expected...);
+    TORCH_CHECK_VALUE(fits, "loaded state dict: ", name, " of ", at, ": expected ", expected...);
   };
   if (!tensor.defined()) return;
   check(tensor.layout() == at::kStrided && !tensor.is_quantized(), "a dense tensor, got ",
@@ -58,22 +58,22 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 
-void check_state(const AdamParamState& state, const at::Tensor& param, const Place& place) {
+void check_state(const AdamParamState& state, const at::Tensor& param, const ParamIndex& at) {
   TORCH_CHECK_VALUE(state.exp_avg().defined() && state.exp_avg_sq().defined(),
-                    "loaded state dict: ", place, " has no exp_avg or no exp_avg_sq");
-  check_fits("exp_avg", state.exp_avg(), param, place);
-  check_fits("exp_avg_sq", state.exp_avg_sq(), param, place);
-  check_fits("max_exp_avg_sq", state.max_exp_avg_sq(), param, place);
-  check_fits("master_param", state.master_param(), param, place);
+                    "loaded state dict: ", at, " has no exp_avg or no exp_avg_sq");
+  check_fits("exp_avg", state.exp_avg(), param, at);
+  check_fits("exp_avg_sq", state.exp_avg_sq(), param, at);
+  check_fits("max_exp_avg_sq", state.max_exp_avg_sq(), param, at);
+  check_fits("master_param", state.master_param(), param, at);
   const at::Tensor& step = state.step();
   TORCH_CHECK_VALUE(step.layout() == at::kStrided && step.numel() == 1 && !step.is_complex() &&
                         has_memory(step) && !step.is_meta(),
-                    "loaded state dict: step of ", place, ": expected one real number, got ",
+                    "loaded state dict: step of ", at, ": expected one real number, got ",
                     step.toString(), " of shape ", step.sizes());
 }
 
 SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
-                            const torch::optim::OptimizerParamGroup& group, size_t index) {
+                            const torch::optim::OptimizerParamGroup& group, size_t group_index) {
   const std::vector<at::Tensor>& params = group.params();
   TORCH_CHECK_VALUE(read_size(archive, "params/size") == params.size(),
                     "loaded state dict contains a parameter group that has a different size than "
@@ -82,17 +82,17 @@ SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
   archive.read("options", saved.options);
   const auto options = group.options().clone();
   options->serialize(saved.options);
-  const optim::AdamSettings settings = optim::checked_settings(*options, index);
-  for (size_t place = 0; place < params.size(); ++place) {
+  const optim::AdamSettings settings = optim::checked_settings(*options, group_index);
+  for (size_t index = 0; index < params.size(); ++index) {
     torch::IValue key;
-    archive.read("params/" + std::to_string(place), key);
+    archive.read("params/" + std::to_string(index), key);
     InputArchive archived;
     saved.states.emplace_back();
     if (!states.try_read(key.toStringRef(), archived)) continue;
     AdamParamState state;
     state.serialize(archived);
-    check_state(state, params[place], {place, index});
-    saved.states.back() = optim::new_state(state, params[place], settings);
+    check_state(state, params[index], {index, group_index});
+    saved.states.back() = optim::new_state(state, params[index], settings);
   }
   return saved;
 }
@@ -115,10 +115,10 @@ void Adam::save(OutputArchive& archive) const {
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     OutputArchive group(archive.compilation_unit());
     write_size(group, "params/size", param_groups_[i].params().size());
-    for (size_t place = 0; place < param_groups_[i].params().size(); ++place) {
+    for (size_t index = 0; index < param_groups_[i].params().size(); ++index) {
       const std::string key = std::to_string(params++);
-      group.write("params/" + std::to_string(place), torch::IValue(key));
-      const at::Tensor& param = param_groups_[i].params()[place];
+      group.write("params/" + std::to_string(index), torch::IValue(key));
+      const at::Tensor& param = param_groups_[i].params()[index];
       const auto* of_param = optim::find_state(state_, param);
       if (!of_param) continue;
       OutputArchive state(archive.compilation_unit());
@@ -152,10 +152,10 @@ void Adam::load(InputArchive& archive) {
   // All new state has been made. Nothing below this fails.
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     param_groups_[i].options().serialize(saved[i].options);
-    for (size_t place = 0; place < saved[i].states.size(); ++place) {
-      const at::Tensor& param = param_groups_[i].params()[place];
-      if (saved[i].states[place]) {
-        optim::put_state(optim::state_of(state_, param), *saved[i].states[place], param);
+    for (size_t index = 0; index < saved[i].states.size(); ++index) {
+      const at::Tensor& param = param_groups_[i].params()[index];
+      if (saved[i].states[index]) {
+        optim::put_state(optim::state_of(state_, param), *saved[i].states[index], param);
       } else {
         state_.erase(param.unsafeGetTensorImpl());
       }

@@ -54,23 +54,24 @@ AdamGroup read_group(const torch::optim::OptimizerParamGroup& group, const AdamS
 }
 
 void check_params(const torch::optim::OptimizerParamGroup& group, const AdamSettings& settings,
-                  size_t index) {
-  for (size_t place = 0; place < group.params().size(); ++place) {
-    const at::Tensor& param = group.params()[place];
+                  size_t group_index) {
+  for (size_t index = 0; index < group.params().size(); ++index) {
+    const at::Tensor& param = group.params()[index];
     TORCH_CHECK_VALUE(
         settings.master_weights != MasterWeights::kRemainder || param.scalar_type() != at::kHalf,
-        "MasterWeights::kRemainder: parameter ", place, " of group ", index,
+        "MasterWeights::kRemainder: parameter ", index, " of group ", group_index,
         " is float16, and only bfloat16 has a remainder; use MasterWeights::kAuto in a group of "
         "its "
         "own");
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) continue;
-    TORCH_CHECK(!grad.is_sparse(), "parameter ", place, " of group ", index,
+    TORCH_CHECK(!grad.is_sparse(), "parameter ", index, " of group ", group_index,
                 ": Adam does not support sparse gradients");
-    TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "parameter ", place, " of group ", index,
+    TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "parameter ", index, " of group ", group_index,
                       ": expected a gradient of shape ", param.sizes(), ", got ", grad.sizes());
-    TORCH_CHECK_VALUE(grad.device() == param.device(), "parameter ", place, " of group ", index,
-                      ": expected a gradient on ", param.device(), ", got ", grad.device());
+    TORCH_CHECK_VALUE(grad.device() == param.device(), "parameter ", index, " of group ",
+                      group_index, ": expected a gradient on ", param.device(), ", got ",
+                      grad.device());
   }
 }
 

@@ -27,15 +27,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
     ending = Ending(chosen)
     # At exit Python joins the program's threads and then calls the registered functions, the last
     # one first. This one is registered first, so it is called after all those of the program.
-    atexit.register(ending.tell)
+    atexit.register(ending.write_report)
     run = program.run_module if chosen.is_module else program.run_script
     try:
         raised = run(chosen.name, chosen.arguments)
     except program.NoProgramError as error:
-        atexit.unregister(ending.tell)
+        atexit.unregister(ending.write_report)
         options.refuse(str(error))
     ending.note(raised)
-    program.tell(raised)
+    program.report_exception(raised)
     if chosen.plot is not None:
         show.import_for_plots()
     program.end_as_after(raised)
@@ -58,7 +58,7 @@ class Ending:
         self._ended = report.how_it_ended(raised)
         self._is_interrupted = isinstance(raised, KeyboardInterrupt)
 
-    def tell(self) -> None:
+    def write_report(self) -> None:
         """Report in each requested way. An error in one stops no other, and the exit code stays."""
         is_forked = os.getpid() != self._process
         if is_forked or not self._is_first_rank:
@@ -67,16 +67,16 @@ class Ending:
         with _apart():
             parts = [PARTS[name] for name in chosen.parts]
             seconds = time.perf_counter() - self._start
-            told = report.report(chosen.name, parts, seconds, self._ended)
+            summary = report.report(chosen.name, parts, seconds, self._ended)
             with _apart():
                 if chosen.json is not None:
-                    report.write(told, chosen.json)
+                    report.write(summary, chosen.json)
             with _apart():
                 if not chosen.quiet:
-                    show.summary(told)
+                    show.summary(summary)
             with _apart():
                 if chosen.plot is not None:
-                    show.plot(told, chosen.plot)
+                    show.plot(summary, chosen.plot)
         if self._is_interrupted:
             program.end_by_interrupt()
 

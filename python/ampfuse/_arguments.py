@@ -10,7 +10,7 @@ from torch import Tensor
 
 _MISMATCH = re.compile(r"of type '([^']+)' for argument '(\w+)' but instead found type '(\w+)'")
 
-# What an argument is expected to be: by its name, or else by its type in the schema.
+# The expected value of an argument, by its name or else by its type in the schema.
 _EXPECTED = {
     "dtype": "a torch.dtype",
     "ord": "1, 2 or inf",

@@ -50,15 +50,15 @@ def _about_parameters(error: Exception, parameters: list[Tensor]) -> Exception:
 
 def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
     """Call `call` with the tensors of each device; its errors name indices in the whole list."""
-    places: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(place)
+    indices: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault(tensor.device, []).append(index)
     results = []
-    for of_device in places.values():
+    for of_device in indices.values():
         try:
-            results.append(call([tensors[place] for place in of_device]))
+            results.append(call([tensors[index] for index in of_device]))
         except (ValueError, TypeError) as error:
-            raise _renamed(error, [f"tensors[{place}]" for place in of_device]) from None
+            raise _renamed(error, [f"tensors[{index}]" for index in of_device]) from None
     return results
 
 

@@ -150,8 +150,8 @@ TEST_CASE("a damaged archive that is refused changes nothing in the optimizer") 
   for (int i = 0; i < 500; ++i) {
     Content content = good;
     for (size_t changes = 1 + one_of(3); changes > 0; --changes) {
-      const size_t place = one_of(content.states.size() + 1);
-      Entries& entries = place < content.states.size() ? content.states[place] : content.options;
+      const size_t index = one_of(content.states.size() + 1);
+      Entries& entries = index < content.states.size() ? content.states[index] : content.options;
       if (entries.empty()) continue;
       const auto entry = std::next(entries.begin(), one_of(entries.size()));
       const size_t kind = one_of(junk().size() + 1);

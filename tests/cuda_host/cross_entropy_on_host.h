@@ -42,7 +42,7 @@ struct Options {
   float limit = INFINITY;  // upper bound of |scale / divisor|
   int kept_pieces = 1;     // packs of a row per thread that fit in shared memory
   int64_t padding = 0;     // elements between rows of logits
-  int64_t places =
+  int64_t positions =
       0;  // spatial positions per batch entry; 0 if the classes of a row are contiguous
   std::optional<int64_t> grad_offset = {};  // if it differs from the offset of logits
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
@@ -68,7 +68,7 @@ inline std::vector<Options> each_by_itself(const Options& given) {
 }
 
 // Rows of logits. Their allocation ends with the last row, and they start `offset` elements after a
-// 16-byte boundary. If options.places is set, `rows` must be a multiple of it.
+// 16-byte boundary. If options.positions is set, `rows` must be a multiple of it.
 template <typename scalar_t, typename grad_t = scalar_t>
 struct Batch {
   int64_t rows;
@@ -132,11 +132,11 @@ struct Batch {
   scalar_t* row_of(int64_t row) const { return logits.data() + row * stride; }
 
   // Returns the index of a class of a row in memory: `row_stride` is the distance between rows, if
-  // options.places is not set.
+  // options.positions is not set.
   int64_t index(int64_t row, int c, int64_t row_stride) const {
-    const int64_t places = options.places;
-    if (places == 0) return row * row_stride + c;
-    return (row / places * classes + c) * places + row % places;
+    const int64_t positions = options.positions;
+    if (positions == 0) return row * row_stride + c;
+    return (row / positions * classes + c) * positions + row % positions;
   }
   scalar_t& logit(int64_t row, int c) const { return logits.data()[index(row, c, stride)]; }
   grad_t gradient_of(int64_t row, int c) const {
@@ -147,7 +147,8 @@ struct Batch {
   }
 
   ampfuse::RowsAt rows_at(int64_t row_stride) const {
-    if (options.places > 0) return {classes * options.places, options.places, options.places};
+    if (options.positions > 0)
+      return {classes * options.positions, options.positions, options.positions};
     return {row_stride, 1, 1};
   }
 

@@ -44,7 +44,7 @@ template <typename scalar_t, typename Team, RowWork kWork>
 void by_shards(Batch<scalar_t>& batch, int middle, int64_t all_classes) {
   const std::vector<Shard<scalar_t>> shards = {{batch, 0, middle}, {batch, middle, batch.classes}};
   const bool with_metrics = batch.options.metrics;
-  std::vector<ampfuse::math::ShardPart> parts(2 * batch.rows);
+  std::vector<ampfuse::math::ShardPartial> parts(2 * batch.rows);
   std::vector<int64_t> argmax(batch.rows);
   for (size_t i = 0; i < shards.size(); ++i) {
     auto* const mine = parts.data() + i * batch.rows;

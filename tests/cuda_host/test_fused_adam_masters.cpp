@@ -49,8 +49,8 @@ FakeAdamTensors<Types> trained(bool aggressive) {
                             std::numeric_limits<float>::denorm_min(),
                             -0.0f,
                             from_bits(0x3f808000)};  // midway between two bfloat16
-  int64_t place = 0;
-  for (const float extreme : extremes) tensors[1].set_number(place++, extreme);
+  int64_t index = 0;
+  for (const float extreme : extremes) tensors[1].set_number(index++, extreme);
   for (uint32_t step = 0; step < 5; ++step) {
     for (auto& tensor : tensors) fill_gradients(tensor, 100 + step);
     step_on_host(tensors, options, signals_with_lr(aggressive ? 1 : 1e-3));

@@ -62,11 +62,11 @@ TEST_CASE("the scale is updated once per launch, however many threads it has") {
 TEST_CASE("any flag except 0 is an overflow, whether first or last in the list") {
   std::vector<float> flags(ampfuse::kScaleFlags, 0.0f);
   for (const float flag : {1.0f, 3.0f, -1.0f, std::nanf(""), INFINITY, 1e-44f}) {
-    for (const size_t place : {size_t{0}, flags.size() - 1}) {
-      flags[place] = flag;
+    for (const size_t index : {size_t{0}, flags.size() - 1}) {
+      flags[index] = flag;
       FakeScale scale(8);
       CHECK(scale.update(flags) == 4);
-      flags[place] = 0;
+      flags[index] = 0;
     }
   }
   FakeScale scale(8);

@@ -14,7 +14,7 @@ namespace ampfuse::CPU_CAPABILITY {
 namespace {
 
 using at::vec::Vectorized;
-using RowPart = math::RowPart<double>;
+using RowPartial = math::RowPartial<double>;
 
 // A sum over pairs of vectors.
 template <typename scalar_t>
@@ -139,9 +139,9 @@ void write_exponentials(const Logits& logits, const Reference& reference, acc_t<
 
 // Computes `shares` and `spread` of a block, without its target.
 template <typename scalar_t>
-void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) {
+void add_shares(const Logits& logits, const TargetMass& shares, RowPartial& part) {
   using Vec = AccVec<scalar_t>;
-  const ShareVectors<acc_t<scalar_t>> classes(shares);
+  const TargetMassVectors<acc_t<scalar_t>> classes(shares);
   const Vec largest(static_cast<acc_t<scalar_t>>(part.largest));
   Sum<scalar_t> sum;
   Sum<scalar_t> spread;
@@ -165,13 +165,13 @@ void add_shares(const Logits& logits, const ClassShares& shares, RowPart& part) 
 }
 
 template <typename scalar_t>
-RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entropy,
-                 acc_t<scalar_t>* exponentials) {
+RowPartial row_partial(const Logits& logits, const TargetMass& shares, bool with_entropy,
+                       acc_t<scalar_t>* exponentials) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
   const A largest =
       static_cast<A>(math::softcapped(double{largest_logit<scalar_t>(logits)}, logits.softcap));
-  RowPart part;
+  RowPartial part;
   part.largest = largest;
   if (!math::is_finite(largest)) {
     // All logits are -infinity, or the row has no distribution.
@@ -208,11 +208,11 @@ RowPart row_part(const Logits& logits, const ClassShares& shares, bool with_entr
 
 }  // namespace
 
-math::RowPart<double> row_part(const Logits& logits, const ClassShares& shares, bool with_entropy,
-                               void* exponentials) {
+math::RowPartial<double> row_partial(const Logits& logits, const TargetMass& shares,
+                                     bool with_entropy, void* exponentials) {
   return with_logit_type(logits.dtype, [&]<typename scalar_t>() {
-    return row_part<scalar_t>(logits, shares, with_entropy,
-                              static_cast<acc_t<scalar_t>*>(exponentials));
+    return row_partial<scalar_t>(logits, shares, with_entropy,
+                                 static_cast<acc_t<scalar_t>*>(exponentials));
   });
 }
 

@@ -16,7 +16,7 @@ void write_each(out_t* out, int64_t count, const Value& value) {
   using Out = at::vec::Vectorized<out_t>;
   int64_t i = 0;
   const auto write = [&](int64_t size) {
-    if constexpr (kIsNarrow<out_t>) {
+    if constexpr (kIs16Bit<out_t>) {
       const Vec low = value(i);
       const Vec high = size > Vec::size() ? value(i + Vec::size()) : Vec(0);
       at::vec::convert_from_float<out_t>(low, high).store(out + i, size);
@@ -69,7 +69,7 @@ class OfExponentials {
 };
 
 template <typename scalar_t, typename out_t>
-void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
+void row_gradient(const Logits& logits, const TargetMass& shares, const void* exponentials,
                   const math::RowGradient<double>& gradient, out_t* out) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
@@ -80,7 +80,7 @@ void row_gradient(const Logits& logits, const ClassShares& shares, const void* e
   }
   const OfExponentials<scalar_t> of_exponentials(exponentials, gradient.of_exponential);
   if (shares.any() || logits.softcap != 0) {
-    const ShareVectors<A> classes(shares);
+    const TargetMassVectors<A> classes(shares);
     const Vec minus_scale(static_cast<A>(-gradient.scale));
     write_each(out, logits.count, [&](int64_t i) {
       const int64_t rest = std::min<int64_t>(Vec::size(), logits.count - i);
@@ -98,7 +98,7 @@ void row_gradient(const Logits& logits, const ClassShares& shares, const void* e
 
 }  // namespace
 
-void row_gradient(const Logits& logits, const ClassShares& shares, const void* exponentials,
+void row_gradient(const Logits& logits, const TargetMass& shares, const void* exponentials,
                   const math::RowGradient<double>& gradient, void* out, c10::ScalarType out_dtype) {
   with_logit_type(logits.dtype, [&]<typename scalar_t>() {
     with_gradient_type<scalar_t>(out_dtype, [&]<typename out_t>() {

@@ -13,7 +13,7 @@ ClassIndices look_at(const void* data, int64_t count, int64_t ignore_index, int6
     const int64_t index = indices[i];
     const bool counts = index != ignore_index;
     counting += counts;
-    // As unsigned numbers, negative indices are larger than the number of classes.
+    // Negative indices, read as unsigned numbers, are larger than the number of classes.
     bad += counts && static_cast<uint64_t>(index) >= static_cast<uint64_t>(classes);
   }
   return {counting, bad == 0};

@@ -20,7 +20,7 @@ template <typename scalar_t>
 using AccVec = at::vec::Vectorized<acc_t<scalar_t>>;
 
 template <typename scalar_t>
-constexpr bool kIsNarrow = at::vec::is_reduced_floating_point_v<scalar_t>;
+constexpr bool kIs16Bit = at::vec::is_reduced_floating_point_v<scalar_t>;
 
 template <typename scalar_t>
 constexpr acc_t<scalar_t> kInfinity = std::numeric_limits<acc_t<scalar_t>>::infinity();
@@ -62,7 +62,7 @@ std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, i
   using Vec = AccVec<scalar_t>;
   constexpr int64_t kSize = Vec::size();
   const bool is_whole = rest >= kPair * kSize;
-  if constexpr (kIsNarrow<scalar_t>) {
+  if constexpr (kIs16Bit<scalar_t>) {
     using Narrow = at::vec::Vectorized<scalar_t>;
     return at::vec::convert_to_float(is_whole ? Narrow::loadu(from) : Narrow::loadu(from, rest));
   } else {
@@ -75,7 +75,7 @@ std::tuple<AccVec<scalar_t>, AccVec<scalar_t>> load_pair(const scalar_t* from, i
 /// Loads and widens one vector of logits, or only `rest` if these are fewer.
 template <typename scalar_t>
 AccVec<scalar_t> load_one(const scalar_t* from, int64_t rest) {
-  if constexpr (kIsNarrow<scalar_t>) {
+  if constexpr (kIs16Bit<scalar_t>) {
     using Narrow = at::vec::Vectorized<scalar_t>;
     return std::get<0>(at::vec::convert_to_float(Narrow::loadu(from, rest)));
   } else {

@@ -7,11 +7,11 @@
 namespace ampfuse::CPU_CAPABILITY {
 
 template <typename A>
-class ShareVectors {
+class TargetMassVectors {
  public:
   using Vec = at::vec::Vectorized<A>;
 
-  explicit ShareVectors(const ClassShares& shares)
+  explicit TargetMassVectors(const TargetMass& shares)
       : shares_(shares),
         of_probability_(static_cast<A>(shares.of_probability)),
         uniform_(static_cast<A>(shares.uniform)) {}
@@ -48,7 +48,7 @@ class ShareVectors {
     return Vec::loadu(values);
   }
 
-  const ClassShares& shares_;
+  const TargetMass& shares_;
   Vec of_probability_;
   Vec uniform_;
 };

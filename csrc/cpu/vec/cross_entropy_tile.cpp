@@ -84,9 +84,9 @@ void load_probabilities(const Tile& tile, const TileMemory<A>& memory) {
 // Computes `shares` and `spread`, without the targets.
 template <typename A>
 void add_shares(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
-                TilePart& part) {
+                TilePartial& part) {
   using Vec = VecOf<A>;
-  const TileShareVectors<A> shares(tile, memory.probabilities);
+  const TileTargetMassVectors<A> shares(tile, memory.probabilities);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const Vec largest = load_as<A>(part.largest + row);
     const Vec target = load_as<A>(targets.index + row);
@@ -155,7 +155,7 @@ void read_targets(const Tile& tile, TileTargets& targets) {
 }
 
 template <typename scalar_t>
-void tile_part_of(const Tile& tile, void* bytes, TilePart& part, TileTargets& targets,
+void tile_part_of(const Tile& tile, void* bytes, TilePartial& part, TileTargets& targets,
                   int64_t* argmax) {
   using A = acc_t<scalar_t>;
   using Vec = VecOf<A>;
@@ -221,8 +221,8 @@ double sum_of(const TileNumbers& numbers) {
 
 }  // namespace
 
-void tile_part(const Tile& tile, void* memory, TilePart& part, TileTargets& targets,
-               int64_t* argmax) {
+void tile_partial(const Tile& tile, void* memory, TilePartial& part, TileTargets& targets,
+                  int64_t* argmax) {
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
     tile_part_of<scalar_t>(tile, memory, part, targets, argmax);
   });
@@ -246,15 +246,15 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
   });
 }
 
-void tile_loss(const Tile& tile, const TilePart& part, const TileTargets& targets,
+void tile_loss(const Tile& tile, const TilePartial& part, const TileTargets& targets,
                bool with_metrics, TileLoss& loss) {
   using Vec = VecOf<double>;
   using L = math::Lane<Vec>;
   if (tile.rows < kTileRows) std::fill_n(loss.loss, kTileRows, 0);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const auto at = [&](const TileNumbers& numbers) { return Vec::loadu(numbers + row); };
-    const math::RowPart<Vec> others = {at(part.largest), at(part.reference), at(part.sum),
-                                       at(part.shares),  at(part.spread),    at(part.entropy)};
+    const math::RowPartial<Vec> others = {at(part.largest), at(part.reference), at(part.sum),
+                                          at(part.shares),  at(part.spread),    at(part.entropy)};
     const Vec index = at(targets.index);
     const Vec z =
         L::choose(index >= Vec(0), math::softcapped(at(targets.logit), tile.terms.softcap),

@@ -22,7 +22,7 @@ struct Tile {
   int64_t rows;  // at most kTileRows
   int64_t classes;
   math::LossTerms<double> terms;
-  ClassShares shares;  // points to the first row's probabilities
+  TargetMass shares;  // points to the first row's probabilities
   TileLayout probabilities;
   const void* targets;  // from the first row on; null if targets are probabilities
   c10::ScalarType target_dtype;
@@ -48,8 +48,8 @@ struct TileTargets {
 inline constexpr double kIgnored = -1;
 inline constexpr double kNoClass = -2;
 
-/// The math::RowPart of each row.
-struct TilePart {
+/// The math::RowPartial of each row.
+struct TilePartial {
   TileNumbers largest, reference, sum, shares, spread, entropy;
 };
 
@@ -73,11 +73,11 @@ inline int64_t tile_bytes(const Tile& tile) {
 }
 
 /// Computes the partial results and targets of the rows, and leaves exponentials in `memory` as
-/// row_part does. Entropies and argmax are computed only if `argmax` is not null.
-AMPFUSE_PER_CAPABILITY(void tile_part(const Tile& tile, void* memory, TilePart& part,
-                                      TileTargets& targets, int64_t* argmax))
+/// row_partial does. Entropies and argmax are computed only if `argmax` is not null.
+AMPFUSE_PER_CAPABILITY(void tile_partial(const Tile& tile, void* memory, TilePartial& part,
+                                         TileTargets& targets, int64_t* argmax))
 
-/// Computes exponentials as tile_part does for rows whose largest z are known. Also sets
+/// Computes exponentials as tile_partial does for rows whose largest z are known. Also sets
 /// `reference` and `targets`.
 AMPFUSE_PER_CAPABILITY(void tile_exponentials(const Tile& tile, void* memory,
                                               const TileNumbers& largest, TileNumbers& reference,
@@ -85,7 +85,7 @@ AMPFUSE_PER_CAPABILITY(void tile_exponentials(const Tile& tile, void* memory,
 
 /// Computes math::row_loss of each row. Loss and statistics of ignored rows are zeros. lse and
 /// entropy are computed only if `with_metrics`, for ignored rows, too.
-AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePart& part,
+AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePartial& part,
                                       const TileTargets& targets, bool with_metrics,
                                       TileLoss& loss))
 

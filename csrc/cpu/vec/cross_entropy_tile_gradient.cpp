@@ -99,7 +99,7 @@ class RowGradients {
   int64_t row_;
   bool has_shares_;
   bool is_capped_;
-  TileShareVectors<A> shares_;
+  TileTargetMassVectors<A> shares_;
   math::BiasedFactorOf<Vec> factor_;
   Vec minus_scale_;
   Vec target_;
@@ -119,7 +119,7 @@ void write_gradient(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
       some.store(here);
     };
     const RowGradients<scalar_t> low(tile, memory, targets, gradient, row);
-    if constexpr (kIsNarrow<To>) {
+    if constexpr (kIs16Bit<To>) {
       const RowGradients<scalar_t> high(tile, memory, targets, gradient, row + Out::size() / 2);
       for (int64_t c = 0; c < tile.classes; ++c) {
         put(at::vec::convert_from_float<To>(low.at(c), high.at(c)), c);

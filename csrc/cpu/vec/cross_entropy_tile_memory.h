@@ -41,7 +41,7 @@ template <typename From, typename To>
 void convert(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
     std::memcpy(to, from, count * sizeof(To));
-  } else if constexpr (kIsNarrow<From>) {
+  } else if constexpr (kIs16Bit<From>) {
     widen(from, to, count);
   } else {
     narrow(from, to, count);

@@ -7,12 +7,12 @@
 namespace ampfuse::CPU_CAPABILITY {
 
 template <typename A>
-class TileShareVectors {
+class TileTargetMassVectors {
  public:
   using Vec = at::vec::Vectorized<A>;
 
   /// `probabilities`: [classes][kTileRows]. Not used if targets are indices.
-  TileShareVectors(const Tile& tile, const A* probabilities)
+  TileTargetMassVectors(const Tile& tile, const A* probabilities)
       : weight_(static_cast<const A*>(tile.shares.weight)),
         probabilities_(tile.shares.probabilities == nullptr ? nullptr : probabilities),
         of_probability_(static_cast<A>(tile.shares.of_probability)),

@@ -117,7 +117,7 @@ math::NormPartial norm_chunk(scalar_t* x, int64_t count, const Access& access) {
   if (math::norm_in_range<kNorm, scalar_t, double>(total))
     return {math::norm_finish<kNorm>(total), 0};
   return math::norm_exact<kNorm>(
-      count, [x](int64_t i) { return math::norm_part(x[i]); }, math::OneWorker());
+      count, [x](int64_t i) { return math::norm_partial(x[i]); }, math::OneWorker());
 }
 
 template <NormType kNorm, typename scalar_t>

@@ -29,12 +29,12 @@ class DeviceGradients:
         found: list[DeviceGradients] = []
         seen: Counter[int] = Counter()
         for param, grad in zip(self.params, self.grads, strict=True):
-            place = grad.data_ptr()
-            if seen[place] == len(found):
+            address = grad.data_ptr()
+            if seen[address] == len(found):
                 found.append(DeviceGradients([], []))
-            found[seen[place]].params.append(param)
-            found[seen[place]].grads.append(grad)
-            seen[place] += 1
+            found[seen[address]].params.append(param)
+            found[seen[address]].grads.append(grad)
+            seen[address] += 1
         return found
 
 
@@ -160,7 +160,7 @@ class TracedWeakTensors:
     references: "list[weakref.ref[Tensor]]"
 
     def alive(self) -> list[Tensor | None]:
-        """Return the tensors, with None in place of deleted ones."""
+        """Return the tensors, with None in address of deleted ones."""
         return [reference() for reference in self.references]
 
 

@@ -89,8 +89,8 @@ class Memory:
         self._counters_copy, self._skips_in_a_row = HostCopy(), counts[1]
         self._recorded_from = counts[2]
         if self._counters is not None:
-            for place, count in enumerate(counts):
-                self._counters[place].fill_(count)
+            for index, count in enumerate(counts):
+                self._counters[index].fill_(count)
 
     def note_step(self, found_inf: Tensor, inspection: Inspection | None) -> None:
         """Record a step that is about to be taken, or skipped if the flag is set."""

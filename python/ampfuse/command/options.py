@@ -105,17 +105,17 @@ def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool
     script on standard input.
     """
     words = list(arguments)
-    place = 0
-    while place < len(words):
-        word = words[place]
-        own, rest = words[:place], words[place + 1 :]
+    index = 0
+    while index < len(words):
+        word = words[index]
+        own, rest = words[:index], words[index + 1 :]
         if word == "--":
             return own, False, rest
         if word.startswith("-m"):
             return own, True, [word[2:], *rest] if word[2:] else rest
         if word == "-" or not word.startswith("-"):
             return own, False, [word, *rest]
-        place += 2 if word in valued else 1
+        index += 2 if word in valued else 1
     return words, False, []
 
 

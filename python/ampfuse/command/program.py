@@ -111,16 +111,16 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
     return None
 
 
-def tell(raised: BaseException | None) -> None:
+def report_exception(raised: BaseException | None) -> None:
     """Report an uncaught exception as Python does: set `sys.last_*` and call `sys.excepthook`."""
     if raised is None or isinstance(raised, SystemExit):
         return
-    told = (type(raised), raised, raised.__traceback__)
-    sys.last_type, sys.last_value, sys.last_traceback = told
+    error = (type(raised), raised, raised.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = error
     if sys.version_info >= (3, 12):
         sys.last_exc = raised
     try:
-        sys.excepthook(*told)
+        sys.excepthook(*error)
     except SystemExit:
         raise
     except BaseException as failed:
@@ -128,7 +128,7 @@ def tell(raised: BaseException | None) -> None:
         hooks_own = failed.__traceback__ and failed.__traceback__.tb_next
         traceback.print_exception(failed.with_traceback(hooks_own))
         print("\nOriginal exception was:", file=sys.stderr)
-        traceback.print_exception(*told)
+        traceback.print_exception(*error)
 
 
 def end_by_interrupt() -> None:

@@ -28,7 +28,7 @@ def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[
         try:
             scalers.append(_of_scaler(scaler))
         except Exception as error:  # for example a GPU error that the program has caused
-            hints.append(f"What a scaler did cannot be told: {error}")
+            hints.append(f"The record of a scaler cannot be read: {error}")
     hints += [hint for scaler in scalers for hint in _hints(scaler)]
     return {
         "program": program,
@@ -89,7 +89,7 @@ def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
 def _about_compiling() -> Iterable[str]:
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None and dynamo.counters["stats"]["unique_graphs"]:
-        yield "What runs inside of torch.compile is not counted, but for what scalers tell."
+        yield "Calls inside torch.compile are not counted; scalers count their steps there, too."
 
 
 def _hints(scaler: dict[str, Any]) -> Iterable[str]:

@@ -19,22 +19,22 @@ def title(report: dict[str, Any]) -> str:
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
-    told = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
+    rows = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
     for name, part in report["parts"].items():
-        told.append((name, f"used {_times(part['used'])}"))
-        told += [
+        rows.append((name, f"used {_times(part['used'])}"))
+        rows += [
             ("", f"left to torch {_times(count)}: {reason}")
             for reason, count in part["left_to_torch"].items()
         ]
     if report["earlier_scalers"]:
-        told.append(("scalers", f"{report['earlier_scalers']:,} before these"))
+        rows.append(("scalers", f"{report['earlier_scalers']:,} before these"))
     for scaler in report["scalers"]:
-        told += _of_scaler(scaler)
-    told += [
-        ("peak memory" if place == "host" else f"on {place}", f"{size / 2**20:,.0f} MiB")
-        for place, size in report["peak_memory"].items()
+        rows += _of_scaler(scaler)
+    rows += [
+        ("peak memory" if device == "host" else f"on {device}", f"{size / 2**20:,.0f} MiB")
+        for device, size in report["peak_memory"].items()
     ]
-    return told + [("hint", hint) for hint in report["hints"]]
+    return rows + [("hint", hint) for hint in report["hints"]]
 
 
 def _times(count: int) -> str:

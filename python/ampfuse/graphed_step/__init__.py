@@ -126,8 +126,8 @@ class GraphedStep:
         if self.optimizer._columns is not self._known_columns:
             self._take_over_state()
         self._written.adopt(self._stepped)
-        for place, tensor in zip(self._sample, batch, strict=True):
-            place.copy_(tensor, non_blocking=True)
+        for own, tensor in zip(self._sample, batch, strict=True):
+            own.copy_(tensor, non_blocking=True)
         self._graph.replay()
         self._written.note_step(self._stepped)
         self._note_replay()

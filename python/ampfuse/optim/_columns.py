@@ -83,7 +83,7 @@ class GroupColumns:
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
         self._steps: list[Any] = []
         self._kept = kept(group)
-        grads, self._kinds = self._survey()
+        grads, self._kinds = self._inspect()
         for index, param in enumerate(self._params):
             if grads[index] is None:
                 continue
@@ -99,7 +99,7 @@ class GroupColumns:
         params = group["params"]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
-        grads, kinds = self._survey()
+        grads, kinds = self._inspect()
         if kinds != self._kinds or kept(group) != self._kept:
             return None
         try:
@@ -115,7 +115,7 @@ class GroupColumns:
     def _read_steps(self) -> list[Any]:
         return [state["step"] for state in chain.from_iterable(self._states.values())]
 
-    def _survey(self) -> tuple[list[Any], Any]:
+    def _inspect(self) -> tuple[list[Any], Any]:
         """Return all gradients, and a key: all dtypes and which parameters have a gradient.
 
         The key has dtypes because a model that is cast keeps the same parameter objects.
@@ -267,9 +267,9 @@ def about_parameter(error: Exception, columns: Columns, groups: list[dict[str, A
     """Return the op's error about an entry of its lists, with a description of the parameter."""
     found = re.match(r"fused_adam: \w+\[(\d+)\]", str(error))
     param = columns.params[int(found[1])] if found else None
-    for index, group in enumerate(groups):
-        for place, candidate in enumerate(group["params"]):
+    for group_index, group in enumerate(groups):
+        for index, candidate in enumerate(group["params"]):
             if candidate is param:
-                what = f"parameter {place} of group {index}, {param.dtype} of shape "
+                what = f"parameter {index} of group {group_index}, {param.dtype} of shape "
                 return type(error)(f"{error} ({what}{tuple(param.shape)})")
     return error

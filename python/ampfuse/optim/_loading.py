@@ -304,11 +304,11 @@ def _kind(value: Any) -> str:
 
 def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Copy loaded rates to the present tensors; groups with different rates stop sharing one."""
-    places: dict[int, list[int]] = {}
+    indices: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         if isinstance(group["lr"], Tensor) and "lr" in loaded[index]:
-            places.setdefault(id(group["lr"]), []).append(index)
-    for sharing in places.values():
+            indices.setdefault(id(group["lr"]), []).append(index)
+    for sharing in indices.values():
         rate = groups[sharing[0]]["lr"]
         values = [torch.as_tensor(loaded[index]["lr"]) for index in sharing]
         numbers = {value.item() for value in values} if len(values) > 1 else set()

@@ -176,15 +176,15 @@ def check_limit(max_grad_norm: float | None) -> None:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
 
-def check_params(group: dict[str, Any], index: int) -> None:
+def check_params(group: dict[str, Any], group_index: int) -> None:
     """Raise for a group whose parameters cannot have the masters that its option requests."""
     if option(group, "master_weights") != "remainder":
         return
-    for place, param in enumerate(group["params"]):
+    for index, param in enumerate(group["params"]):
         if param.dtype == torch.float16:
             raise ValueError(
-                f"master_weights='remainder': parameter {place} of group {index} is float16, and "
-                "only bfloat16 has a remainder; use master_weights=True in a group of its own"
+                f"master_weights='remainder': parameter {index} of group {group_index} is float16, "
+                "and only bfloat16 has a remainder; use master_weights=True in a group of its own"
             )
 
 

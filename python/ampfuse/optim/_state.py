@@ -9,7 +9,7 @@ from ampfuse._graphs import is_capturing
 from ampfuse.optim._options import STATE_DTYPES, Kept, state_dtype_name
 from ampfuse.optim._remainders import join, split
 
-HALVES = (torch.float16, torch.bfloat16)
+DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 Spares = dict[Tensor, Tensor]  # by parameter: masters to set to the parameter again, in place
@@ -75,7 +75,7 @@ def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
     have the parameter's dtype, as in torch, except that float16 has float32: squares exceed the
     range of float16.
     """
-    if param.dtype not in (*HALVES, torch.float32):
+    if param.dtype not in (*DTYPES_16_BIT, torch.float32):
         return param.dtype
     if kept.state_dtype is None:
         return torch.float32 if param.dtype == torch.float16 else param.dtype
@@ -84,7 +84,7 @@ def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
 
 def master_dtype(param: Tensor, kept: Kept) -> torch.dtype | None:
     """Return float32 for masters, int16 for remainders, or None for parameters without either."""
-    if param.dtype not in HALVES or kept.master_weights is False:
+    if param.dtype not in DTYPES_16_BIT or kept.master_weights is False:
         return None
     return torch.int16 if kept.master_weights == "remainder" else torch.float32
 
@@ -133,7 +133,7 @@ class KeptMaster(NamedTuple):
 def kept_master(value: Tensor, param: Tensor, dtype: torch.dtype | None) -> KeptMaster:
     """Convert a float32 master to `dtype`, the result of `master_dtype`."""
     if dtype is None:
-        is_own_master = param.dtype not in HALVES
+        is_own_master = param.dtype not in DTYPES_16_BIT
         return KeptMaster(None, value if is_own_master else None)
     if dtype == torch.int16:
         parameter, remainder = split(value.to(param.device, torch.float32))

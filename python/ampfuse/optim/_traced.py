@@ -106,8 +106,8 @@ class Traced:
         optimizer = self._optimizer()
         assert optimizer is not None
         params = [
-            [group["params"][place] for place in places]
-            for group, places in zip(self.param_groups, with_gradient, strict=True)
+            [group["params"][index] for index in indices]
+            for group, indices in zip(self.param_groups, with_gradient, strict=True)
         ]
         optimizer._grad_norm = placed(
             optimizer._grad_norm, optimizer._limits(self.param_groups), params
@@ -137,13 +137,13 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 def _traced_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
     with_gradient = [
-        [place for place, param in enumerate(group["params"]) if param.grad is not None]
+        [index for index, param in enumerate(group["params"]) if param.grad is not None]
         for group in groups
     ]
     optimizer._traced.make_state(with_gradient)
     return [
-        _group_columns(optimizer, group, [group["params"][place] for place in places])
-        for group, places in zip(groups, with_gradient, strict=True)
+        _group_columns(optimizer, group, [group["params"][index] for index in indices])
+        for group, indices in zip(groups, with_gradient, strict=True)
     ]
 
 

@@ -16,12 +16,12 @@ USAGE = Usage("clip_grad_norm")
 
 NAME = "torch.nn.utils.clip_grad_norm_"
 
-NARROW = (torch.float16, torch.bfloat16)
+DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 
 original = torch_clip_grad.clip_grad_norm_
 
 
-def stand_in(is_on: Callable[[], bool]) -> Any:
+def replacement(is_on: Callable[[], bool]) -> Any:
     """Return the replacement of torch's function."""
 
     @functools.wraps(original)
@@ -50,4 +50,8 @@ def _as_torchs(norm: Tensor, parameters: TensorOrTensors) -> Tensor:
     each = [parameters] if isinstance(parameters, Tensor) else parameters
     dtypes = (parameter.grad.dtype for parameter in each if parameter.grad is not None)
     first = next(dtypes, norm.dtype)  # the others are checked only if this is a 16-bit dtype
-    return norm.to(first) if first in NARROW and all(dtype == first for dtype in dtypes) else norm
+    return (
+        norm.to(first)
+        if first in DTYPES_16_BIT and all(dtype == first for dtype in dtypes)
+        else norm
+    )

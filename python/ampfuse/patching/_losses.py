@@ -24,13 +24,13 @@ USAGE = Usage("cross_entropy")
 NAME = "torch.nn.functional.cross_entropy"
 # The types of plain tensors; the last two occur while a program is traced.
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-NARROW = (torch.float16, torch.bfloat16)
-DTYPES = (*NARROW, torch.float32, torch.float64)
+DTYPES_16_BIT = (torch.float16, torch.bfloat16)
+DTYPES = (*DTYPES_16_BIT, torch.float32, torch.float64)
 
 original = functional.cross_entropy
 
 
-def stand_in(is_on: Callable[[], bool]) -> Any:
+def replacement(is_on: Callable[[], bool]) -> Any:
     """Return the replacement of torch's function."""
 
     @functools.wraps(original)
@@ -107,7 +107,7 @@ def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torc
     factors = [target, weight] if target.is_floating_point() else []
     dtypes = {tensor.dtype for tensor in (input, *factors) if tensor is not None}
     if torch.is_autocast_enabled(input.device.type):
-        dtypes = {torch.float32 if dtype in NARROW else dtype for dtype in dtypes}
+        dtypes = {torch.float32 if dtype in DTYPES_16_BIT else dtype for dtype in dtypes}
     return functools.reduce(torch.promote_types, dtypes)
 
 

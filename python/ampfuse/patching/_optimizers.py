@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ampfuse import optim
 from ampfuse.optim._options import OURS, TORCHS_OWN
-from ampfuse.patching._stand_in import StandIn
+from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("optimizers")
@@ -83,10 +83,10 @@ class AdamW(_InPlaceOfTorchs, optim.AdamW):
 CLASSES: tuple[type[_InPlaceOfTorchs], ...] = (Adam, AdamW)
 
 
-def stand_in(ours: type[_InPlaceOfTorchs], is_on: Callable[[], bool]) -> Any:
+def replacement(ours: type[_InPlaceOfTorchs], is_on: Callable[[], bool]) -> Any:
     """Return the replacement of torch's class with the same name."""
     original: type[Optimizer] = getattr(torch.optim, ours.__name__)
-    return StandIn.of(original, ours, is_on, partial(_make, original, ours), USAGE)
+    return ClassSwap.of(original, ours, is_on, partial(_make, original, ours), USAGE)
 
 
 def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) -> Optimizer:

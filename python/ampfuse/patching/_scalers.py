@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampfuse.amp import GradScaler
-from ampfuse.patching._stand_in import StandIn
+from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("scaler")
@@ -59,9 +59,9 @@ KINDS: list[tuple[Any, type[GradScaler]]] = [
 ]
 
 
-def stand_in(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]) -> Any:
+def replacement(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]) -> Any:
     """Return the replacement of one of these classes."""
-    return StandIn.of(original, ours, is_on, partial(_make, original, ours), USAGE)
+    return ClassSwap.of(original, ours, is_on, partial(_make, original, ours), USAGE)
 
 
 def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:

@@ -174,17 +174,17 @@ def test_gradients_are_unscaled_exactly_or_not_at_all_if_float16_is_refused(devi
 
 
 @pytest.mark.parametrize("value", [inf, nan])
-@pytest.mark.parametrize("place", [(0, 0), (16, 2), (32, 4)], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("index", [(0, 0), (16, 2), (32, 4)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("broken", range(len(DTYPES) * len(LAYOUTS)))
-def test_a_non_finite_element_is_found_and_the_rest_is_unscaled(device, broken, place, value):
+def test_a_non_finite_element_is_found_and_the_rest_is_unscaled(device, broken, index, value):
     params, quarters = mixture(device)
     grad = params[broken].grad
-    grad[place] = complex(1.0, value) if grad.is_complex() else value
+    grad[index] = complex(1.0, value) if grad.is_complex() else value
 
     assert unscale(params) == 1.0
 
-    assert not grad[place].isfinite()
-    grad[place] = quarters[broken][place]
+    assert not grad[index].isfinite()
+    grad[index] = quarters[broken][index]
     assert_same_bits(gradients(params), quarters)
 
 

@@ -59,7 +59,7 @@ def test_report_that_fails_changes_no_exit_code(programs):
     done = programs.run("-m", "ampfuse", "breaks.py")
     assert done.returncode == 7
     assert "Traceback" not in done.stderr
-    assert "What a scaler did cannot be told" in done.stderr
+    assert "The record of a scaler cannot be read" in done.stderr
 
 
 def test_report_waits_for_the_threads_of_the_program(programs, tmp_path):

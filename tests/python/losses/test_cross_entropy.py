@@ -230,10 +230,10 @@ def test_rows_with_infinities_and_nans_give_torchs_results(device, dtype, paddin
 
 
 @pytest.mark.parametrize("payload", [0x7FC00001, 0x7FFFFFFF, 0xFFC12345 - 2**32])
-@pytest.mark.parametrize("place", [0, 17, 2999])
-def test_nan_with_any_payload_makes_loss_and_gradient_nan(device, payload, place):
+@pytest.mark.parametrize("index", [0, 17, 2999])
+def test_nan_with_any_payload_makes_loss_and_gradient_nan(device, payload, index):
     logits = torch.zeros(1, 3000)
-    logits.view(torch.int32)[0, place] = payload
+    logits.view(torch.int32)[0, index] = payload
     logits = logits.to(device).requires_grad_()
     loss = ampfuse.cross_entropy(logits, torch.tensor([5], device=device))
     loss.backward()

@@ -17,7 +17,7 @@ def test_losses_pass_their_tests_without_vector_instructions():
         pytest.skip("there is nothing less here")
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    names = ["test_cross_entropy", "test_cross_entropy_autograd", "test_cross_entropy_places"]
+    names = ["test_cross_entropy", "test_cross_entropy_autograd", "test_cross_entropy_positions"]
     names += ["test_linear_cross_entropy", "test_linear_cross_entropy_accuracy"]
     files = [TESTS / f"{name}.py" for name in names]
     result = subprocess.run(

@@ -6,7 +6,7 @@ from cross_entropy_reference import ULPS, exact, ulp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-HALVES = (torch.float16, torch.bfloat16)
+DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 LAYOUTS = st.sampled_from(["contiguous", "transposed", "behind another", "strided"])
 
@@ -44,7 +44,7 @@ def calls(draw, in_place=False):
     shape = draw(st.sampled_from([(batch, classes), *others]))
     of_rows = shape[:1] + shape[2:] if len(shape) > 1 else ()
 
-    dtype = draw(st.sampled_from([*HALVES, torch.float32, torch.float64]))
+    dtype = draw(st.sampled_from([*DTYPES_16_BIT, torch.float32, torch.float64]))
     logits = torch.randn(shape, generator=generator) * draw(st.sampled_from([0.1, 4.0, 30.0]))
     logits = laid_out(logits.to(dtype), "behind another" if in_place else draw(LAYOUTS))
     options = {
@@ -57,7 +57,7 @@ def calls(draw, in_place=False):
         target, options["ignore_index"] = draw(indices(of_rows, classes, generator))
     else:
         target = torch.rand(shape, generator=generator).softmax(min(1, len(shape) - 1))
-        target = target.to(draw(st.sampled_from([dtype, torch.float32, *HALVES])))
+        target = target.to(draw(st.sampled_from([dtype, torch.float32, *DTYPES_16_BIT])))
     return logits, laid_out(target, draw(LAYOUTS)), options
 
 

@@ -20,8 +20,8 @@ SHAPE = (4, 5, 3, 7)  # odd rows, so that they start at all alignments
 
 def strided_copy(x, storage, view):
     """Copy `x` into a view of a larger storage. All other elements of the storage are 77."""
-    place = view(x.new_full(storage, 77))
-    return place.copy_(x)
+    index = view(x.new_full(storage, 77))
+    return index.copy_(x)
 
 
 # The same numbers in different memory layouts.
@@ -130,8 +130,8 @@ def test_bits_do_not_depend_on_the_alignment(device, dtypes, size, shift):
     aligned = adam_lists([size], device, dtypes, amsgrad=True, steps=2)
     shifted = AdamLists(
         *(
-            [further_in_its_storage(x, place * shift) for x in column]
-            for place, column in enumerate(aligned.columns())
+            [further_in_its_storage(x, index * shift) for x in column]
+            for index, column in enumerate(aligned.columns())
         )
     )
 
@@ -189,12 +189,12 @@ def test_bits_do_not_depend_on_the_number_of_threads(set_threads, dtypes, thread
 def test_bits_of_a_tensor_do_not_depend_on_its_neighbours(device, dtypes):
     together = adam_lists(SHAPES, device, dtypes, amsgrad=True, steps=2)
     alone, backwards = together.clone(), together.clone()
-    places = range(len(SHAPES))
+    indices = range(len(SHAPES))
 
     step(together)
-    for place in places:
-        step(alone.only(place))
-    step(backwards.only(*reversed(places)))
+    for index in indices:
+        step(alone.only(index))
+    step(backwards.only(*reversed(indices)))
 
     assert_same_lists(alone, together)
     assert_same_lists(backwards, together)

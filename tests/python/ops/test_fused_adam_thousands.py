@@ -42,16 +42,16 @@ def threads(request, set_threads):
 
 def test_each_tensor_is_stepped_by_its_own_counter(device, threads):
     lists = thousands(device)
-    for place, counter in enumerate(lists.state_steps):
-        counter.fill_(place // 7)
-    alone = [lists.only(place).clone() for place in range(0, COUNT, 100)]
+    for index, counter in enumerate(lists.state_steps):
+        counter.fill_(index // 7)
+    alone = [lists.only(index).clone() for index in range(0, COUNT, 100)]
 
     step(lists)
 
-    assert [x.item() for x in lists.state_steps] == [place // 7 + 1 for place in range(COUNT)]
-    for place, one in zip(range(0, COUNT, 100), alone, strict=True):
+    assert [x.item() for x in lists.state_steps] == [index // 7 + 1 for index in range(COUNT)]
+    for index, one in zip(range(0, COUNT, 100), alone, strict=True):
         step(one)
-        assert_same_lists(lists.only(place), one)
+        assert_same_lists(lists.only(index), one)
 
 
 @SOME_COMBINATIONS
@@ -60,11 +60,11 @@ def test_lazy_clones_and_strided_tensors_step_as_ordinary_ones(device, threads, 
     originals = expected.clone()
     lists = AdamLists(*(list(column) for column in originals.columns()))
     for column in lists.columns():
-        for place in range(5, len(column), 50):
-            column[place] = torch._lazy_clone(column[place])
-        for place in range(7, len(column), 50):
-            x = column[place]
-            column[place] = x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x
+        for index in range(5, len(column), 50):
+            column[index] = torch._lazy_clone(column[index])
+        for index in range(7, len(column), 50):
+            x = column[index]
+            column[index] = x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x
 
     step(lists)
     step(expected)
@@ -114,15 +114,15 @@ def test_error_names_the_first_bad_tensor_and_none_is_stepped(device, threads):
     lists = thousands(device)
     before = lists.clone()
     wrong = [COUNT - 1, 2 * COUNT // 3, COUNT // 2 + 1, 1234]
-    for place in wrong:
-        lists.grads[place] = torch.ones(3, device=device)
+    for index in wrong:
+        lists.grads[index] = torch.ones(3, device=device)
 
     for _ in range(20):
         with pytest.raises(ValueError, match=r"grads\[1234\]: expected shape \[2, 3\]"):
             step(lists)
 
-    for place in wrong:
-        lists.grads[place] = before.grads[place]
+    for index in wrong:
+        lists.grads[index] = before.grads[index]
     assert_same_lists(lists, before)
     assert {x._version for x in lists.params} == {0}
 

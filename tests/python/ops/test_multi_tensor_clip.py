@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from reference import (
     COMPLEX,
     DTYPES,
-    NARROW,
+    DTYPES_16_BIT,
     REAL,
     SIZES,
     VIEWS,
@@ -80,7 +80,7 @@ def test_double_norm_gives_double_gradients_a_double_factor(device):
     assert tensor.tolist() == pytest.approx([1 / (3 + 1e-6)] * 3, rel=1e-15)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 def test_16_bit_gradients_are_rounded_once(device, dtype):
     tensor = heavy_tailed(8193, dtype, device)
     # The factor is 1/3, since adding 1e-6 to this norm does not change it in float32.
@@ -135,7 +135,7 @@ AT_MOST_THE_LIMIT = [(0.0, 1.0), (0.5, 1.0), (5.0, math.inf), (0.0, 1e-6), (1e6,
 
 @NORM_DTYPES
 @pytest.mark.parametrize(("total_norm", "max_norm"), AT_MOST_THE_LIMIT)
-@pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.complex64])
+@pytest.mark.parametrize("dtype", [*DTYPES_16_BIT, torch.float32, torch.complex64])
 def test_factor_one_leaves_every_bit_unchanged(device, dtype, total_norm, max_norm, norm_dtype):
     tensor = random_bits(8193, dtype, device)
     strided = torch.stack([tensor, tensor], dim=1)[:, 1]

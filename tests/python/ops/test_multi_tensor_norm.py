@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from reference import (
     COMPLEX,
     DTYPES,
-    NARROW,
+    DTYPES_16_BIT,
     ORDERS,
     REAL,
     SIZES,
@@ -100,9 +100,9 @@ def test_norm_of_mixed_dtypes_and_layouts_matches_the_reference(device, ord, rec
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
-        *(([dtype], torch.float32) for dtype in [*NARROW, torch.float32, torch.complex64]),
+        *(([dtype], torch.float32) for dtype in [*DTYPES_16_BIT, torch.float32, torch.complex64]),
         *(([dtype], torch.float64) for dtype in [torch.float64, torch.complex128]),
-        (NARROW, torch.float32),
+        (DTYPES_16_BIT, torch.float32),
         ([torch.float16, torch.float64], torch.float64),
         ([torch.complex128, torch.bfloat16], torch.float64),
         (DTYPES, torch.float64),
@@ -157,23 +157,23 @@ def test_empty_list_has_norm_zero_on_the_cpu(ord):
     assert {x.device.type for x in result} == {"cpu"}
 
 
-@pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("indices", [(0,), (1,), (2,), (0, 1), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize("dtype", REAL)
-def test_empty_tensors_have_norm_zero_and_do_not_change_the_total(device, dtype, places):
-    tensors = [heavy_tailed(33, dtype, device, seed=place) for place in range(5)]
-    for place in places:
-        tensors[place] = torch.empty(0, 3, dtype=dtype, device=device)
+def test_empty_tensors_have_norm_zero_and_do_not_change_the_total(device, dtype, indices):
+    tensors = [heavy_tailed(33, dtype, device, seed=index) for index in range(5)]
+    for index in indices:
+        tensors[index] = torch.empty(0, 3, dtype=dtype, device=device)
 
     result = multi_tensor_norm(tensors)
 
-    assert [result.norms[place].item() for place in places] == [0.0] * len(places)
+    assert [result.norms[index].item() for index in indices] == [0.0] * len(indices)
     assert_norm(result.total_norm, tensors, 2.0)
 
 
 # The arguments of a launch have room for 1476 tensors with two pointers each.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_of_more_tensors_than_fit_in_a_launch_matches_the_reference(device, dtype):
-    tensors = [heavy_tailed(3, dtype, device, seed=place) for place in range(1500)]
+    tensors = [heavy_tailed(3, dtype, device, seed=index) for index in range(1500)]
 
     result = multi_tensor_norm(tensors)
 

@@ -17,18 +17,18 @@ def clean_list(dtype, device):
 
 @pytest.mark.parametrize("bad", NONFINITE)
 @pytest.mark.parametrize("element", ["first", "middle", "last"])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_single_nonfinite_element_is_found_anywhere(device, dtype, place, element, bad):
+def test_single_nonfinite_element_is_found_anywhere(device, dtype, index, element, bad):
     tensors = clean_list(dtype, device)
-    tensors[place][{"first": 0, "middle": len(tensors[place]) // 2, "last": -1}[element]] = bad
+    tensors[index][{"first": 0, "middle": len(tensors[index]) // 2, "last": -1}[element]] = bad
 
     result = multi_tensor_norm(tensors)
 
     assert result.found_inf.item() == 1
-    assert result.first_nonfinite.item() == place
+    assert result.first_nonfinite.item() == index
     assert result.nonfinite_count.item() == 1
-    assert result.norms.isfinite().tolist() == [i != place for i in range(3)]
+    assert result.norms.isfinite().tolist() == [i != index for i in range(3)]
     expected = torch.tensor(abs(bad), dtype=result.total_norm.dtype)
     torch.testing.assert_close(result.total_norm.cpu(), expected, equal_nan=True)
 
@@ -38,8 +38,8 @@ def test_single_nonfinite_element_is_found_anywhere(device, dtype, place, elemen
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nonfinite_tensors_are_counted_and_the_first_is_reported(device, dtype, ord):
     tensors = [heavy_tailed(33, dtype, device, seed=i) for i in range(40)]
-    for place in (7, 8, 39):
-        tensors[place][3:5] = math.inf  # two elements of one tensor count once
+    for index in (7, 8, 39):
+        tensors[index][3:5] = math.inf  # two elements of one tensor count once
 
     result = multi_tensor_norm(tensors, ord)
 
@@ -85,11 +85,11 @@ def test_nonfinite_imaginary_part_is_found(device, dtype, ord, bad):
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pair", [(math.nan, math.inf), (math.inf, math.nan)])
-@pytest.mark.parametrize("places", [((0, 0), (0, 40)), ((0, 0), (0, 8192)), ((0, 1), (2, 1))])
-def test_norm_is_nan_if_a_list_has_both_nan_and_infinity(device, dtype, ord, pair, places):
+@pytest.mark.parametrize("indices", [((0, 0), (0, 40)), ((0, 0), (0, 8192)), ((0, 1), (2, 1))])
+def test_norm_is_nan_if_a_list_has_both_nan_and_infinity(device, dtype, ord, pair, indices):
     tensors = clean_list(dtype, device)
-    for (place, element), bad in zip(places, pair, strict=True):
-        tensors[place][element] = bad
+    for (index, element), bad in zip(indices, pair, strict=True):
+        tensors[index][element] = bad
 
     assert multi_tensor_norm(tensors, ord).total_norm.isnan()
 

@@ -8,7 +8,7 @@ from ampfuse.ops import multi_tensor_unscale
 from hypothesis import given, settings
 from reference import (
     DTYPES,
-    NARROW,
+    DTYPES_16_BIT,
     REAL,
     SIZES,
     VIEWS,
@@ -92,7 +92,7 @@ def test_lists_of_mixed_dtypes_and_layouts_are_unscaled(device, recipe):
     assert flag == 0
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 def test_every_16_bit_pattern_is_rounded_once(device, dtype):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     tensor = patterns.to(device).view(dtype)

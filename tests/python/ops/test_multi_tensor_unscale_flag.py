@@ -22,13 +22,13 @@ def flag_after(unscale, tensors, factor, flag=0.0):
 @BOTH_OPS
 @pytest.mark.parametrize("bad", NONFINITE)
 @pytest.mark.parametrize("element", [0, 4096, -1])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_single_nonfinite_element_anywhere_sets_the_flag(
-    device, dtype, place, element, bad, unscale
+    device, dtype, index, element, bad, unscale
 ):
     tensors = [heavy_tailed(8193, dtype, device, seed=i) for i in range(3)]
-    tensors[place][element] = bad
+    tensors[index][element] = bad
 
     assert flag_after(unscale, tensors, 0.5) == 1
 

@@ -144,13 +144,13 @@ def test_empty_list_has_norm_zero_on_the_device_of_the_flag(device):
     assert found_inf.item() == 0
 
 
-@pytest.mark.parametrize("place", [1, 2])
-def test_tensor_listed_twice_is_refused_and_nothing_is_written(device, place):
+@pytest.mark.parametrize("index", [1, 2])
+def test_tensor_listed_twice_is_refused_and_nothing_is_written(device, index):
     tensors = [torch.full((3,), 4.0, device=device) for _ in range(3)]
-    tensors[place] = tensors[0]
+    tensors[index] = tensors[0]
     found_inf = torch.zeros((), device=device)
 
-    with pytest.raises(ValueError, match=rf"tensors\[{place}\].*tensors\[0\] again"):
+    with pytest.raises(ValueError, match=rf"tensors\[{index}\].*tensors\[0\] again"):
         multi_tensor_unscale_norm(tensors, found_inf, torch.tensor(0.5, device=device))
 
     assert [tensor.tolist() for tensor in tensors] == [[4.0] * 3] * 3

@@ -165,12 +165,12 @@ def test_any_nonzero_flag_is_an_overflow(device, flag):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("place", [0, 63, 64, 99])
-def test_more_flags_than_fit_in_a_launch_are_all_read(device, place):
+@pytest.mark.parametrize("index", [0, 63, 64, 99])
+def test_more_flags_than_fit_in_a_launch_are_all_read(device, index):
     flags = [0.0] * 100
     assert Scale(device).update(*flags, growth_interval=1) == 2048
 
-    flags[place] = math.nan
+    flags[index] = math.nan
     assert Scale(device).update(*flags) == 512
 
 

@@ -8,7 +8,7 @@ import torch
 from optim_models import (
     BOTH,
     BOTH_AND_TORCHS,
-    HALVES,
+    DTYPES_16_BIT,
     assert_near,
     assert_same_bits,
     assert_same_state,
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 MASTERS = [
-    *((dtype, master_weights) for dtype in HALVES for master_weights in ("auto", True)),
+    *((dtype, master_weights) for dtype in DTYPES_16_BIT for master_weights in ("auto", True)),
     (torch.bfloat16, "remainder"),
 ]
 WITH_MASTERS = pytest.mark.parametrize(("dtype", "master_weights"), MASTERS)
@@ -103,7 +103,7 @@ def test_float32_and_float64_models_have_no_masters(device, cls):
         assert list(map(id, optimizer.master_params())) == list(map(id, params))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 def test_parameters_without_masters_are_rounded_after_each_step(device, dtype):
     params = parameters(device, dtype)
     rounded = copies(params, torch.float32)
@@ -136,7 +136,7 @@ def test_updates_too_small_for_bfloat16_add_up_only_with_masters(device, master_
     assert param.tolist() == [expected] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES_16_BIT])
 def test_bfloat16_moments_keep_parameters_near_those_of_float32_moments(device, dtype):
     rough, fine = parameters(device, dtype), parameters(device, dtype)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from optim_models import (
     BOTH,
-    HALVES,
+    DTYPES_16_BIT,
     assert_near,
     assert_same_bits,
     assert_same_but_for_norms,
@@ -104,7 +104,7 @@ def test_max_grad_norm_is_read_at_each_step(device):
     assert_same_bits(params, others)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 def test_masters_of_clipped_16_bit_models_match_a_clipped_float32_model(device, dtype):
     narrow = parameters(device, dtype)
     wide = copies(narrow, torch.float32)

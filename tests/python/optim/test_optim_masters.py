@@ -7,7 +7,7 @@ import ampfuse
 import pytest
 import torch
 from optim_models import (
-    HALVES,
+    DTYPES_16_BIT,
     assert_same_bits,
     assert_same_state,
     clones,
@@ -22,7 +22,7 @@ WITH_MASTERS = pytest.mark.parametrize(
     ("dtype", "master_weights"),
     [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "remainder")],
 )
-EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, *DTYPES_16_BIT])
 
 
 @pytest.fixture(autouse=True)

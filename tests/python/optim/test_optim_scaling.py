@@ -7,7 +7,7 @@ from optim_models import (
     BOTH,
     BOTH_AND_TORCHS,
     CLASSES,
-    HALVES,
+    DTYPES_16_BIT,
     assert_near,
     assert_same_bits,
     assert_same_but_for_norms,
@@ -88,7 +88,7 @@ def test_scaled_and_clipped_steps_follow_torch(device, cls, of_torch, unscale, c
     assert_near(ours, theirs, steps=5)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_scaled_16_bit_models_match_float32_ones_without_unscale(device, dtype, clip):
     skip_what_torch_cannot(device, dtype)
@@ -103,7 +103,7 @@ def test_scaled_16_bit_models_match_float32_ones_without_unscale(device, dtype, 
     same(optimizer.master_params(), wide)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES_16_BIT])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_overflow_at_the_first_step_keeps_parameters_and_leaves_zero_state(device, dtype, clip):
     skip_what_torch_cannot(device, dtype)
@@ -121,7 +121,7 @@ def test_overflow_at_the_first_step_keeps_parameters_and_leaves_zero_state(devic
     for state in state_values(optimizer):
         master = state.pop("master_param", None)
         assert not any(value.count_nonzero() for value in state.values())  # `step` is 0, too
-        assert master is None or dtype in HALVES
+        assert master is None or dtype in DTYPES_16_BIT
     scaled_steps(optimizer, params, range(1), scaler)
     expected = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=clip), plain, range(1))
     assert_same_bits(params, plain)

@@ -10,7 +10,7 @@ import torch
 from optim_models import (
     BOTH,
     BOTH_AND_TORCHS,
-    HALVES,
+    DTYPES_16_BIT,
     assert_near,
     assert_same_bits,
     assert_same_state,
@@ -221,7 +221,7 @@ def test_adamw_keeps_decoupled_weight_decay_after_loading_state_of_adam(device):
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 def test_masters_are_created_at_the_step_after_a_checkpoint_of_torch(device, dtype):
     params = parameters(device, dtype)
     saved = trained(torch.optim.AdamW, params, range(2))

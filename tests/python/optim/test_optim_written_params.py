@@ -11,7 +11,7 @@ import ampfuse
 import pytest
 import torch
 from optim_models import (
-    HALVES,
+    DTYPES_16_BIT,
     assert_same_bits,
     assert_same_state,
     clones,
@@ -24,7 +24,7 @@ from optim_models import (
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-EVERY_HALF = pytest.mark.parametrize("dtype", HALVES)
+EVERY_HALF = pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 
 
 def no_grad_copy(param, value):

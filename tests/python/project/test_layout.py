@@ -1,7 +1,9 @@
 """The rules of the source tree: which folders may include which, file names, file lengths."""
 
+import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ MAY_INCLUDE = {
     "cpu/vec": {"cpu", "math"},
     "cuda": {"math", "ops", "tensors"},
     "linear": {"cpu", "math", "ops"},
-    "meta": {"ops"},
+    "meta": {"ops", "tensors"},
     "autograd": {"ops"},
     "optim": {"ops", "tensors"},
     "amp": {"ops", "tensors"},
@@ -29,15 +31,7 @@ MAY_INCLUDE = {
 
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")
 
-STEMS = [
-    "cross_entropy",
-    "fused_adam",
-    "multi_tensor_norm",
-    "multi_tensor_unscale",
-    "multi_tensor_clip",
-    "update_scale",
-]
-MADE_OF_OTHERS = ["linear_cross_entropy"]
+MADE_OF_OTHERS = ["linear_cross_entropy"]  # of ATen's products and another operator's kernels
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -54,6 +48,18 @@ def includes(file: Path) -> list[str]:
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', file.read_text(), re.MULTILINE)
 
 
+def assert_none(offenders: list[str], advice: str) -> None:
+    assert not offenders, "\n".join([advice, *offenders])
+
+
+def assert_found(stem: str, expected: set[str]) -> None:
+    """An operator's files have its name, one in each layer, and so have its tests."""
+    missing = sorted(name for name in expected if not (ROOT / name).exists())
+    if not list((ROOT / "tests" / "python").glob(f"*/test_{stem}*.py")):
+        missing.append(f"tests/python/*/test_{stem}*.py")
+    assert_none(missing, f"add the files of {stem}: see docs/adding_an_operator.md")
+
+
 def names(files: list[Path]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files]
 
@@ -66,7 +72,11 @@ def test_arithmetic_and_kernels_include_no_torch_headers() -> None:
         for name in includes(file)
         if re.match(r"torch/|ATen/|c10/|cuda", name) and not SCALAR_TYPES.match(name)
     ]
-    assert offenders == []
+    assert_none(
+        offenders,
+        "these files are compiled without torch: pass pointers and sizes, and include only the "
+        "scalar types of torch/headeronly and c10/util",
+    )
 
 
 def test_folders_include_only_folders_below_them() -> None:
@@ -82,7 +92,11 @@ def test_folders_include_only_folders_below_them() -> None:
             other = str(target.parent.relative_to(CSRC))
             if other != folder and other not in MAY_INCLUDE[folder]:
                 offenders.append(f"{file.relative_to(ROOT)} includes {name}")
-    assert offenders == []
+    assert_none(
+        offenders,
+        "move what both folders need further down (tensors/ serves ops, optim and amp), or extend "
+        "MAY_INCLUDE",
+    )
 
 
 def test_public_headers_include_no_private_headers() -> None:
@@ -97,7 +111,10 @@ def test_public_headers_include_no_private_headers() -> None:
         for name in includes(file)
         if name not in public and not allowed.match(name)
     ]
-    assert offenders == []
+    assert_none(
+        offenders,
+        "these headers are installed: include only torch, the standard library and each other",
+    )
 
 
 def test_every_source_is_named_in_cmake() -> None:
@@ -109,34 +126,27 @@ def test_every_source_is_named_in_cmake() -> None:
         for name in names([f for f in SOURCES if f.suffix in (".cpp", ".cu")])
         if name not in listed
     ]
-    assert missing == []
+    assert_none(missing, "add the file to the list of sources in CMakeLists.txt")
+
+
+# An op's schema is in ops/<stem>.cpp. autograd/<stem>.cpp is missing if the op writes its arguments
+# (autograd/mutating.cpp), math/<stem>.h if both kernels are one expression, and
+# include/ampfuse/<stem>.h if only Python calls the op.
+STEMS = [
+    f.stem for f in SOURCES if f.parent.name == "ops" and "AMPFUSE_OPERATORS(" in f.read_text()
+]
+STEMS.remove("registration")
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_op_has_a_file_named_by_its_stem_in_each_layer(stem: str) -> None:
-    expected = {
-        *(f"csrc/{layer}/{stem}.cpp" for layer in ("ops", "cpu", "meta", "autograd")),
-        *(f"csrc/cuda/{stem}.{suffix}" for suffix in ("cu", "cuh")),
-        f"csrc/include/ampfuse/{stem}.h",
-        f"csrc/math/{stem}.h",
-        f"tests/cuda_host/test_{stem}.cpp",
-    }
-    assert {name for name in expected if not (ROOT / name).exists()} == set()
-    assert list((ROOT / "tests" / "python").glob(f"*/test_{stem}*.py"))
-
-
-# Such an op calls ATen's matrix products and the kernels of another op, and has no own kernels.
-@pytest.mark.parametrize("stem", MADE_OF_OTHERS)
-def test_op_made_of_others_has_a_file_named_by_its_stem_in_each_layer(stem: str) -> None:
-    layers = ("ops", "linear", "meta", "autograd")
-    expected = {*(f"csrc/{layer}/{stem}.cpp" for layer in layers), f"csrc/include/ampfuse/{stem}.h"}
-    assert {name for name in expected if not (ROOT / name).exists()} == set()
-    assert list((ROOT / "tests" / "python").glob(f"*/test_{stem}*.py"))
-
-
-def test_every_op_is_listed_in_the_layout_rules() -> None:
-    listed = {*STEMS, *MADE_OF_OTHERS}
-    assert {file.stem for file in (CSRC / "meta").glob("*.cpp")} == listed
+    is_made_of_others = stem in MADE_OF_OTHERS
+    layers = ("ops", "meta", "linear") if is_made_of_others else ("ops", "meta", "cpu")
+    expected = {f"csrc/{layer}/{stem}.cpp" for layer in layers}
+    if not is_made_of_others:
+        expected |= {f"csrc/cuda/{stem}.cu", f"csrc/cuda/{stem}.cuh"}
+        expected.add(f"tests/cuda_host/test_{stem}.cpp")
+    assert_found(stem, expected)
 
 
 def test_kernels_and_operators_have_at_most_350_lines_and_cu_files_150() -> None:
@@ -148,8 +158,45 @@ def test_kernels_and_operators_have_at_most_350_lines_and_cu_files_150() -> None
         limit = 150 if file.suffix == ".cu" else limits.get(folder, 1000)
         lines = len(file.read_text().splitlines())
         if lines > limit:
-            long.append(f"{file.relative_to(ROOT)} has {lines} lines; split it below {limit}")
-    assert long == []
+            long.append(f"{file.relative_to(ROOT)} has {lines} lines, more than {limit}")
+    assert_none(long, "split the file where it begins another subject")
+
+
+FIRST_WORDS = re.compile(r"(And|As|But|Nor|Of|Or|Those|What|Where|Whether|Which)\b")
+WORDS = re.compile(r"\b(is none|are none|no number|no class|tells?|told|but for)\b|\bsays?\b[.,)]")
+
+
+def blocks_of_prose(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the comments and docstrings of a file, each with its first line's number."""
+    text = file.read_text()
+    if file.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+    comment = re.compile(r"\s*(#|//+<?) ?(.*)")
+    first, block = 0, []
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if found := comment.fullmatch(line):
+            first = first if block else number
+            block.append(found[2])
+        elif block:
+            yield first, " ".join(block)
+            block = []
+
+
+def test_comments_and_docstrings_are_plain_sentences() -> None:
+    """A fragment shows by its first word; words that have to be decoded are listed, too."""
+    offenders = [
+        f"{file.relative_to(ROOT)}:{line}: {found[0]!r}"
+        for file in CODE
+        if "plain_torch" not in str(file) and file != Path(__file__)
+        for line, text in blocks_of_prose(file)
+        if (found := FIRST_WORDS.match(text) or WORDS.search(text))
+    ]
+    assert_none(
+        offenders,
+        "begin with the subject, and use the words of the field: NaN, out of range, returns",
+    )
 
 
 def test_files_end_in_one_newline_and_have_no_tabs() -> None:
@@ -163,4 +210,4 @@ def test_files_end_in_one_newline_and_have_no_tabs() -> None:
             or "\t" in file.read_text()
         )
     ]
-    assert offenders == []
+    assert_none(offenders, "run `make format`")

@@ -41,7 +41,10 @@ class Dtypes:
         return "-".join([*names, str(self.master).removeprefix("torch.")])
 
 
-NARROW, SINGLE = [torch.float16, torch.bfloat16], [torch.float16, torch.bfloat16, torch.float32]
+DTYPES_16_BIT, SINGLE = (
+    [torch.float16, torch.bfloat16],
+    [torch.float16, torch.bfloat16, torch.float32],
+)
 DOUBLE = Dtypes(torch.float64, torch.float64, torch.float64)
 HALF_WITH_MASTERS = Dtypes(torch.float16, torch.float16, master=torch.float32)
 BFLOAT16_WITH_MASTERS = Dtypes(torch.bfloat16, torch.bfloat16, master=torch.float32)
@@ -52,7 +55,7 @@ COMBINATIONS = [
     Dtypes(param, grad, moment, master)
     for param, master in [
         *((param, None) for param in SINGLE),
-        *((param, torch.float32) for param in NARROW),
+        *((param, torch.float32) for param in DTYPES_16_BIT),
         (torch.bfloat16, torch.int16),
     ]
     for grad in SINGLE

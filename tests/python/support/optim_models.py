@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 BOTH_AND_TORCHS = pytest.mark.parametrize(
     ("cls", "of_torch"), PAIRS, ids=[cls.__name__ for cls in CLASSES]
 )
-HALVES = [torch.float16, torch.bfloat16]
+DTYPES_16_BIT = [torch.float16, torch.bfloat16]
 
 # The CPU's unit of work is 8192 elements; one parameter is longer, one is empty.
 SHAPES = [(33, 5), (), (8193,), (0, 4), (2, 3)]

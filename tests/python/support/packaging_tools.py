@@ -48,8 +48,7 @@ def second_checkout() -> Path:
     Files keep their times, so that ninja rebuilds only what changed.
     """
     copy = Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging"))
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    for name in listed.splitlines():
+    for name in source_files():
         source, target = ROOT / name, copy / name
         if not source.is_file():
             target.unlink(missing_ok=True)
@@ -57,6 +56,12 @@ def second_checkout() -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
     return copy
+
+
+def source_files() -> list[str]:
+    """Return the files that git tracks, and new ones that it does not ignore."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    return listed.splitlines()
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies
 from torch import Tensor
 
-NARROW = [torch.float16, torch.bfloat16]
-REAL = [*NARROW, torch.float32, torch.float64]
+DTYPES_16_BIT = [torch.float16, torch.bfloat16]
+REAL = [*DTYPES_16_BIT, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 DTYPES = [*REAL, *COMPLEX]
 ORDERS = [1.0, 2.0, math.inf]

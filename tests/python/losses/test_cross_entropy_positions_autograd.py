@@ -4,7 +4,7 @@ import ampfuse
 import pytest
 import torch
 from cross_entropy_samples import GRADIENT, NOTHING, STATISTICS, SUM
-from test_cross_entropy_places import EVERY_DTYPE, batch, weights
+from test_cross_entropy_positions import EVERY_DTYPE, batch, weights
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])

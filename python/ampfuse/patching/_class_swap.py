@@ -17,7 +17,7 @@ from ampfuse.patching._usage import Usage
 OF_ABC_META = ("__abstractmethods__", "_abc_impl")
 
 
-class StandIn(ABCMeta):  # ABCMeta, so that a class may also derive from abstract classes
+class ClassSwap(ABCMeta):  # ABCMeta, so that a class may also derive from abstract classes
     """The metaclass of replacements. Each replacement derives from its `original`."""
 
     original: Any

@@ -169,11 +169,11 @@ VIEWS = {
     "a part of a batch's entries": lambda x: x[1:],
     "every second entry": lambda x: x[::2],
     "a part of classes": lambda x: x[:, 1:5],
-    "a part of places": lambda x: x[..., 3:],
-    "every second place": lambda x: x[..., ::2],
+    "a part of the positions": lambda x: x[..., 3:],
+    "every second position": lambda x: x[..., ::2],
     "one entry for all": lambda x: x[:1].expand(x.shape),
-    "one place for all": lambda x: x[..., :1].expand(x.shape),
-    "transposed places": lambda x: x.transpose(-1, -2),
+    "one position for all": lambda x: x[..., :1].expand(x.shape),
+    "transposed positions": lambda x: x.transpose(-1, -2),
     "rows in one piece": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
 }
 

@@ -1,0 +1,105 @@
+"""The change that docs/adding_an_operator.md shows, applied to a copy of the sources."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging_tools import NVCC, ROOT, SITE, environment, run, source_files
+
+PAGE = (ROOT / "docs" / "adding_an_operator.md").read_text()
+COPY = (
+    Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging")).parent / "recipe"
+)
+BUILD = COPY / "build"
+
+
+def new_files() -> dict[str, str]:
+    """Return the files that the page shows whole: `path` in a paragraph, then a block of code."""
+    blocks = re.findall(r"(?m)^`([^`]+/[^`]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL)
+    return dict(blocks)
+
+
+def changed(name: str, hunks: str) -> str:
+    """Return a source file with the hunks of one block applied, each at its only place."""
+    text = (ROOT / name).read_text()
+    for hunk in hunks.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        after = "".join(line[1:] for line in lines if line[0] != "-")
+        assert text.count(before) == 1, f"{name} has not exactly one place for\n{hunk}"
+        text = text.replace(before, after)
+    return text
+
+
+def changed_files() -> dict[str, str]:
+    blocks = re.findall(r"(?m)^```diff\n--- a/(\S+)\n\+\+\+ b/\S+\n(.*?)^```$", PAGE, re.DOTALL)
+    return {name: changed(name, hunks) for name, hunks in blocks}
+
+
+def test_operator_needs_at_most_ten_files_and_its_tests() -> None:
+    files = [*new_files(), *changed_files()]
+    assert len([name for name in files if not name.startswith("tests/")]) == 10
+    assert len(files) == 14
+
+
+@pytest.fixture(scope="module")
+def copy() -> Path:
+    """A copy of the sources with the change, built for CPUs. Unchanged files keep their times."""
+    change = new_files() | changed_files()
+    for name in {*source_files(), *change}:
+        if name not in change and not (ROOT / name).is_file():
+            continue
+        content = change[name].encode() if name in change else (ROOT / name).read_bytes()
+        target = COPY / name
+        if not target.exists() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    run("git", "init", "--quiet", COPY)  # the rules of the layout read the files that git would add
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_INSTALL_PREFIX": COPY / "python" / "ampfuse",
+        "CMAKE_PREFIX_PATH": ROOT / ".venv" / "catch2" / "usr",
+        "AMPFUSE_TORCH_ROOT": SITE / "torch",
+        "AMPFUSE_WITH_CUDA": "OFF",
+        "AMPFUSE_BUILD_PYTHON": "ON",
+        "AMPFUSE_BUILD_TESTS": "ON",
+        "AMPFUSE_BUILD_CUDA_HOST": "ON",
+        "Python_EXECUTABLE": sys.executable,
+    }
+    given = [f"-D{name}={value}" for name, value in options.items()]
+    run("cmake", "-S", COPY, "-B", BUILD, "-G", "Ninja", *given, env=environment())
+    targets = ("ampfuse", "_C", "ampfuse_cpp", "test_multi_tensor_negate_asan")
+    run("cmake", "--build", BUILD, "--target", *targets, env=environment())
+    run("cmake", "--install", BUILD, env=environment())
+    return COPY
+
+
+@pytest.mark.slow
+def test_operator_passes_its_tests_and_the_rules_of_the_layout(copy: Path) -> None:
+    files = ["ops/test_multi_tensor_negate.py", "ops/test_dispatcher.py", "project/test_layout.py"]
+    out = run(
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *(copy / "tests" / "python" / file for file in files),
+        *("-k", "negate or layout"),
+        cwd=copy,
+        env=environment(PYTHONPATH=str(copy / "python"), AMPFUSE_BUILD="build"),
+    )
+    assert " passed" in out
+    run("ctest", "--test-dir", BUILD, "--no-tests=error", "-R", "test_multi_tensor_negate_asan")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+def test_operators_cuda_source_compiles(copy: Path, tmp_path: Path) -> None:
+    torch_headers = SITE / "torch" / "include"
+    includes = [copy / "csrc" / "include", BUILD / "include"]
+    run(
+        *(NVCC, "-std=c++20", "-arch=sm_90", "-Werror", "all-warnings"),
+        *(f"-I{folder}" for folder in includes),
+        *("-isystem", torch_headers),
+        *("-isystem", torch_headers / "torch" / "csrc" / "api" / "include"),
+        *("-c", copy / "csrc" / "cuda" / "multi_tensor_negate.cu", "-o", tmp_path / "negate.o"),
+        env=environment(),
+    )
