@@ -65,23 +65,12 @@ def sparkline(scales: list[float]) -> str:
 def table(
     rows: list[tuple[str, str]], title: str | None = None, file: TextIO | None = None
 ) -> None:
-    """Print a table of names and texts, with rich if it is installed."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        width = max(len(name) for name, _ in rows)
-        for name, text in [(title, "")] * (title is not None) + rows:
-            print(f"{name:<{width}}  {text}".rstrip(), file=file)
-        return
-    drawn = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
-    drawn.add_column(style="bold")
-    drawn.add_column()
+    """Print a table of names and texts."""
+    if title is not None:
+        print(title, file=file)
+    width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        drawn.add_row(Text(name), Text(text))
-    Console(file=file).print(drawn)
+        print(f"  {name:<{width}}  {text}".rstrip(), file=file)
 
 
 def summary(report: dict[str, Any]) -> None:

@@ -26,11 +26,11 @@ def test_env_shows_versions_kernels_and_what_works():
     assert "cross_entropy, linear_cross_entropy" in " ".join(done.stdout.split())
 
 
-def test_table_is_plain_text_without_rich(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    show.table([("torch", "2.11.0"), ("works on CPU", "norm")])
+def test_table_aligns_texts_below_the_title(capsys):
+    show.table([("torch", "2.11.0"), ("works on CPU", "norm"), ("", "clip")], "env")
 
-    assert capsys.readouterr().out == "torch         2.11.0\nworks on CPU  norm\n"
+    lines = ("env", "  torch         2.11.0", "  works on CPU  norm", "                clip")
+    assert capsys.readouterr().out.splitlines() == [*lines]
 
 
 def test_env_reports_the_error_of_an_op_that_fails(monkeypatch):

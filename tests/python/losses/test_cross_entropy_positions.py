@@ -241,10 +241,10 @@ def test_results_are_exact_whether_logits_are_copied_or_not(device, shape):
     assert ulps_off(logits.grad, gradient) <= ULPS
 
 
-@pytest.mark.parametrize(("softcap", "scale"), [(1.0, 1.0), (30.0, 1.0)])
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
 @pytest.mark.parametrize("shape", [(4, 10, 40), (4, 10)], ids=str)
-def test_gradient_of_the_target_keeps_its_digits_under_a_softcap(device, softcap, scale, shape):
-    logits, target = batch(device, shape, scale=scale)
+def test_gradient_of_the_target_keeps_its_digits_under_a_softcap(device, softcap, shape):
+    logits, target = batch(device, shape, scale=1.0)
     loss = ampfuse.cross_entropy(logits, target, reduction="sum", softcap=softcap)
     loss.backward()
     _, gradient = exact(logits, target, reduction="sum", softcap=softcap)

@@ -191,7 +191,6 @@ def test_gradients_through_a_checkpoint_are_exact(device, reduction, use_reentra
     def loss(*_):
         return batch.loss(reduction=reduction, chunk_rows=8)
 
-    grads = None
     result = checkpoint(loss, *batch.tensors(), use_reentrant=use_reentrant)
     (2 * result.sum()).backward()
     grads = [tensor.grad for tensor in batch.tensors()]

@@ -14,7 +14,6 @@ def rows(dtype, device, count=4, classes=6):
 NOTHING = 0
 STATISTICS = 1
 GRADIENT = 2
-GRADIENT_WITHIN_RANGE = 3
 
 SUM = 2  # zero for an empty batch; a mean would be NaN
 
