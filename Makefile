@@ -83,9 +83,11 @@ test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
 
-# A build folder that is configured already is not configured again, and only what the test needs is
-# compiled: an edit to one .cpp is tested in seconds.
-test-one: $(if $(wildcard $(BUILD)/build.ninja),,catch2 build)  ## run one test, T=tests/python/optim or T=test_cpp, after compiling what it needs
+# A build folder that has the tests is not configured again, and only what the test needs is compiled:
+# an edit to one .cpp is tested in seconds.
+HAS_TESTS := $(filter 2,$(shell cat $(BUILD)/CMakeCache.txt 2>/dev/null | \
+	grep -c -E '^AMPFUSE_BUILD_(TESTS|CUDA_HOST):BOOL=ON'))
+test-one: $(if $(HAS_TESTS),,catch2 build)  ## run one test, T=tests/python/optim or T=test_cpp, after compiling what it needs
 	$(if $(TORCH),$(error test-one: serves the torch in .venv; use make test-fast TORCH=$(TORCH)))
 	$(if $(T),,$(error test-one: T: expected a test, as in make test-one T=tests/python/optim))
 ifneq ($(findstring tests/python,$(T)),)

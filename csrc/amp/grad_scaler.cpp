@@ -215,7 +215,7 @@ void GradScaler::update() {
   TORCH_CHECK(
       !found_infs.empty() || state_->options.allow_no_grads(),
       "No inf checks were recorded prior to update: no optimizer with gradients was stepped "
-      "since the last update. If it is intended, set allow_no_grads");
+      "or unscaled since the last update. If it is intended, set allow_no_grads");
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->memory.counters(device);

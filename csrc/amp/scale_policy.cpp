@@ -39,7 +39,7 @@ void check_options(const GradScalerOptions& options) {
   check_scale("init_scale", options.init_scale());
   scale_policy("", update_options(options));
   const auto skips = options.max_consecutive_skips();
-  if (skips) check("max_consecutive_skips", *skips, *skips >= 1, "none or at least 1");
+  if (skips) check("max_consecutive_skips", *skips, *skips >= 1, "None or at least 1");
   check("history", options.history(), options.history() >= 0, "at least 0");
 }
 

@@ -1,10 +1,10 @@
 // Cross-entropy of rows of logits and, from the same read of memory, its gradient.
 //
 // cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
-// this sum, so rows need it before they can write a gradient.
-// cross_entropy_forward_kernel, a team per row, makes one pass for the loss. For the gradient it
-// makes a second pass over the logits, from shared memory or from the L2 cache.
-// cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
+// this sum, so it must be known before a gradient is written. cross_entropy_forward_kernel, a team
+// per row, makes one pass for the loss. For the gradient it makes a second pass over the logits,
+// from shared memory or from the L2 cache. cross_entropy_finish_kernel, one block, adds up the
+// losses of the blocks in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;
@@ -14,7 +14,7 @@
 // If the classes of a row are far apart in memory, one thread processes the row
 // (cross_entropy_positions.cuh).
 //
-// These byte counts hold if the L2 cache can hold the logits that rows in flight do not keep in
+// The byte counts above hold if the L2 cache can hold the logits that rows in flight do not keep in
 // shared memory (cross_entropy_teams.cuh). Otherwise these logits are read once more, which adds
 // itemsize·(1 − kept / row) bytes per logit.
 #pragma once
@@ -50,8 +50,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (team.index() == 0) weights[team.number()] = {weight, bad_row};
 }
 
-// Returns the factor of the gradients. Every block sums the same numbers in the same order; the
-// first block writes the divisor and baked_scale, and reports a target out of range.
+// Returns the factor of the gradients, baked_scale / divisor. Every block sums the same numbers in
+// the same order; the first block writes the divisor and baked_scale, and reports a target out of
+// range.
 template <typename Block, typename scalar_t>
 __device__ __forceinline__ double reduction_scale(const Block& block,
                                                   const CrossEntropyTable<scalar_t>& table,
@@ -84,7 +85,7 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
 }
 
 // Writes the total weight of the targets of all rows to reduction.divisor, for callers that then
-// process the rows a few at a time.
+// process the rows in chunks.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_total_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,

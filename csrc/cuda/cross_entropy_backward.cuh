@@ -6,8 +6,8 @@
 
 namespace ampfuse {
 
-// Computes the gradient from the logits: 2·itemsize bytes per logit. `grad_output` has one number,
-// or one per row if `is_each`.
+// Computes the gradient from the logits. This moves 2·itemsize bytes per logit. `grad_output` has
+// one number, or one per row if `is_each`.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   }
 }
 
-// Rescales a gradient that forward multiplied by `baked_scale` to the upstream gradient
-// `grad_output`. If the two are equal, the gradient is not read; otherwise this moves 2·itemsize
-// bytes per logit. A warp takes the first `count` of every `stride` elements, up to `extent`: a
-// row, or a part of a contiguous gradient.
+// Multiplies a gradient that forward multiplied by `baked_scale` by grad_output / baked_scale. If
+// that is 1, the gradient is not read; otherwise this moves 2·itemsize bytes per logit. A warp
+// takes the first `count` of every `stride` elements, up to `extent`: a row, or a part of a
+// contiguous gradient.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t extent, int count,

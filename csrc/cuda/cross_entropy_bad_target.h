@@ -17,7 +17,7 @@ class BadTargets {
 
   BadTarget* on_device() const { return bad_target_; }
 
-  /// AMPFUSE_TARGETS=trap: a bad target stops the device at once.
+  /// True with AMPFUSE_TARGETS=trap: a bad target then stops the device at once.
   bool are_fatal() const { return are_fatal_; }
 
  private:

@@ -33,7 +33,7 @@ __device__ __forceinline__ float power_of_two(float x) {
 }
 
 // The version for 16-bit logits uses power_of_two: two such exponentials per logit take less time
-// than moving the logit's 4 bytes.
+// than reading its 2 bytes and writing 2.
 template <typename scalar_t>
 class RowExponential {
  public:
@@ -58,7 +58,7 @@ class RowExponential {
   __device__ double from(float earlier) const { return term(earlier); }
 
   // A factor for exponentials. They are biased as in math/cross_entropy_exponential.h, for the same
-  // reason, and the factor removes the bias. A factor so small that it would lose digits goes
+  // reason, and the factor removes the bias. A factor so small that it would lose digits is used
   // without a bias: its product with a subnormal exponential is 0 anyway.
   struct Factor {
     float factor;

@@ -6,8 +6,8 @@
 
 namespace ampfuse {
 
-// Packs that a thread has in flight in the second pass; kReadUnroll is that of the first. Half of
-// the bytes moved in the second pass are writes, so two are enough.
+// Packs that a thread has in flight in the second pass; kReadUnroll is their number in the first.
+// Half of the bytes that the second pass moves are writes, so two are enough.
 template <typename scalar_t>
 inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
 
@@ -101,9 +101,9 @@ class PackGradient {
 
 // The second pass over a row. Packs start at boundaries of the gradient: every 16 bytes, or every 8
 // if the gradient is half as wide as the logits. If the gradient overwrites the logits, both have
-// the same boundaries, so a thread reads from memory only the bytes that it writes next, in single
-// elements and in packs. A pack in shared memory may have been kept by another thread. So teams
-// synchronise between the passes, and at the end of this function before the next row is kept.
+// the same boundaries, so a thread reads from memory only the bytes that it writes next. A pack in
+// shared memory may have been kept by another thread. So teams synchronise between the passes, and
+// at the end of this function before the next row is kept.
 template <RowWork kWork, typename scalar_t, typename grad_t, typename Team>
 __device__ __forceinline__ void write_gradient(const Team& team,
                                                const PackGradient<kWork, scalar_t>& gradient,
@@ -123,8 +123,8 @@ __device__ __forceinline__ void write_gradient(const Team& team,
   });
   const auto write_pack = [&](int p, const P& pack) { write(pieces.first_of(p), pack); };
   const int from_kept = kept_classes == 0 ? 0 : (kept_classes - pieces.head) / P::kSize;
-  // First the packs that are not in shared memory: they were read last, so they are the most likely
-  // to be still in the L2 cache.
+  // Write the packs that are not in shared memory first: they were read last, so they are the most
+  // likely to be still in the L2 cache.
   each_pack<kWriteUnroll<scalar_t>>(team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept,
                                     pieces.packs, write_pack);
   if (kept.count == 0) return;

@@ -26,7 +26,7 @@ inline IndexType index_type(const at::Tensor& target) {
 
 /// Calls run.operator()<grad_t>() with the type of the gradient, even if none is asked for: the
 /// type of the logits, or a 16-bit type for float logits. Kernels for image positions (Team::kSize
-/// of 1) exist only for the type of the logits; no caller needs the other.
+/// of 1) exist only for the type of the logits; no caller needs another.
 template <typename scalar_t, typename Team, typename Run>
 void dispatch_gradient(at::ScalarType dtype, const Run& run) {
   if constexpr (std::is_same_v<scalar_t, float> && Team::kSize > 1) {

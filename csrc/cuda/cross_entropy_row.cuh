@@ -8,8 +8,9 @@
 
 namespace ampfuse {
 
-// The work that passes do. kPlain needs exponentials only: no share of B except the target's, no
-// softcap and no metrics. kAny does everything, and needs more registers.
+// The work that passes do. kPlain computes exponentials only: B (math/cross_entropy.h) is 0 except
+// for the target, and there is no softcap and no metric. kAny does everything, and needs more
+// registers.
 enum class RowWork { kPlain, kAny };
 
 // Threads that a multiprocessor has registers for; kAny and double need more registers per thread.

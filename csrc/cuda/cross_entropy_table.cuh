@@ -25,7 +25,7 @@ struct RowsAt {
 };
 
 // The arguments of a call. Indices of rows are int64_t, indices of classes int; the launcher
-// rejects more classes than that.
+// rejects more classes than an int can index.
 template <typename scalar_t>
 struct CrossEntropyTable {
   using acc_t = RowAcc<scalar_t>;
@@ -117,7 +117,8 @@ struct TargetWeight {
   int64_t bad_row;
 };
 
-// How losses are reduced and gradients are scaled. The numbers are in device memory.
+// How losses are reduced and gradients are scaled. Pointers are to device memory, except
+// bad_target.
 struct CrossEntropyReduction {
   const float* grad_scale;      // null: 1
   const double* denominator;    // null: the total weight of the targets

@@ -12,7 +12,8 @@ namespace ampfuse {
 
 namespace {
 
-// Returns a scalar as the kernel reads it: a pointer on the device, or for a CPU tensor its value.
+// Returns a scalar as the kernel reads it: a pointer to device memory, or the value of a CPU
+// tensor.
 AdamScalar scalar_of(const at::Tensor& tensor) {
   const bool is_double = tensor.scalar_type() == at::kDouble;
   if (tensor.is_cpu()) return {nullptr, is_double, tensor.item<double>()};
@@ -52,7 +53,7 @@ class PlanMemory {
   at::Tensor bytes_;
 };
 
-// Launches fused_adam_prepare_kernel for all groups. Tensors are in the order of plan.steps.
+// Launches fused_adam_prepare_kernel for all groups. plan.steps is in the order of their tensors.
 template <typename acc_t>
 void launch_prepare(const LaunchStream& stream, const FusedAdamArguments& arguments,
                     const std::vector<AdamDtypeGroup>& groups, const AdamPlan<acc_t>& plan) {

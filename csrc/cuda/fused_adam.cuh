@@ -6,8 +6,8 @@
 // fused_adam_kernel, a warp per chunk, reads all columns, updates them and writes them. It returns
 // at once if the step is skipped.
 //
-// Bytes per element, with 16-bit gradients and parameters, fp32 masters and fp32 means: 2 + 12
-// read, 12 + 2 written; with remainders as masters 26 in total. With fp32 masters the old
+// Bytes per element, with 16-bit gradients and parameters, fp32 masters and fp32 moments: 2 + 12
+// read, 12 + 2 written. With remainders as masters, 26 in total. With fp32 masters the old
 // parameters are not read, except one element in 128 if masters adopt what other code wrote to the
 // parameters.
 #pragma once
@@ -21,11 +21,12 @@
 
 namespace ampfuse {
 
-// The storage of the number that is stepped, if the parameter is only a 16-bit copy of it.
+// How the number that is stepped is stored if the parameter is only a 16-bit copy of it.
 enum class Master { kNone, kFloat, kRemainder };
 
 // Chunks are small, so that a warp's last chunk does not take long. The chunk size does not affect
-// the bytes that a multiprocessor has in flight, some 40 KiB: warps and kPack determine these.
+// the bytes that a multiprocessor has in flight: 1024 threads load kPack elements each, 56 KiB with
+// fp32 masters.
 inline constexpr int kAdamChunk = 2048;
 
 using AdamTable = TensorTable<math::kAdamColumns, kAdamChunk>;
@@ -101,9 +102,9 @@ struct AdamTypes {
       std::conditional_t<kMaster == Master::kFloat, float,
                          std::conditional_t<kMaster == Master::kRemainder, int16_t, param_t>>;
 
-  // Elements that a lane takes at a time: 4, which are 16 bytes of fp32 and 8 of 16-bit types. With
-  // more elements, or with one more column, a thread would need more than the 64 registers that it
-  // has with four blocks per multiprocessor.
+  // Elements that a lane takes at a time: 4, which are 16 bytes of fp32 or 8 of 16-bit types. With
+  // more, or with 4 and the column of amsgrad, a thread would need more than the 64 registers that
+  // it has with four blocks per multiprocessor.
   static constexpr int kPack = std::is_same_v<acc_t, double> ? 1 : kAmsgrad ? 2 : 4;
 };
 
@@ -134,12 +135,12 @@ __device__ __forceinline__ AdamChunk<Types> adam_chunk(const AdamTable& table,
   return chunk;
 }
 
-// Compares one element in 128, and the last element of the chunk, with their masters. This reads
-// 0.25 bytes per element of the chunk. If one of them was overwritten, the whole chunk is searched,
-// and each overwritten element's master adopts the new value. A write of 128 adjacent elements is
-// noticed in every chunk that it touches: it covers the last element of the chunk in which it
-// begins, the first element of the chunk in which it ends, or, if it lies within one chunk, an
-// element at a multiple of 128.
+// Compares one element in 128, and the last element of the chunk, with their masters. This reads 32
+// bytes per 128 elements. If one of them was overwritten, the whole chunk is searched, and each
+// overwritten element's master adopts the new value. A write of 128 adjacent elements is noticed in
+// every chunk that it touches: it covers the last element of the chunk in which it begins, the
+// first element of the chunk in which it ends, or, if it lies within one chunk, an element at a
+// multiple of 128.
 template <typename Types>
 __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int size, int lane) {
   constexpr int kStride = 128;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int 
   const int i = min(lane * kStride, size - 1);
   const bool is_written_over = size > 0 && math::is_written_over(chunk.param[i], chunk.master[i]);
   const bool are_any = __any_sync(0xffffffffu, is_written_over);
-  __syncwarp();  // all lanes have read their elements, which other lanes write from here on
+  __syncwarp();  // all lanes have read their elements, whose masters other lanes write below
   if (!are_any) return;
   for (int e = lane; e < size; e += kWarp) {
     chunk.master[e] = math::adopted(chunk.param[e], chunk.master[e]);

@@ -31,7 +31,8 @@ class LaunchStream {
                      Arguments&&... arguments) const {
     if (must_ask_for_shared(shared)) {
       // The limit belongs to the kernel, not to the launch, so it is always raised to the maximum.
-      // A lower limit for this launch could be too low for another thread that has just raised it.
+      // The bytes of this launch could be too low a limit for another thread that is about to
+      // launch.
       const auto most =
           static_cast<int>(most_shared(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
       C10_CUDA_CHECK(

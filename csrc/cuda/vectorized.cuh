@@ -67,7 +67,7 @@ struct Pieces {
   }
 };
 
-// A loaded pack as 32-bit words. As 16-bit elements, each would take a register of its own.
+// A loaded pack as 32-bit words. A 16-bit element would take a register of its own.
 struct Words {
   uint32_t word[4];
 };
@@ -129,8 +129,8 @@ class PacksAnywhere {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Loads packs first, first + step, …, all in flight at once. The last pack of all must not be
-  // among them unless packs are aligned.
+  // Loads packs first, first + step, …, all in flight at once. The last pack of the data must not
+  // be among them unless packs are aligned.
   template <int kCount>
   __device__ __forceinline__ void load(int first, int step, Words (&packs)[kCount]) const {
     if (are_aligned()) {
@@ -176,8 +176,8 @@ class PacksAnywhere {
 };
 
 // Calls visit(index of the pack, pack) for the packs [begin, end), where end − 1 is the last pack
-// of all. Each thread visits its own packs in ascending order, with kUnroll loads in flight before
-// it uses the first.
+// of the data. Each thread visits its own packs in ascending order, with kUnroll loads in flight
+// before it uses the first.
 template <int kUnroll, typename Team, typename scalar_t, typename Visit>
 __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<scalar_t>& packs,
                                           int begin, int end, const Visit& visit) {

@@ -64,7 +64,7 @@ void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
   const std::vector<DeviceList> lists = by_device(gradients(parameters));
   for (const DeviceList& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
   for (const DeviceList& list : lists) {
-    // torch returns a 16-bit norm for 16-bit gradients.
+    // torch's norm of 16-bit gradients is 16-bit, which the op does not accept.
     const auto dtype = total_norm.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     multi_tensor_clip(list.tensors, total_norm.to(list.device, dtype), max_norm);
   }

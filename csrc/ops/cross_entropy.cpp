@@ -92,11 +92,10 @@ bool has_memory_of_its_own(const at::Tensor& rows) {
 }
 
 void check_cross_entropy_in_place(const at::Tensor& input) {
-  TORCH_CHECK_VALUE(
-      input.dim() == 2 && has_memory_of_its_own(input),
-      "cross_entropy_: input: expected logits of shape [batch, classes] with memory of their own "
-      "whose class dimension has stride 1, got shape ",
-      input.sym_sizes(), " and strides ", input.sym_strides());
+  TORCH_CHECK_VALUE(input.dim() == 2 && has_memory_of_its_own(input),
+                    "cross_entropy_: input: expected logits of shape [batch, classes] whose class "
+                    "dimension has stride 1 and which share no memory, got shape ",
+                    input.sym_sizes(), " and strides ", input.sym_strides());
 }
 
 void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
@@ -243,7 +242,7 @@ AMPFUSE_OPERATORS(m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  // A replacement for torch.nn.functional.cross_entropy: it is differentiable twice.
+  // The replacement for torch.nn.functional.cross_entropy, which is differentiable twice.
   m.def(
       "cross_entropy.as_torch(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0) -> Tensor",
@@ -259,8 +258,8 @@ AMPFUSE_OPERATORS(m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
       "(Tensor loss, Tensor baked_scale)");
-  // Rows of logits, without autograd. for_backward is ForBackward: 0, nothing; 1, statistics; 2,
-  // the gradient.
+  // The operators that take rows, which have no derivative. for_backward is a ForBackward: 0,
+  // nothing; 1, statistics; 2, the gradient.
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "

@@ -1,6 +1,6 @@
 // Cross-entropy as kernels see it: rows of logits, whatever shape the caller passed. If the classes
 // of a row are far apart in memory, as in [batch, classes, height, width], each position of the
-// image ("position" in the code) is a row, and the positions of a class are contiguous.
+// image is a row, and the positions of a class are contiguous.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,8 @@ struct CrossEntropyArguments {
   at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
   std::optional<at::Tensor> weight;  // [classes], of dtype loss_dtype(input)
   LossOptions options = {};
-  // Targets were validated as part of a larger batch, and `denominator` holds their total weight.
+  // True if targets were validated as part of a larger batch; `denominator` then holds their total
+  // weight.
   bool is_weighed = false;
   // Number of classes of all shards, if `input` is one shard: targets may be math::kElsewhere then.
   std::optional<int64_t> all_classes = {};
@@ -32,7 +33,7 @@ struct CrossEntropyArguments {
   // (math::baked_scale).
   float gradient_limit = HUGE_VALF;
 
-  /// Reads the arguments that all overloads and the operators below autograd share.
+  /// Reads the arguments that all operators except cross_entropy_rescale_ share.
   static CrossEntropyArguments from(const NamedArguments& named);
 
   bool has_probabilities() const { return target.is_floating_point(); }
@@ -46,7 +47,8 @@ struct CrossEntropyArguments {
   }
 };
 
-/// The dtype in which a loss is computed and returned: double for double logits, else float.
+/// Returns the dtype in which a loss is computed and returned: double for double logits, else
+/// float.
 at::ScalarType loss_dtype(const at::Tensor& input);
 
 /// Throws unless an index target has dtype Long, Int or Byte.
@@ -85,7 +87,7 @@ enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
 /// Outputs of both losses. An output that was not asked for has shape [0].
 struct LossOutputs {
   at::Tensor loss;         // [], or [rows] with reduction none
-  at::Tensor baked_scale;  // [] float: grad_scale within gradient_limit; 1 if absent, 0, inf or NaN
+  at::Tensor baked_scale;  // [] float: grad_scale, lowered to the limit; 1 if absent, 0, inf or NaN
   at::Tensor statistics;   // [rows, 4] double: math::RowStatistics
   at::Tensor divisor;      // [] double: the number that the sum of losses is divided by
   at::Tensor lse;          // [rows], like entropy and argmax; these three are the metrics
@@ -128,7 +130,8 @@ struct CrossEntropyCall {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> denominator;
   bool with_metrics = false;
-  // True if the loss may be differentiated twice, the second time by torch's function.
+  // True if the loss must be differentiable twice: with create_graph, torch's function computes the
+  // gradient.
   bool is_twice_differentiable = false;
 
   static CrossEntropyCall from(const NamedArguments& named);
@@ -140,8 +143,8 @@ struct CrossEntropyCall {
   }
 };
 
-/// A public call, reshaped to rows. Logits have shape [classes], [batch, classes] or
-/// [batch, classes, d1, ...]. Other tensors are converted to what kernels read.
+/// A public call, reshaped to rows. Logits have shape [classes], [batch, classes] or [batch,
+/// classes, d1, ...]. Other tensors are converted to the form that kernels read.
 class CrossEntropyRows {
  public:
   explicit CrossEntropyRows(CrossEntropyCall as_passed);
@@ -158,7 +161,7 @@ class CrossEntropyRows {
   std::vector<c10::SymInt> shape_;
 };
 
-/// Calls of the operators below autograd.
+/// Call the operators that take rows; cross_entropy_in_place() calls cross_entropy_.
 CrossEntropyOutputs cross_entropy_forward(const CrossEntropyCall& call, ForBackward for_backward);
 CrossEntropyInPlaceOutputs cross_entropy_in_place(const CrossEntropyCall& call);
 at::Tensor cross_entropy_backward(const at::Tensor& grad_output,
@@ -168,11 +171,12 @@ void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scal
                             const at::Tensor& grad_output);
 
 /// The functions that a backend implements. They fill the gradient, statistics and metrics whose
-/// tensors in `outputs` are not empty. The gradient may share the memory of the logits, and may
-/// have 16 bits for float logits.
+/// tensors in `outputs` are not empty. The gradient may share the memory of the logits, and may be
+/// 16-bit for float logits.
 struct CrossEntropyKernels {
-  /// Sets `total`, one double, to the sum of the targets' weights. Targets out of range raise an
-  /// error, here or in a later call. The logits are not read.
+  /// Sets `total`, one double, to the sum of the targets' weights, or with probabilities to the
+  /// number of rows. A target out of range throws, here or in a later call. The logits are not
+  /// read.
   void (*weigh)(const CrossEntropyArguments& arguments, const at::Tensor& total);
   void (*forward)(const CrossEntropyArguments& arguments,
                   const std::optional<at::Tensor>& grad_scale,

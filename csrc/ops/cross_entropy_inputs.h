@@ -1,4 +1,5 @@
-// Converts the small arguments of losses to what kernels read, and computes the metric `correct`.
+// Converts the small arguments of losses to the form that kernels read, and computes the metric
+// `correct`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,13 +8,13 @@
 
 namespace ampfuse {
 
-/// Converts a scalar argument to a 0-dim tensor of this dtype on this device; nullopt if it is
-/// absent. Throws if it requires grad.
+/// Converts a scalar argument to a 0-dim tensor of this dtype on this device. Returns nullopt if it
+/// is absent. Throws if it requires grad.
 std::optional<at::Tensor> loss_number(const char* op, const char* name,
                                       const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                       at::Device device);
 
-/// Converts class weights to `dtype`, in which the loss is computed; nullopt if they are absent.
+/// Converts class weights to `dtype`, the dtype of the loss. Returns nullopt if they are absent.
 /// Throws if they require grad.
 std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                                             const std::optional<at::Tensor>& weight,
@@ -23,9 +24,8 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
 /// Converts probabilities, if needed, to a dtype that kernels read for losses of `loss_dtype`.
 at::Tensor readable_probabilities(const at::Tensor& target, at::ScalarType loss_dtype);
 
-/// Returns a bool per row: true if the largest logit is that of the target, or with probabilities
-/// that of the most probable class; false for ignored rows. Probabilities have their classes along
-/// `class_dim`.
+/// Returns a bool per row: true if argmax is the target, or with probabilities the most probable
+/// class; false for ignored rows. Probabilities have their classes along `class_dim`.
 at::Tensor correct_predictions(const at::Tensor& argmax, const at::Tensor& target,
                                int64_t ignore_index, int64_t class_dim);
 

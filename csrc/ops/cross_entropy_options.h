@@ -1,4 +1,4 @@
-// The options that both losses share, as one value.
+// The options that cross_entropy and linear_cross_entropy share.
 #pragma once
 
 #include <ATen/core/Reduction.h>
@@ -26,14 +26,16 @@ struct LossOptions {
   bool is_per_row() const { return reduction == at::Reduction::None; }
   const char* reduction_name() const { return is_per_row() ? "none" : is_mean() ? "mean" : "sum"; }
 
-  /// Throws for values out of range. softcap is rounded to `dtype`, the dtype of the loss, first.
+  /// Throws for values out of range. softcap must be in range when rounded to `dtype`, the dtype of
+  /// the loss.
   void check(const char* op, c10::ScalarType dtype) const;
 
-  /// Converts all options to a schema's named arguments, and back; missing ones get defaults.
+  /// Convert all options to a schema's named arguments, and back. A missing argument gets its
+  /// default.
   NamedValues named() const;
   static LossOptions from(const FindValue& find);
 
-  /// The options as the arithmetic reads them, for a loss over `classes` classes.
+  /// Returns the options as the arithmetic reads them, for a loss over `classes` classes.
   template <typename T, typename Number = T>
   math::LossTerms<T, Number> terms(int64_t classes) const {
     return {static_cast<T>(1 - label_smoothing),
@@ -42,7 +44,7 @@ struct LossOptions {
   }
 };
 
-/// The at::Reduction for "none", "mean" or "sum". Throws for other names.
+/// Returns the at::Reduction for "none", "mean" or "sum". Throws for other names.
 int64_t loss_reduction(const char* op, const std::string& name);
 
 /// Converts CrossEntropyOptions or LinearCrossEntropyOptions.
@@ -52,7 +54,7 @@ LossOptions loss_options(const char* op, const Options& options) {
           options.label_smoothing(), options.z_loss(), options.softcap()};
 }
 
-/// Prints the options that both losses share, as a module shows them.
+/// Prints the shared options in the form that a module shows.
 template <typename Options>
 void print_loss_options(std::ostream& stream, const Options& options) {
   stream << "reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()

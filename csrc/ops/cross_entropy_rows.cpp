@@ -16,8 +16,8 @@ namespace {
 // Logits with fewer positions are copied to rows: they would fill too few lanes of a vector or
 // warp.
 constexpr int64_t kFewestPositions = 16;
-// Logits with more classes per position are copied too: one thread goes through all classes of a
-// position, or of a few positions.
+// Logits whose classes outnumber their positions by more than this factor are copied too: one
+// thread reads all classes of a position, or of a few positions.
 constexpr int64_t kMostClassesOfPosition = 16;
 
 // Returns the number of positions: d1 · d2 · ... of [batch, classes, d1, d2, ...].
@@ -27,18 +27,18 @@ c10::SymInt positions_of(const at::Tensor& tensor) {
   return positions;
 }
 
-// True if the classes are so far apart in memory that they are better read in place. This does not
-// depend on the size of the batch, because no result may depend on that.
+// True if the classes of a row are far apart in memory and are read in place all the same. This
+// does not depend on the size of the batch, because no result may depend on it.
 bool has_positions(const at::Tensor& tensor) {
   if (tensor.dim() < 3 || tensor.sym_stride(1) == 1) return false;
   const c10::SymInt positions = positions_of(tensor);
   return positions >= kFewestPositions && tensor.sym_size(1) <= kMostClassesOfPosition * positions;
 }
 
-// Reshapes [batch, classes, d1, ...] to [rows, classes], or to [batch, classes, positions]. Copies
-// only if there is no such view with contiguous rows.
-at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
-  if (in_places) {
+// Reshapes [batch, classes, d1, ...] to [rows, classes], or to [batch, classes, positions] if
+// `by_position`. Copies only if no such view has a contiguous last dimension.
+at::Tensor rows_of(const at::Tensor& tensor, bool by_position) {
+  if (by_position) {
     const at::Tensor positions =
         tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), positions_of(tensor)});
     return has_neighbours(positions) ? positions : positions.contiguous();
@@ -53,8 +53,8 @@ at::Tensor rows_of(const at::Tensor& tensor, bool in_places) {
   return classes <= 1 || matrix.sym_stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
-// Returns a hint for [batch, positions, classes] with [batch, positions], which torch's order of
-// dimensions does not allow.
+// Returns a hint for logits [batch, positions, classes] with targets [batch, positions]: torch's
+// order is [batch, classes, positions].
 const char* classes_last_hint(const at::Tensor& input, const at::Tensor& target) {
   const bool are_last = input.dim() > 2 && target.dim() == input.dim() - 1 &&
                         target.sym_sizes() == input.sym_sizes().slice(0, target.dim());
@@ -111,15 +111,15 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move
   arguments.weight = loss_class_weight(kCrossEntropy, "weight", arguments.weight,
                                        input.sym_size(input.dim() == 1 ? 0 : 1), loss_dtype(input),
                                        input.device());
-  const bool in_places = has_positions(input);
+  const bool by_position = has_positions(input);
   if (arguments.has_probabilities()) {
     arguments.target =
-        rows_of(readable_probabilities(arguments.target, loss_dtype(input)), in_places);
+        rows_of(readable_probabilities(arguments.target, loss_dtype(input)), by_position);
   } else {
     if (arguments.target.dim() != 1) arguments.target = arguments.target.reshape({-1});
     arguments.target = arguments.target.contiguous();
   }
-  arguments.input = rows_of(input, in_places);
+  arguments.input = rows_of(input, by_position);
   check_cross_entropy(kCrossEntropy, arguments);
 }
 

@@ -21,7 +21,7 @@ std::optional<VocabShard> vocab_shard_from(const FindValue& find);
 /// The target of an ignored row in targets_of_shard().
 inline constexpr int64_t kIgnoredTarget = -1;
 /// Renumbers targets from all classes to the `classes` classes of a shard. Targets of other shards
-/// become math::kElsewhere, ignored ones kIgnoredTarget.
+/// become math::kElsewhere, ignored targets kIgnoredTarget.
 at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
                             int64_t ignore_index, int64_t classes);
 
@@ -29,11 +29,11 @@ at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
 /// ranks.
 at::Tensor gather(const VocabShard& shard, const at::Tensor& mine);
 
-/// Sums over ranks, of which one is in flight at a time.
+/// Sums over ranks. One sum is in flight at a time.
 class ShardSums {
  public:
-  /// Starts to sum the ranks' `part`, after finishing the sum in flight. The sum is copied to
-  /// `whole`, which may have a narrower dtype, when it is finished.
+  /// Finishes the sum in flight, and starts to sum the ranks' `part`. finish() copies the sum to
+  /// `whole`, which may have a narrower dtype.
   void begin(const VocabShard& shard, at::Tensor part, at::Tensor whole);
   void finish();
 
@@ -60,7 +60,7 @@ struct JoinedOutputs {
   at::Tensor argmax;
 };
 
-/// The functions that a backend implements beside CrossEntropyKernels.
+/// The functions that a backend implements besides CrossEntropyKernels.
 struct VocabShardKernels {
   /// Fills `outputs` from the logits of this rank's shard.
   void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);

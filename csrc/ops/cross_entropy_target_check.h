@@ -6,12 +6,12 @@
 
 namespace ampfuse {
 
-/// Throws if a kernel on a GPU has found a target out of range, and forgets it. A device keeps only
-/// the latest one. This reads host memory only: a kernel that is still running reports later. Calls
-/// of cross_entropy check by themselves; replays of a CUDA graph do not.
+/// Throws if a kernel on a GPU has found a target out of range, once per report. A device keeps
+/// only its latest report. This reads host memory only: a kernel that is still running reports
+/// later. Calls of cross_entropy check by themselves; replays of a CUDA graph do not.
 AMPFUSE_API void check_targets();
 
-/// Sets the check. The part of the library that is compiled with CUDA calls this.
+/// Sets what check_targets() calls. Code that is compiled with CUDA calls this.
 void set_target_check(void (*check)());
 
 }  // namespace ampfuse

@@ -110,13 +110,13 @@ void check_numbers(const math::AdamOptions& options) {
   };
   check("beta1", options.beta1, options.beta1 >= 0 && options.beta1 < 1, "0 <= beta1 < 1");
   check("beta2", options.beta2, options.beta2 >= 0 && options.beta2 < 1, "0 <= beta2 < 1");
-  // Like a learning rate, the weight decay may be scheduled to below 0.
+  // A schedule may lower the weight decay below 0, as it may the learning rate.
   check("weight_decay", options.weight_decay, !std::isnan(options.weight_decay), "a number");
   check("eps", options.eps, options.eps >= 0, "at least 0");
 }
 
 void check_scalars(const FusedAdamArguments& arguments) {
-  std::vector<at::Tensor> first;  // the tensor on whose device scalars must be
+  std::vector<at::Tensor> first;  // scalars must be on the device of this tensor
   if (arguments.count() > 0) first.push_back(arguments.tensor(math::kParam, 0));
   const auto check = [&first](const char* name, const std::optional<at::Tensor>& scalar,
                               std::initializer_list<at::ScalarType> dtypes) {
@@ -126,7 +126,7 @@ void check_scalars(const FusedAdamArguments& arguments) {
   check("found_inf", arguments.found_inf, {at::kFloat});
   check("total_norm", arguments.total_norm, {at::kFloat, at::kDouble});
   check("grad_norm", arguments.grad_norm, {at::kFloat});
-  // A learning rate on the CPU is accepted too: it gives the host nothing to wait for.
+  // A learning rate on the CPU is accepted too: the host reads it without waiting.
   if (arguments.lr.defined() && arguments.lr.is_cpu()) first.clear();
   check("lr", arguments.lr, {at::kFloat, at::kDouble});
 }
@@ -211,7 +211,7 @@ void fused_adam_no_backend(const FusedAdamArguments& arguments) {
 
 }  // namespace
 
-// One op, two overloads: in the schema of the first, gradients are only read, so that autograd and
+// The op has two overloads. By the schema of the first, gradients are only read, so autograd and
 // the compiler need not assume that they change.
 AMPFUSE_OPERATORS(m) {
   const auto define = [&m](const std::string& name, const std::string& grads) {

@@ -14,8 +14,8 @@ namespace ampfuse {
 /// The op's name in error messages.
 inline constexpr const char* kFusedAdam = "fused_adam";
 
-/// A tensor list where the dispatcher has put it. A copy would count references, which for tensors
-/// that Python also owns takes Python's lock.
+/// A tensor list that stays on the dispatcher's stack. A copy would increment reference counts,
+/// which takes Python's lock for tensors that Python also owns.
 using TensorRefs = c10::ArrayRef<c10::IValue>;
 
 /// The arguments of fused_adam.

@@ -18,7 +18,8 @@ void prefetch(const FusedAdamArguments& arguments, size_t t, const Prefetch& pre
 }
 
 // True if two dense tensors of one shape have their elements in the same order. The strides of
-// dimensions of size 1 do not matter: gradients of 1×1 convolutions have others than the weights.
+// dimensions of size 1 do not matter: in these, gradients of 1×1 convolutions differ from the
+// weights.
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
   for (int64_t d = 0; d < a.dim(); ++d) {
     if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
@@ -26,8 +27,8 @@ bool same_order(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// True if kernels can use the tensor in place: it is aligned and dense, and its elements are in the
-// order of those of the parameter, which is dense too.
+// True if kernels can use the tensor in place: it is aligned, it and the parameter are dense, and
+// their elements are in the same order.
 bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return param.is_non_overlapping_and_dense() && tensor.is_non_overlapping_and_dense() &&
          same_order(tensor, param) && is_aligned(tensor);
@@ -58,7 +59,8 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
   return tensor;
 }
 
-// Checks a column that is written. State belongs to the optimizer, and is not checked.
+// Throws if tensors of a written column share memory. State is not checked: it belongs to the
+// optimizer.
 void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn column,
                            std::vector<const void*> storages) {
   for (size_t t = 0; t < storages.size(); ++t) {

@@ -18,8 +18,8 @@ struct AdamDtypes {
   bool operator==(const AdamDtypes&) const = default;
 };
 
-/// The columns at one index of the lists, as kernels see them: elements are in the same order in
-/// all.
+/// The tensors at one index of the lists, as kernels see them: all have their elements in the same
+/// order.
 struct AdamTensor {
   std::array<void*, math::kAdamColumns> data;  // null if the column is absent
   int64_t size;
@@ -27,8 +27,8 @@ struct AdamTensor {
   float* step;
 };
 
-/// All indices of the lists, checked. Tensors with gaps, misaligned ones, and those whose elements
-/// are in another order than the parameter's are replaced by dense copies.
+/// The tensors at all indices of the lists, checked. Tensors with gaps, misaligned ones, and those
+/// whose elements are in another order than the parameter's are replaced by dense copies.
 class AdamTensors {
  public:
   explicit AdamTensors(const FusedAdamArguments& arguments);

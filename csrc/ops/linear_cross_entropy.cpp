@@ -82,7 +82,9 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
   TORCH_CHECK_VALUE(weight.sym_size(1) == hidden.sym_size(1), kLinearCrossEntropy,
                     ": hidden: expected ", weight.sym_size(1), " features, as weight has (",
                     weight.sym_sizes(), "), got ", hidden.sym_size(1),
-                    hidden.sym_size(1) == weight.sym_size(0) ? "; are these logits?" : "");
+                    hidden.sym_size(1) == weight.sym_size(0)
+                        ? "; are these logits, or is weight not [classes, features]?"
+                        : "");
   TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) &&
                               bias->is_floating_point() && bias->device() == hidden.device()),
                     kLinearCrossEntropy, ": bias: expected [", weight.sym_size(0),
@@ -170,7 +172,7 @@ LinearCrossEntropyCall LinearCrossEntropyCall::from(const NamedArguments& named)
 
 namespace {
 
-// The arguments that both operators below autograd share.
+// Returns the arguments that forward and backward share.
 NamedValues named_arguments(const LinearCrossEntropyArguments& arguments,
                             const LinearGradientMask& wanted) {
   NamedValues values = arguments.named_options();
@@ -228,9 +230,9 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
       {at::Tag::pt2_compliant_tag});
-  // The operators below autograd. They take rows, and multiply in `dtype`. `vocab_shard`, for a
-  // group of ranks, is [group_size, first_class, num_classes]. Dtypes are integers, c10's: a
-  // ScalarType in a package that was compiled ahead of time arrives as another dtype (torch 2.11).
+  // The operators that take rows. They multiply in `dtype`. `vocab_shard`, for a group of ranks, is
+  // [group_size, first_class, num_classes]. Dtypes are c10's integers: in a package that was
+  // compiled ahead of time, a ScalarType arrives as another dtype (torch 2.11).
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "

@@ -1,4 +1,5 @@
-// Cross-entropy of hidden states times a weight. The logits never exist all at the same time.
+// Cross-entropy of hidden states times a weight. The logits are never all in memory at the same
+// time.
 #pragma once
 
 #include <array>
@@ -22,20 +23,20 @@ struct LinearCrossEntropyArguments {
   at::Tensor target;                       // [rows] indices, or probabilities [rows, classes]
   std::optional<at::Tensor> class_weight;  // [classes of all shards], of the loss's dtype
   LossOptions options = {};
-  // The dtype of products, and that of the weight's gradient: accumulate_dtype(dtype), or bfloat16
-  // if products are bfloat16 too.
+  // The dtype of the matrices that are multiplied, and that of the weight's gradient:
+  // accumulate_dtype(dtype), or bfloat16 if `dtype` is bfloat16 too.
   at::ScalarType dtype = at::ScalarType::Undefined;
   at::ScalarType weight_grad_dtype = at::ScalarType::Undefined;
   std::optional<int64_t> chunk_rows = {};
   // The classes of weight, bias and probabilities, if these do not have all classes.
   std::optional<VocabShard> shard = {};
 
-  /// Upper bound on the scale of the logits' gradients. fp16 ones are multiplied by the weight and
-  /// summed before the real upstream gradient is known, so they need headroom.
+  /// Upper bound on the scale of the logits' gradients. fp16 gradients are multiplied by the weight
+  /// and summed before the real upstream gradient is known, so they need headroom.
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
-  /// Convert everything except the tensors to arguments of the operators below autograd, and back.
-  /// The public overloads have no dtypes, which stay Undefined.
+  /// Convert everything except the tensors to arguments of the operators that take rows, and back.
+  /// The public operators have no dtype arguments, so the dtypes stay Undefined.
   NamedValues named_options() const;
   void set_options(const FindValue& find);
 
@@ -60,7 +61,8 @@ struct LinearCrossEntropyCall {
 };
 
 /// A public call, reshaped to rows. Hidden states have shape [..., features], targets [...] or
-/// [..., classes]. Products are in the dtype that all tensors have, or that autocast asks for.
+/// [..., classes]. Matrices are multiplied in the dtype that all of them have, or that autocast
+/// asks for.
 class LinearCrossEntropyRows {
  public:
   explicit LinearCrossEntropyRows(LinearCrossEntropyCall as_passed);
@@ -84,7 +86,7 @@ inline bool any(const LinearGradientMask& wanted) {
   return wanted[0] || wanted[1] || wanted[2];
 }
 
-/// The gradients. One that is not wanted has shape [0].
+/// A gradient that is not wanted has shape [0].
 struct LinearCrossEntropyGradients {
   at::Tensor hidden;  // in the dtype of the hidden states
   at::Tensor weight;  // in weight_grad_dtype
@@ -95,8 +97,8 @@ struct LinearCrossEntropyGradients {
 
 /// `gradients` are those of the loss times baked_scale. With reduction none, statistics are
 /// computed instead, if a gradient is wanted. For fp16 products without a grad_scale, baked_scale
-/// is the divisor, divided by the largest |class weight| if that is above 1. Otherwise the
-/// gradients would be mostly zeros.
+/// is the divisor, divided by the largest |class weight| if that is above 1. With a baked_scale of
+/// 1, most gradients would round to 0.
 struct LinearCrossEntropyOutputs : LossOutputs {
   LinearCrossEntropyGradients gradients;
 
@@ -106,8 +108,8 @@ struct LinearCrossEntropyOutputs : LossOutputs {
   }
 };
 
-/// The dtype of products of matrices of this dtype. It is float for 16-bit matrices, whose products
-/// are summed in float anyway and would only be rounded when stored.
+/// Returns the dtype in which products of matrices of this dtype are stored. It is float for 16-bit
+/// matrices: their products are summed in float anyway.
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
 
 /// Throws for arguments from which the loss cannot be computed.
@@ -115,7 +117,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                                 const std::optional<at::Tensor>& grad_scale,
                                 const std::optional<at::Tensor>& denominator);
 
-/// Allocate uninitialised memory. The gradients of the outputs still have shape [0].
+/// Allocate uninitialised memory. The gradients in the outputs have shape [0].
 LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArguments& arguments,
                                                    const LinearGradientMask& wanted);
 LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
@@ -128,14 +130,13 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
     const std::optional<at::Tensor>& denominator, const LinearGradientMask& wanted,
     bool with_metrics);
 
-/// Computes the gradients for one upstream gradient per row, from logits that are computed once
-/// more.
+/// Computes the logits again, and from them the gradients. `grad_output` has one number per row.
 LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     const CrossEntropyKernels& kernels, const at::Tensor& grad_output,
     const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
     const at::Tensor& divisor, const LinearGradientMask& wanted);
 
-/// Calls of the operators below autograd.
+/// Call the operators that take rows.
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
                                                        const std::optional<at::Tensor>& grad_scale,
                                                        const std::optional<at::Tensor>& denominator,

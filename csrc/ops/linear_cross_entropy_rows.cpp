@@ -27,8 +27,8 @@ std::vector<c10::SymInt> shape_of_rows(const at::Tensor& hidden) {
   return shape;
 }
 
-// Returns the one dtype of hidden, weight and bias, or that of autocast, which leaves doubles
-// alone.
+// Returns the dtype that hidden, weight and bias share, or that of autocast, which does not cast
+// doubles.
 at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   const auto& [hidden, weight] = std::tie(inputs.hidden, inputs.weight);
   const OptionalTensor& bias = inputs.bias;
@@ -48,9 +48,9 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   return hidden.scalar_type();
 }
 
-// The weight's gradient is in the dtype of the products if that is bfloat16 and the weight asks for
-// no other: bfloat16 has the range of the float sum. fp16 lacks the range for gradients that are
-// not scaled yet.
+// The weight's gradient is rounded to bfloat16 if `dtype` and weight.grad_dtype() are bfloat16 and
+// it is not accumulated: bfloat16 has the range of the float sum. fp16 lacks the range for
+// gradients that are not scaled yet.
 at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyCall& call, at::ScalarType dtype) {
   const bool is_rounded = dtype == at::kBFloat16 && !call.accumulate_into &&
                           call.arguments.weight.grad_dtype() == dtype;
@@ -86,7 +86,7 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
   return readable_probabilities(target, loss_dtype).reshape_symint({rows, classes}).contiguous();
 }
 
-// True if the memory from the first to the last element of one overlaps that of the other.
+// True if the memory from the first to the last element of `a` overlaps that of `b`.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_alias_of(b) || a.sym_numel() == 0 || b.sym_numel() == 0) return false;
   const auto range = [](const at::Tensor& tensor) {

@@ -66,8 +66,8 @@ NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> 
 
 namespace {
 
-// Kernel for an empty list, which names no backend: the norm is 0, on the CPU, as torch's. Throws
-// for other lists without a kernel.
+// Kernel for an empty list, which names no backend: the norm is 0, on the CPU, as in torch. Throws
+// for any other list.
 NormOutputs multi_tensor_norm_no_backend(at::TensorList tensors, double ord,
                                          std::optional<at::ScalarType> dtype) {
   check_multi_tensor_norm(tensors, ord, dtype);

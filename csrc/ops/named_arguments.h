@@ -26,11 +26,11 @@ class NamedArguments {
   NamedArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack);
 
   const c10::FunctionSchema& schema() const { return schema_; }
-  /// Null if the schema has no argument of this name.
+  /// Returns null if the schema has no argument of this name.
   const c10::IValue* find(const char* name) const;
   const c10::IValue& operator[](const char* name) const;
   const at::Tensor& tensor(const char* name) const { return (*this)[name].toTensor(); }
-  /// nullopt for None and for an undefined tensor.
+  /// Returns nullopt for None and for an undefined tensor.
   std::optional<at::Tensor> optional_tensor(const char* name) const;
 
  private:

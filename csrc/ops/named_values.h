@@ -1,5 +1,5 @@
-// Names for the arguments of operators. These are declarations only: CUDA sources include them, and
-// the definition of an IValue takes nvcc more than a second in each of its passes over a source.
+// Types for arguments with names. IValue is only declared, since CUDA sources include this file:
+// its definition takes nvcc more than a second in each pass over a source.
 #pragma once
 
 #include <functional>

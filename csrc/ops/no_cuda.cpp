@@ -1,5 +1,5 @@
-// In a build without CUDA kernels, every operator throws one sentence for tensors on a GPU. torch's
-// own error would list every dispatch key, and no remedy.
+// In a build without CUDA kernels, every operator throws a short error with a remedy for tensors on
+// a GPU. torch's own error would list every dispatch key, and no remedy.
 #include "operators.h"
 #include "registration.h"
 

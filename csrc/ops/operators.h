@@ -1,11 +1,11 @@
-// The operators that have kernels for backends. The others are made of these.
+// The operators that each backend has kernels for. All other operators are composed of these.
 #pragma once
 
 namespace ampfuse {
 
 /// The source of an operator's kernel for the Autograd key.
 enum class AutogradOf {
-  kItself,    // autograd/<op>.cpp
+  kOwn,       // a file of its own in autograd/, also for ADInplaceOrView if it writes arguments
   kMutating,  // autograd/mutating.cpp: the operator writes its arguments and has no derivative
 };
 
@@ -15,16 +15,16 @@ struct OperatorEntry {
 };
 
 inline constexpr OperatorEntry kOperators[] = {
-    {"cross_entropy_", AutogradOf::kItself},
-    {"cross_entropy_backward", AutogradOf::kItself},
-    {"cross_entropy_forward", AutogradOf::kItself},
+    {"cross_entropy_", AutogradOf::kOwn},
+    {"cross_entropy_backward", AutogradOf::kOwn},
+    {"cross_entropy_forward", AutogradOf::kOwn},
     {"cross_entropy_rescale_", AutogradOf::kMutating},
     {"fused_adam", AutogradOf::kMutating},
     {"fused_adam.write_back_grads", AutogradOf::kMutating},
-    {"linear_cross_entropy_backward", AutogradOf::kItself},
-    {"linear_cross_entropy_forward", AutogradOf::kItself},
+    {"linear_cross_entropy_backward", AutogradOf::kOwn},
+    {"linear_cross_entropy_forward", AutogradOf::kOwn},
     {"multi_tensor_clip", AutogradOf::kMutating},
-    {"multi_tensor_norm", AutogradOf::kItself},
+    {"multi_tensor_norm", AutogradOf::kOwn},
     {"multi_tensor_unscale", AutogradOf::kMutating},
     {"multi_tensor_unscale_norm", AutogradOf::kMutating},
     {"update_scale", AutogradOf::kMutating},

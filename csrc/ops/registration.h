@@ -15,8 +15,8 @@
 namespace ampfuse {
 
 /// True if no other build of this library has registered its operators. torch throws if they are
-/// registered twice, and nobody can catch that while a library is being loaded. So a second build
-/// registers nothing, and warns.
+/// registered twice, and nobody can catch an error while a library is being loaded. So a second
+/// build registers nothing, and warns.
 bool is_only_build();
 
 template <auto kFunction>
@@ -32,8 +32,8 @@ void call_kernel_by_name(const c10::OperatorHandle& op, torch::jit::Stack* stack
   }
 }
 
-/// Makes a kernel of a function that takes NamedArguments, and that returns nothing or what
-/// push_results() takes.
+/// Makes a kernel of a function that takes NamedArguments and returns nothing, or results for
+/// push_results().
 template <auto kFunction>
 torch::CppFunction kernel_by_name() {
   return torch::CppFunction::makeFromBoxedFunction<&call_kernel_by_name<kFunction>>();

@@ -27,7 +27,7 @@ struct UpdateScaleArguments {
   math::ScaleMemory memory() const;
 };
 
-/// Throws for options out of range, and converts the others. Messages begin with `prefix`.
+/// Converts the options. Throws if one is out of range, with a message that begins with `prefix`.
 math::ScalePolicy scale_policy(const char* prefix, const UpdateScaleOptions& options);
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);

@@ -79,7 +79,8 @@ void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
              options);
 }
 
-// Returns the addresses of the parameters that a step writes, with a null after those of each call.
+// Returns the addresses of the parameters that a step writes, with a null after those of each call
+// of the op.
 std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
   std::vector<const void*> addresses;
   for (const AdamGroup& group : groups) {
@@ -91,8 +92,8 @@ std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
   return addresses;
 }
 
-// Calls the op for a skipped step, which only checks, if the step takes several calls. A call that
-// refuses its arguments writes nothing, but without this the calls before it would have stepped.
+// If the step takes several calls of the op, makes each call as a skipped step first, which only
+// checks. A call that throws writes nothing, but the calls before it would already have stepped.
 void check_before_writing(const std::vector<AdamGroup>& groups) {
   size_t calls = 0;
   for (const AdamGroup& group : groups) calls += group.lists.size();
@@ -224,7 +225,7 @@ Adam::ParamWrites Adam::param_writes() const {
 void Adam::adopt_written_params() {
   const auto then = std::exchange(writes_after_step_, std::nullopt);
   if (first_param_options(param_groups_).device().is_cuda() && is_capturing()) return;
-  // Write counts can only be compared if the number of masters is the same.
+  // ParamWrites can be compared only if the number of masters is the same.
   const ParamWrites now = param_writes();
   if (then && then->masters == now.masters && *then != now) {
     std::vector<at::Tensor> written_over;

@@ -1,6 +1,6 @@
-// The layout is that of torch::optim::AdamW: "state" by key, and "param_groups" with each group's
-// keys and options. torch's keys are addresses. Ours are consecutive numbers, as in Python's state
-// dictionaries, so that the same state gives the same archive.
+// The layout of an archive is that of torch::optim::AdamW: "state" by key, and "param_groups" with
+// each group's keys and options. torch's keys are addresses. Ours are consecutive numbers, as in
+// Python's state dictionaries, so that the same state gives the same archive.
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
@@ -52,9 +52,9 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
         tensor.toString());
   check(tensor.sizes() == param.sizes(), "shape ", param.sizes(), ", got ", tensor.sizes());
   check(tensor.is_floating_point() || tensor.is_complex(), "a floating-point tensor, got ",
-        tensor.scalar_type());
+        dtype_name(tensor.scalar_type()));
   check(tensor.is_complex() == param.is_complex(), "a tensor for ", dtype_name(param.scalar_type()),
-        ", got ", tensor.scalar_type());
+        ", got ", dtype_name(tensor.scalar_type()));
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 
@@ -69,7 +69,7 @@ void check_state(const AdamParamState& state, const at::Tensor& param, const Par
   TORCH_CHECK_VALUE(step.layout() == at::kStrided && step.numel() == 1 && !step.is_complex() &&
                         has_memory(step) && !step.is_meta(),
                     "loaded state dict: step of ", at, ": expected one real number, got ",
-                    step.toString(), " of shape ", step.sizes());
+                    dtype_name(step.scalar_type()), " of shape ", step.sizes());
 }
 
 SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,

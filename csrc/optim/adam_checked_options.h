@@ -22,11 +22,12 @@ struct AdamSettings {
 };
 
 /// Throws for options of classes other than AdamOptions and AdamWOptions, and for values out of
-/// range, in torch's words if torch also checks them. `group` is the group's index, for messages.
+/// range, with torch's message if torch also checks them. `group` is the group's index, for
+/// messages.
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group);
 
-/// Throws for a negative learning rate or weight decay when an optimizer is made. Schedules may go
-/// below 0 later, as with torch's.
+/// Throws for a negative learning rate or weight decay. Only constructors call this: schedules may
+/// go below 0 later, as in torch.
 void check_first(const AdamSettings& settings);
 
 /// Throws unless the limit is absent or at least 0.

@@ -33,7 +33,7 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
   return all;
 }
 
-// Measures all gradients as one vector. The results are on the device of the first.
+// Measures all gradients as one vector. The results are on the device of the first gradient.
 Measured measure(const std::vector<const AdamGroup*>& groups) {
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> flags;
@@ -52,7 +52,8 @@ Measured measure(const std::vector<const AdamGroup*>& groups) {
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
                     const at::Tensor& grad_norm, bool find_inf,
                     const std::vector<at::Tensor>& known_norms) {
-  // Known norms cover all gradients, so they serve only if all groups are measured as one vector.
+  // Known norms cover all gradients, so they are used only if all groups are measured as one
+  // vector.
   const auto measured_norm = [&](const std::vector<const AdamGroup*>& measured) {
     const bool is_known = !known_norms.empty() && !find_inf && measured.size() == groups.size();
     return is_known ? Measured{joined_norm(known_norms), {}} : measure(measured);

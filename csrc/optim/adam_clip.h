@@ -8,17 +8,17 @@ namespace ampfuse::optim {
 struct Clip {
   at::Tensor total_norm;  // norm of the gradients as stored, still scaled
   double max_norm;
-  at::Tensor grad_norm;  // receives the norm of the unscaled gradients; or undefined
+  at::Tensor grad_norm;  // receives the norm of the unscaled gradients; may be undefined
 };
 
 struct Clips {
   std::vector<std::optional<Clip>> of_groups;
-  std::optional<at::Tensor> found_inf;  // not 0 if a gradient is non-finite; set with find_inf
+  std::optional<at::Tensor> found_inf;  // not 0 if a gradient is non-finite; only with find_inf
 };
 
 /// A group with a limit is clipped by its own norm. All other groups are clipped by their joint
-/// norm, if there is a `shared_limit`. `grad_norm` then receives that norm, unscaled, from the
-/// step; it is set to 0 here if those groups have no gradients. Norms are double: those of scaled
+/// norm, if there is a `shared_limit`. The step then writes that norm, unscaled, to `grad_norm`; if
+/// those groups have no gradients, this function writes 0. Norms are double: a norm of scaled
 /// gradients may exceed the range of float though no element does. `known_norms` are the norms of
 /// all gradients of all groups, one per device, if the caller has just measured them; otherwise
 /// empty.

@@ -101,7 +101,7 @@ void check_first(const AdamSettings& settings) {
 
 void check_max_grad_norm(std::optional<double> max_grad_norm) {
   TORCH_CHECK_VALUE(!max_grad_norm || *max_grad_norm >= 0,
-                    "max_grad_norm: expected none or at least 0, got ", *max_grad_norm);
+                    "max_grad_norm: expected None or at least 0, got ", *max_grad_norm);
 }
 
 }  // namespace optim

@@ -64,8 +64,8 @@ at::Tensor converted(const at::Tensor& saved, const at::Tensor& param, at::Scala
   return at::empty_like(param, options, at::MemoryFormat::Preserve).copy_(saved);
 }
 
-// Copies the value into the existing tensor if shape and dtype agree: a captured graph may write
-// it.
+// Copies the value into the existing tensor if shape and dtype agree: a captured CUDA graph may
+// write that tensor.
 void put(at::Tensor& there, const at::Tensor& value) {
   if (there.defined() && value.defined() && there.scalar_type() == value.scalar_type() &&
       there.sizes() == value.sizes()) {
@@ -83,7 +83,7 @@ struct SplitTensor {
 // Splits floats as the kernels do (math/fused_adam_remainder.h).
 SplitTensor split_master(const at::Tensor& master) {
   const at::Tensor bits = master.contiguous().view(at::kInt);
-  // The sum wraps around for the largest NaN patterns, for which the other branch is taken.
+  // The sum wraps around only for NaN patterns, for which `nearest` is not used.
   const at::Tensor nearest = at::bitwise_right_shift(bits + 0x8000, 16);
   const at::Tensor quiet_nan = at::bitwise_right_shift(bits, 16) | 0x40;
   const at::Tensor upper = at::where(master.isnan(), quiet_nan, nearest);
@@ -116,7 +116,7 @@ at::Tensor whole_master(const at::Tensor& param, const at::Tensor& master_param)
   // A negative remainder is sign-extended, so that adding it borrows from the upper half.
   const at::Tensor joined =
       at::where(param.isnan(), upper | (lower & 0xffff), upper + lower).view(at::kFloat);
-  // No remainder turns a number into a NaN, as in math/fused_adam_remainder.h.
+  // A remainder must not turn a number into a NaN (math/fused_adam_remainder.h).
   return at::where(joined.isnan() & ~param.isnan(), upper.view(at::kFloat), joined);
 }
 

@@ -1,4 +1,4 @@
-// The state that Adam keeps for a parameter: created at its first step, loaded, converted.
+// Creates, converts and stores the state that Adam keeps for a parameter.
 #pragma once
 
 #include "adam_checked_options.h"
@@ -8,13 +8,12 @@ namespace ampfuse::optim {
 /// Creates the missing tensors of a parameter's state.
 void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSettings& settings);
 
-/// New state of a parameter, and its new value.
 struct NewState {
   AdamParamState state;
-  at::Tensor param;  // the new value, rounded when stored; undefined if it stays
+  at::Tensor param;  // its new value, rounded when stored; undefined if it stays
 };
 
-/// Converts saved state, from any class, to state that fits the parameter. Dtypes are those of the
+/// Converts saved state of any optimizer to state that fits the parameter. Dtypes are those of the
 /// settings; saved masters are float.
 NewState new_state(const AdamParamState& saved, const at::Tensor& param,
                    const AdamSettings& settings);
@@ -27,13 +26,13 @@ void put_state(AdamParamState& there, const NewState& made, const at::Tensor& pa
 /// 0 because a bfloat16 parameter has no more bits.
 at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype);
 
-/// Updates a float master in the elements that something else wrote in its parameter: there the
-/// parameter is not the rounded master any more. Returns whether there are any: bool, 0-dim, on the
+/// Copies to a float master the elements that other code wrote to its parameter: those that differ
+/// from the rounded master. Returns whether there are any: a bool, 0-dim, on the parameter's
 /// device.
 at::Tensor adopt_param(const at::Tensor& param, const at::Tensor& master);
 
-/// Returns a parameter's float master: the one that is kept, or the float that parameter and
-/// remainder make up.
+/// Returns a parameter's float master: the stored one, or the float that parameter and remainder
+/// make up.
 at::Tensor whole_master(const at::Tensor& param, const at::Tensor& master_param);
 
 }  // namespace ampfuse::optim

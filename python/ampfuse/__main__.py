@@ -1,4 +1,4 @@
-"""The command `python -m ampfuse`: runs an unchanged program with ampfuse, or prints `env`."""
+"""The command `python -m ampfuse`: runs an unchanged program, or describes this installation."""
 
 import atexit
 import os
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         RECORDING.history = report.REMEMBERED
         patch(*chosen.parts)
     ending = Ending(chosen)
-    # At exit Python joins the program's threads and then calls the registered functions, the last
-    # one first. This one is registered first, so it is called after all those of the program.
+    # At exit Python joins the program's threads, and then calls the registered functions in reverse
+    # order. This one is registered before the program runs, so it is called after the program's.
     atexit.register(ending.write_report)
     run = program.run_module if chosen.is_module else program.run_script
     try:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 class Ending:
-    """The report on a program's end, in the ways that the command line requests."""
+    """Reports how a program ended, in the ways that the command line requests."""
 
     def __init__(self, chosen: options.Options) -> None:
         self.chosen = chosen
@@ -59,7 +59,7 @@ class Ending:
         self._is_interrupted = isinstance(raised, KeyboardInterrupt)
 
     def write_report(self) -> None:
-        """Report in each requested way. An error in one stops no other, and the exit code stays."""
+        """Report in all requested ways, even if one of them fails. The exit code stays the same."""
         is_forked = os.getpid() != self._process
         if is_forked or not self._is_first_rank:
             return

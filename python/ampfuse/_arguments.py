@@ -32,7 +32,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def refuse_unknown(
     function: Callable[..., Any], names: Iterable[str], remedies: Mapping[str, str]
 ) -> None:
-    """Raise if there are names of keyword arguments that the function does not have."""
+    """Raise for the first of these keyword arguments, which the function does not have."""
     for name in names:
         known = inspect.signature(function).parameters
         hint = f"; {remedies[name]}" if name in remedies else suggestion(name, known)
@@ -43,7 +43,7 @@ def refuse_unknown(
 def explain(op: str, error: RuntimeError, **lists: Sequence[Tensor]) -> NoReturn:
     """Raise a TypeError for the argument whose type does not fit the schema, or else the error.
 
-    torch's own message prints the values of all tensors. It does not name the item of a list.
+    torch's own message prints the values of all tensors, and does not name the item of a list.
     """
     mismatch = _MISMATCH.search(str(error))
     if mismatch is None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
-    """Return the scalar on the device. The host waits only for a copy to the CPU, to read it."""
+    """Return the scalar on the device. The host waits only for a copy from a GPU to the CPU."""
     if scalar.device == device:
         return scalar
     return scalar.to(device, non_blocking=device.type != "cpu")

@@ -25,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True for DTensors. The compiler can trace their attributes, but not their methods."""
+    """Return True for DTensors. The compiler can trace this, since it only reads an attribute."""
     return getattr(tensor, "device_mesh", None) is not None
 
 
@@ -61,5 +61,5 @@ def spread_dimensions(placements: Sequence[Any]) -> list[int]:
 
 
 def are_processes() -> bool:
-    """Return True if there may be DTensors. Only then is each parameter checked for being one."""
+    """Return True if there may be DTensors. Otherwise no parameter needs to be checked."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""Copies from a device to the host for which the host does not wait."""
+"""Copies tensors from a device to the host, without making the host wait."""
 
 import ctypes
 

@@ -51,7 +51,7 @@ def load() -> None:
 def _other_build(library: Path) -> str | None:
     """Return the path of another libampfuse that has registered the operators, or None.
 
-    A C++ extension may have loaded it. Loading this library too would register nothing.
+    A C++ extension may have loaded it. This library would then register nothing.
     """
     if not torch._C._jit_get_schemas_for_operator("ampfuse::update_scale"):
         return None

@@ -23,8 +23,8 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# Warn after this many steps without the scaler, each after a loss that it scaled. An accumulated
-# batch, between whose parts another network may take steps, has fewer parts.
+# Warn after this many steps without the scaler, each after a loss that it scaled. Another network
+# may take steps between the parts of an accumulated batch, but no batch has this many parts.
 TOO_MANY_STEPS = 1000
 
 CLIPPED_WHILE_SCALED = (
@@ -80,16 +80,16 @@ def note_step_without_scaler() -> None:
 
 
 class Watch:
-    """The search of one scaler for mistakes."""
+    """Looks for mistakes in the use of one scaler."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._steps_without = 0
-        self._has_scaled = False  # since the last step without the scaler
+        self._has_scaled = False  # True from a scaled loss to a step without the scaler
         self._clipped: tuple[float, HostCopy] | None = None  # max_norm and the scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
         self._has_warned = False
-        self.is_scale_known = False  # the program may divide by it
+        self.is_scale_known = False  # True if the program may divide by the scale
 
     @eager_only
     def note_known_scale(self) -> None:
@@ -116,7 +116,7 @@ class Watch:
         self.is_scale_known = was_known
 
     def note_step_without_scaler(self) -> None:
-        """Count a step without the scaler, if the scaler has scaled a loss since the last one."""
+        """Count a step without the scaler, if it has scaled a loss since the last such step."""
         if not self._has_scaled or self.is_scale_known:
             return
         self._has_scaled = False
@@ -125,7 +125,7 @@ class Watch:
             warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
-        """Check gradients for clipping, while they are still scaled. Each call is one step."""
+        """Check whether gradients that are still scaled were clipped. Each call is one step."""
         self._steps += 1
         with _lock:
             _only_scaled.discard(self)

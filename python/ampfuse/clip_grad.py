@@ -74,29 +74,29 @@ def _norm_over_devices(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _measured_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     try:
         return ops.multi_tensor_norm(tensors, norm_type).total_norm
-    except ValueError:  # most likely several devices: checking all tensors first would take long
+    except ValueError:  # most likely several devices; checking for them first would take long
         return _norm_over_devices(tensors, norm_type)
 
 
 def _has_repeats(grads: list[Tensor]) -> bool:
-    """Return True if a gradient is listed twice, like its parameter. torch scales it twice."""
+    """Return True if a gradient is listed twice. torch scales such a gradient twice."""
     return len({grad.data_ptr() for grad in grads}) < len(grads)
 
 
 def _have_several_meshes(tensors: list[Tensor]) -> bool:
     """Return True if DTensors are mixed with plain tensors, or belong to several meshes.
 
-    Models with tensor parallelism have such parameters, also combined with FSDP. torch raises.
+    Models with tensor parallelism, alone or with FSDP, have such parameters. torch raises for them.
     """
     meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
     return any(mesh != meshes[0] for mesh in meshes)
 
 
 def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
-    """Return True if our kernels support this call. Other calls go to torch, with equal results.
+    """Return True if our kernels support this call. Other calls go to torch.
 
-    Those are calls with tensor subclasses, which have their own arithmetic (DTensor reduces over
-    its mesh), and calls with orders other than 1, 2 and inf.
+    The others are calls with tensor subclasses, which have their own arithmetic (DTensor reduces
+    over its mesh), and calls with orders other than 1, 2 and inf.
     """
     return norm_type in (1.0, 2.0, math.inf) and set(map(type, tensors)) <= {
         torch.Tensor,
@@ -115,9 +115,9 @@ def get_total_norm(
 
     Differences from torch: the norm of 16-bit tensors is float32, and not rounded to 16 bits
     (except for orders other than 1, 2 and inf, which torch computes). With order 2, DTensors may be
-    mixed with plain tensors and belong to several meshes, for which torch raises; every rank of a
-    mesh must pass the same ones. A norm of order 2 that is in range is finite even if the squares
-    of the elements overflow, as that of 1e200 does in float64; torch returns infinity.
+    mixed with plain tensors and belong to several meshes, for which torch raises; all ranks of a
+    mesh must pass the same DTensors. A norm of order 2 that is in range is finite even if squares
+    of elements overflow, as the square of 1e200 does in float64; torch returns infinity.
 
     `foreach` has no effect on our kernels, which always process the whole list at once.
     `error_if_nonfinite` makes the host wait for the result.
@@ -183,8 +183,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; return the norm they had.
 
-    Unlike `torch.nn.utils.clip_grad_norm_`, this makes no host wait, and does not write gradients
-    that need no scaling. The norm of 16-bit gradients is float32, as in `get_total_norm`.
+    Unlike `torch.nn.utils.clip_grad_norm_`, this does not write gradients that need no scaling. The
+    norm of 16-bit gradients is float32, as in `get_total_norm`.
 
     The method `clip_grad_norm_` of `ampfuse.GradScaler` unscales and computes the norm in one pass.
 

@@ -1,13 +1,13 @@
-"""The operators as typed functions, one per `torch.ops.ampfuse` entry.
+"""Typed functions for the operators on gradients, optimizer state and the loss scale.
 
-All results stay on the tensors' device and nothing waits for it. `tensors` is a list of strided
+All results stay on the tensors' device, and the host does not wait. `tensors` is a list of strided
 tensors of any shapes, on one device, of dtypes float16, bfloat16, float32, float64, complex64 and
 complex128 in any mixture. All operators work inside `torch.compile(fullgraph=True)`, except the
 norm of an empty list, which has no device. They have no derivatives: call them under
 `torch.no_grad()` if tensors require grad.
 
-If a function below writes nothing, this is decided on the device and the host does not wait. On a
-GPU, tensors with gaps in memory are copied to dense ones and back in any case.
+The device decides whether a function writes. Even if it writes nothing, tensors with gaps in memory
+are copied to dense ones and back on a GPU.
 """
 
 from collections.abc import Sequence
@@ -167,10 +167,10 @@ def fused_adam(
     `total_norm` is the norm of the gradients before both. A `found_inf` other than 0 skips the
     step, counters included, and so does a `grad_scale` whose inverse is not a finite float32.
     `grad_norm` receives `total_norm / grad_scale`, even if the step is skipped. With
-    `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params`, an
-    element of a parameter that is not its float32 master rounded was written by other code, and is
-    copied to the master. On a GPU one element in 128 is compared for this, and all others in its
-    chunk of 2048 elements if it differs.
+    `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params`,
+    elements of a parameter that differ from the rounded float32 master count as written by other
+    code, and are copied to the master. On a GPU one element in 128 is compared first, and all
+    others in its chunk of 2048 elements only if it differs.
 
     >>> import torch, ampfuse
     >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]
@@ -239,7 +239,8 @@ def update_scale(
     scalar. `counters`: int64 tensor of the hysteresis left (initially `hysteresis`), the skips in a
     row, and the number of updates. `history`: float32 tensor (n, 3) with a row for each of the last
     n updates: the scale before it, 1 if it was skipped, and `norm`, a float32 scalar. Update i is
-    in row i mod n.
+    in row i mod n. `growth_factor` is at least 1, `backoff_factor` is above 0 and at most 1, and
+    the limits are above 0.
 
     >>> import torch, ampfuse
     >>> scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)

@@ -30,7 +30,7 @@ TEST_CASE("options out of range are refused") {
   refuses(AdamWOptions().betas({0.9, -0.1}), "Invalid beta parameter at index 1: -0.1");
   refuses(AdamWOptions().eps(-1), "Invalid epsilon value: -1");
   refuses(AdamWOptions().weight_decay(-1), "Invalid weight_decay value: -1");
-  refuses(AdamWOptions().max_grad_norm(-1), "max_grad_norm: expected none or at least 0, got -1");
+  refuses(AdamWOptions().max_grad_norm(-1), "max_grad_norm: expected None or at least 0, got -1");
   refuses(AdamWOptions().state_dtype(torch::kHalf),
           "state_dtype: expected float32 or bfloat16, got float16");
 }

@@ -57,7 +57,7 @@ struct Exact {
 };
 
 template <typename scalar_t>
-long double last_position(long double x) {
+long double last_place(long double x) {
   constexpr int kDigits = std::is_same_v<scalar_t, double>      ? 53
                           : std::is_same_v<scalar_t, float>     ? 24
                           : std::is_same_v<scalar_t, c10::Half> ? 11
@@ -92,7 +92,7 @@ void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) 
       const auto got = static_cast<double>(batch.gradient_of(row, c));
       const long double allowed =
           // Double logits are computed in double, with no wider type, so z − m is rounded.
-          last_position<grad_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
+          last_place<grad_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
           (batch.options.is_plain() ? kReference : unit * 2) * exact.largest_term[c];
       misses += !(std::fabs(got - exact.gradient[c]) <= allowed);
     }

@@ -46,14 +46,14 @@ TEMPLATE_TEST_CASE("backward from the statistics of forward gives its gradient",
                    float) {
   Options smoothed;
   smoothed.label_smoothing = 0.1;
-  Options in_places;
-  in_places.positions = 40;
+  Options by_position;
+  by_position.positions = 40;
   simt::for_each_schedule([&] {
     INFO(simt::schedule().name());
     check_backward<TestType, WarpTeam, RowWork::kPlain>(9, 701, {});
     check_backward<TestType, BlockTeam, RowWork::kPlain>(9, 2500, {});
     check_backward<TestType, BlockTeam, RowWork::kAny>(5, 2049, smoothed);
-    check_backward<TestType, ampfuse::PositionTeam, RowWork::kPlain>(120, 21, in_places);
+    check_backward<TestType, ampfuse::PositionTeam, RowWork::kPlain>(120, 21, by_position);
   });
 }
 

@@ -20,11 +20,11 @@ struct ScaleTensors {
 };
 
 struct UpdateScaleOptions {
-  double growth_factor = 2;
-  double backoff_factor = 0.5;
+  double growth_factor = 2;     ///< finite, at least 1
+  double backoff_factor = 0.5;  ///< more than 0, at most 1
   int64_t growth_interval = 2000;
-  std::optional<double> min_scale = std::nullopt;  ///< lower limit of backing off
-  std::optional<double> max_scale = std::nullopt;  ///< upper limit of growth
+  std::optional<double> min_scale = std::nullopt;  ///< lower limit of backing off, above 0
+  std::optional<double> max_scale = std::nullopt;  ///< upper limit of growth, above 0
   int64_t hysteresis = 1;  ///< hysteresis - 1 overflows are forgiven, the next lowers the scale
   std::string hysteresis_refill = "growth";  ///< the event that restores the hysteresis: "growth"
                                              ///< of the scale, or any "clean_step"

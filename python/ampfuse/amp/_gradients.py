@@ -56,7 +56,7 @@ class Gradients:
 
 @dataclass
 class Inspection:
-    """The result of inspecting an optimizer's gradients; its tensors are on their devices."""
+    """The result of inspecting an optimizer's gradients, in tensors on their devices."""
 
     params: "_C.WeakTensors | TracedWeakTensors"  # weak, so that a model can be deleted
     norms: list[Tensor]  # norms of the gradients, in the order of `params`
@@ -103,7 +103,7 @@ def ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
 
 
 def dense_part(param: Tensor) -> Tensor:
-    """Return a dense tensor of the elements of a gradient that this rank holds."""
+    """Return this rank's elements of a gradient as a dense tensor."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -117,9 +117,10 @@ def dense_part(param: Tensor) -> Tensor:
 def inspect(
     gradients: Gradients, inv_scale: Tensor, found_inf: Tensor, process_group: Any
 ) -> tuple[dict[torch.device, Tensor], Inspection]:
-    """Multiply by `inv_scale`, and return per device a flag that is set if a result is non-finite.
+    """Multiply gradients by `inv_scale`; return a flag per device, set if a product is non-finite.
 
-    With `inv_scale` equal to 1 nothing is written. `found_inf` is the flag of its own device.
+    With `inv_scale` equal to 1 nothing is written. `found_inf` becomes the flag of its own device.
+    If other ranks take part, there is one flag for all devices and ranks.
     """
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []
@@ -160,7 +161,7 @@ class TracedWeakTensors:
     references: "list[weakref.ref[Tensor]]"
 
     def alive(self) -> list[Tensor | None]:
-        """Return the tensors, with None in address of deleted ones."""
+        """Return the tensors, with None in place of deleted ones."""
         return [reference() for reference in self.references]
 
 
@@ -203,7 +204,7 @@ def shared(
     meshes: dict[tuple[Any, int], None],
     process_group: Any,
 ) -> Tensor:
-    """Return one flag for all ranks, even those without gradients: all of them skip, or none."""
+    """Return one flag for all ranks, even those without gradients: either all skip, or none."""
     flag = largest([found_inf.clone(), *flags.values()])
     groups = [mesh.get_group(dimension) for mesh, dimension in meshes]
     for group in [*groups, *([] if process_group is None else [process_group])]:

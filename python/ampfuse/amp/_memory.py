@@ -56,7 +56,7 @@ class Memory:
         self._history: Tensor | None = None
         self._recorded_from = 0  # index of the first update that the history may record
         self._found_inf: Tensor | None = None  # flag of the last step
-        self._is_replayed = False  # True if a graph may replay that step, unknown to the host
+        self._is_replayed = False  # True if a graph may replay that step unnoticed
         self._counters_copy = HostCopy()
         self._skips_in_a_row = 0  # the last number that the host has received
         self._found_inf_copy: HostCopy | None = None  # created by the first was_skipped()

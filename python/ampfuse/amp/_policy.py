@@ -1,4 +1,4 @@
-"""How a scale moves: types of the options are checked here, and their ranges by the op."""
+"""The options of a loss scale: types are checked here, and most ranges by the op."""
 
 import math
 import numbers
@@ -15,7 +15,7 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
 
 
 def real(name: str, value: Any) -> float:
-    """Convert a number, or a tensor with one element, as some programs save it."""
+    """Convert a number, or a tensor with one element, which some programs save."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -39,7 +39,7 @@ def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
 
 
 def scale(name: str, value: Any) -> float:
-    """Convert a number that is finite and above 0 as a float32."""
+    """Convert a number; raise unless it is finite and above 0 as a float32."""
     number = real(name, value)
     if not FLOAT32_MIN <= number <= FLOAT32_MAX:
         raise ValueError(f"{name}: expected a finite float above 0, got {value}")
@@ -67,7 +67,7 @@ class Policy:
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
 
     def check_first(self, init_scale: float) -> None:
-        """Raise if a new scale would be outside the limits."""
+        """Raise if the initial scale is outside the limits."""
         low = -math.inf if self.min_scale is None else self.min_scale
         high = math.inf if self.max_scale is None else self.max_scale
         if not low <= init_scale <= high:
@@ -82,7 +82,7 @@ class Policy:
         return {name: getattr(self, name) for name in self.__match_args__}
 
     def updated(self, saved: dict[str, Any]) -> "Policy":
-        """Return the policy with the entries of a state dict where it has them."""
+        """Return a policy with the options that a state dict has, and this one's otherwise."""
         return Policy(**{name: saved.get(name, value) for name, value in self.options.items()})
 
 
@@ -92,7 +92,7 @@ def torchs_options(
     backoff_factor: Any = 0.5,
     growth_interval: Any = 2000,
 ) -> tuple[float, float, int]:
-    """Convert the options that torch has, too; raise if one of these or of `policy` is invalid."""
+    """Convert the options that torch also has; raise if one of these or of `policy` is invalid."""
     growth, backoff = real("growth_factor", growth_factor), real("backoff_factor", backoff_factor)
     interval = count("growth_interval", growth_interval, least=1)
     nothing = torch.empty((), dtype=torch.float32, device="meta")

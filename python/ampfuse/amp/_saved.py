@@ -23,13 +23,13 @@ class Loaded:
     counts: list[int]
 
     def entries(self) -> dict[str, Any]:
-        """Return all entries, each converted to its one type."""
+        """Return all entries, converted to the types in which they are saved."""
         counts = dict(zip(COUNTERS, self.counts, strict=True))
         return {**self.torchs, **self.policy.options, **counts}
 
 
 def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
-    """Parse a state dict of this class or torch's.
+    """Parse a state dict of our scaler or torch's.
 
     Entries that torch's lacks default to `policy` and `counts`.
     """
@@ -58,7 +58,7 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
 
 
 def loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same entries, each converted to its one type; raise if no scaler can load them."""
+    """Return the same entries, in the types that are saved; raise if no scaler can load them."""
     entries = loaded(state, Policy(), [1, 0, 0]).entries()
     return {name: value for name, value in entries.items() if name in state}
 

@@ -52,8 +52,8 @@ def step_with_tensors(
 ) -> Any:
     """Call `optimizer.step(*args, **kwargs)`, with scale and flag set while it runs.
 
-    `scale`: the factor of gradients that are still scaled, in addition to the user's own
-    `grad_scale`; None if they are unscaled. `inspection`: the result of inspecting the gradients.
+    `scale`: the loss scale, if gradients are still multiplied by it, or else None. The user's own
+    `grad_scale` is multiplied in. `inspection`: the result of inspecting the gradients.
     """
     users_own = getattr(optimizer, "grad_scale", None)
     if scale is None:

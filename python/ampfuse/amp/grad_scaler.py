@@ -37,9 +37,9 @@ LARGEST_WITHOUT_INVERSE = 2.0**-128
 class GradScaler(TorchGradScaler):
     """A `torch.amp.GradScaler` that makes the host wait for the device only where it must.
 
-    Arguments, attributes, private hooks, state dict and error messages are torch's. Steps of
-    optimizers that take scale and flag as tensors (`ampfuse.Adam`, `AdamW`, torch's with
-    `fused=True`) make no host wait. For any other the host waits once per step, as in torch.
+    Arguments, attributes, private hooks, state dict and error messages are torch's, with additions.
+    Steps of optimizers that take scale and flag as tensors (`ampfuse.Adam`, `AdamW`, torch's with
+    `fused=True`) make no host wait. For other optimizers the host waits once per step.
 
     How each `update()` changes the scale:
 
@@ -68,8 +68,8 @@ class GradScaler(TorchGradScaler):
       in a row. On a GPU it checks the last count that has arrived on the host. So the error may
       come some steps late, or not at all if a step was taken since. The scale has been updated
       nevertheless, and training may go on.
-    - `history`: the number of updates that `history()` returns.
-    - `process_group`: ranks that skip together, although each sees other gradients.
+    - `history`: how many of the last updates `history()` returns.
+    - `process_group`: ranks that skip together, although each has other gradients.
     - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
     - `allow_no_grads`: stepping an optimizer without gradients is not an error.
 
@@ -182,7 +182,7 @@ class GradScaler(TorchGradScaler):
         return self._step(optimizer, state, args, kwargs)
 
     def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """Step an optimizer that does not take the scaler, but perhaps scale and flag."""
+        """Step an optimizer that does not take the scaler, but may take scale and flag."""
         skips_itself = takes_tensors(optimizer)
         if state["stage"] is OptState.READY:
             if skips_itself:
@@ -513,8 +513,8 @@ class GradScaler(TorchGradScaler):
     ) -> Any:
         """Step unless a flag is set, like torch's method of this name.
 
-        The host waits here, once for all devices, and nowhere else. It does not wait for an `Adam`
-        that can skip on the device without any code noticing.
+        This is the only wait of the host in a step, once for all devices. It does not wait for an
+        `Adam` that can skip on the device without any code noticing.
         """
         found_inf = largest(list(optimizer_state["found_inf_per_device"].values()))
         if skips_unseen(optimizer, args, kwargs):
@@ -524,7 +524,7 @@ class GradScaler(TorchGradScaler):
 
 
 def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
-    """Return a tensor, or an iterable of tensors, multiplied; lists and tuples keep their type.
+    """Return a tensor, or an iterable of tensors, scaled; lists and tuples keep their type.
 
     torch's scaler copies the scale to other devices without waiting. That is wrong for a CPU, which
     reads the copy at once, perhaps before it has arrived.

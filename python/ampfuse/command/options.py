@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> Options:
         is_module=is_module,
         arguments=words[1:],
         parts=parts,
-        json=given.json and given.json.absolute(),  # the program may change its folder
+        json=given.json and given.json.absolute(),  # the program may change the working folder
         plot=given.plot and given.plot.absolute(),
         quiet=given.quiet,
     )

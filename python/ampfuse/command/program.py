@@ -92,7 +92,7 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException | None:
-    """Run code as `__main__`, and leave it there for threads, pickles and exit handlers."""
+    """Run code as module `__main__`, which stays for threads, pickles and exit handlers."""
     main = ModuleType("__main__")
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
@@ -135,7 +135,7 @@ def end_by_interrupt() -> None:
     """Make Python end the process by SIGINT, as it was about to.
 
     Python does so if the last source text that it executed was interrupted. Since then, imported
-    modules may have executed some (as named tuples do).
+    modules may have executed other text (as named tuples do).
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")

@@ -64,7 +64,7 @@ def _in_json(value: Any) -> Any:
 
 
 def how_it_ended(raised: BaseException | None) -> str:
-    """Describe the end of a program that raised this exception, or None."""
+    """Describe the end of a program that raised this exception, or none."""
     if raised is None:
         return "as it should"
     if isinstance(raised, SystemExit):

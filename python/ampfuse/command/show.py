@@ -52,7 +52,7 @@ def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def sparkline(scales: list[float]) -> str:
-    """Draw scales as a line of bars with logarithmic heights, each the minimum of a stretch."""
+    """Draw scales as a line of bars of logarithmic height, each the lowest of several scales."""
     stretch = max(1, math.ceil(len(scales) / WIDTH))
     lows = [min(scales[first : first + stretch]) for first in range(0, len(scales), stretch)]
     levels = [math.log2(low) if 0 < low < math.inf else 0.0 for low in lows]
@@ -105,7 +105,7 @@ def why_no_plot(path: Path) -> str | None:
 
 def import_for_plots() -> None:
     """Import matplotlib while threads can still start: its first import uses one to find fonts."""
-    with suppress(Exception):  # the plot will report it
+    with suppress(Exception):  # plot() will raise it again
         import matplotlib.figure  # noqa: F401
 
 

@@ -28,7 +28,7 @@ from ampfuse.cpp_archive._values import Module, UnexpectedError, read_values
 
 File = str | PathLike[str] | IO[bytes]
 
-_MOST_CODE = 2**26  # most bytes of one class's declaration, which may be compressed, unlike data
+_MOST_CODE = 2**26  # limit in bytes of one class's declaration; unlike data it may be compressed
 
 
 def read_archive(file: File) -> Module:

@@ -2,8 +2,8 @@
 
 Such a file is a TorchScript module without code. Its attribute `state` has one module for each
 parameter. `param_groups` has one for each group, which lists the names of its parameters' modules
-and has its options in another module. C++ stores lists by names with a slash: "params/size",
-"params/0".
+and has its options in another module. The length and the items of a list are attributes of their
+own: "params/size", "params/0".
 """
 
 from collections.abc import Callable

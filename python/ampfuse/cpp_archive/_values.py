@@ -1,8 +1,8 @@
 """The values in `data.pkl` of a C++ archive, read as data.
 
 TorchScript writes few of pickle's instructions and names few functions; this reader supports only
-these. A subclass of `pickle.Unpickler` would let a file call `__setstate__` of tensors and change
-the attributes of functions, even if it may look up only a few names.
+these. A subclass of `pickle.Unpickler`, even one that finds only a few names, would let a file call
+`__setstate__` of tensors and change the attributes of functions.
 """
 
 import pickletools

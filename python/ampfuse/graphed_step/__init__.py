@@ -41,22 +41,22 @@ class GraphedStep:
     and skips steps by itself. Gradients stay in `.grad` until the next step. One scaler may serve
     several of these steps, for example for several shapes, and other steps in between.
 
-    All else that the model and the loss do on the host, including hooks, is done in the constructor
-    and never again. Learning rates become tensors on the device, which schedulers write and which
-    stay the same objects (to store or print one as a number, use `item()`). If a program assigns a
-    number to `lr`, it is copied to the tensor; if it assigns a tensor, that is read at each step.
-    Everything else is fixed: the other options of the optimizer and the scaler, which parameters
-    are trained, their addresses, and which modules are in training mode. A step that finds a change
-    raises. So pass `cycle_momentum=False` to OneCycleLR and CyclicLR, set the model back to
-    training mode after an evaluation, and drop a smaller last batch (`drop_last=True`) or train on
-    it eagerly. Checkpoints may be loaded before or later: state is copied to the graph's tensors.
+    What the model and the loss do on the host, including hooks, is done only in the constructor.
+    Learning rates become tensors on the device. Schedulers write these tensors in place, so use
+    `item()` to store or print one. If a program assigns a number to `lr`, it is copied to the
+    tensor; if it assigns a tensor, that is read at each step. Everything else is fixed: the other
+    options of the optimizer and the scaler, which parameters are trained, their addresses, and
+    which modules are in training mode. A step that finds a change raises. So pass
+    `cycle_momentum=False` to OneCycleLR and CyclicLR, set the model back to training mode after an
+    evaluation, and drop a smaller last batch (`drop_last=True`) or train on it eagerly. Checkpoints
+    may be loaded at any time: state is copied to the graph's tensors.
 
-    - `optimizer`: `ampfuse.Adam` or `AdamW`; other optimizers decide on the host.
+    - `optimizer`: `ampfuse.Adam` or `AdamW`; other optimizers are refused.
     - `autocast`: the dtype in which forward and loss run, or None.
     - `max_grad_norm`: clip gradients to this norm between unscaling and the step. The optimizer's
       own `max_grad_norm` costs less.
     - `micro_batches`: split each batch into this many equal parts along its first dimension, to
-      use less memory. The loss, which is also trained on, is the mean of the parts' losses: use a
+      use less memory. The step trains on the mean of the parts' losses, and returns it. Use a
       criterion without `scaler=`, since that expects losses that are not divided.
 
     To recompute activations in a graph (`torch.utils.checkpoint`), which also saves memory, pass
@@ -182,7 +182,7 @@ class GraphedStep:
         return fixed
 
     def _put_learning_rates(self) -> None:
-        """Copy other rates to the graph's tensors. Assigned tensors stay in their groups."""
+        """Copy assigned rates to the graph's tensors. Assigned tensors stay in their groups."""
         for group, own in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
             if group["lr"] is not own:
                 own.copy_(torch.as_tensor(group["lr"], dtype=torch.float64), non_blocking=True)
@@ -301,7 +301,7 @@ class GraphedStep:
         self._graph = graph
 
     def _masters(self) -> Columns:
-        """Return the parameters with masters, which replays step."""
+        """Return the parameters that have masters, and the masters. Replays write both."""
         columns = Columns(self._device)
         for param, state in self._states:
             if "master_param" in state:
@@ -340,7 +340,7 @@ class GraphedStep:
 
 
 def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:
-    """Return one tensor on the device per group: its own `lr`, unless groups share that tensor."""
+    """Return one tensor on the device per group: its `lr` if no other group has it, or a copy."""
     own: list[Tensor] = []
     for lr in rates:
         if isinstance(lr, Tensor) and lr.device == device and lr.is_floating_point():

@@ -21,7 +21,7 @@ from ampfuse.optim import Adam
 def rehearsal(
     model: nn.Module, optimizer: Adam, scaler: GradScaler, device: torch.device
 ) -> Iterator[None]:
-    """Undo what training steps in this block change, except that missing optimizer state stays.
+    """Undo what training steps in this block change, but keep optimizer state that they create.
 
     Gradients, buffers, random number generators and the scaler are restored, even if a step raises.
     """
@@ -69,7 +69,7 @@ def _skipped_steps(optimizer: Adam) -> Iterator[None]:
 
 @contextmanager
 def _restored_gradients(model: nn.Module) -> Iterator[None]:
-    """Restore the gradients of all parameters of the model, also of those without optimizer."""
+    """Restore the gradients of all parameters of the model, with or without an optimizer."""
     grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:
         param.grad = None

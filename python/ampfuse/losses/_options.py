@@ -110,7 +110,7 @@ def _number(
     if value is None or isinstance(value, Tensor):
         return value
     _check_number(name, value)
-    # A product, since torch.compile would recompile for each value of a constant.
+    # torch.compile would recompile for each value of a constant, but not of a factor.
     return torch.ones((), dtype=dtype, device=input.device) * value
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy that reads logits once for loss and gradient, and scales before rounding."""
+"""Cross-entropy that reads logits once for loss and gradient, which it scales before rounding."""
 
 from typing import Any, Literal, NamedTuple, overload
 
@@ -21,7 +21,7 @@ from ampfuse.losses._transforms import raise_if_refused, refusal
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """Metrics of each row from the same pass, in the shape of index targets; without gradients.
+    """Metrics of each row from the same pass, in the shape of class targets. They have no gradient.
 
     `lse` is the log-sum-exp of the logits after softcap, and `entropy` the entropy of the predicted
     distribution in nats; both have the loss's dtype. `argmax` is the class of the largest logit.
@@ -79,12 +79,12 @@ def cross_entropy(
     are copied. Targets are classes (int64, int32, uint8) or probabilities.
 
     - `grad_scale`: the gradient that backward will receive, for example `scaler.scale_tensor()`, or
-      a number. The gradient is multiplied by it before it is rounded to the logits' dtype, so it
-      can be computed in forward: without it, a float16 gradient of a mean over thousands of rows
-      would be mostly zeros. If backward receives another number, one more pass multiplies the
-      gradient by the ratio and rounds again; elements that have already overflowed or underflowed
-      the logits' dtype stay so.
-    - `denominator`: divides the loss instead of the batch's own weight, with `reduction="mean"`.
+      a number. The logits' gradient is multiplied by it before it is rounded to their dtype.
+      Without `grad_scale`, a float16 gradient of a mean over thousands of rows would be mostly
+      zeros if it were computed in forward. If backward receives another number, one more pass
+      multiplies the gradient by the ratio and rounds again; elements that have already overflowed
+      or underflowed the logits' dtype stay so.
+    - `denominator`: divides the loss instead of the rows' total weight, with `reduction="mean"`.
       If all parts of a batch get the same one, their gradients add up to the whole batch's, and
       the loss of a part whose rows are all ignored is not NaN. Under DDP, which averages gradients,
       pass the count over all ranks, divided by the number of ranks.
@@ -96,7 +96,7 @@ def cross_entropy(
     - `return_metrics`: also returns `CrossEntropyMetrics` of all rows, including ignored ones.
 
     If logits require grad and the loss is a mean or a sum, their gradient is computed in the same
-    pass. The logits are kept for backward instead with `reduction="none"`, for float16 logits
+    pass. Instead, the logits are kept for backward with `reduction="none"`, for float16 logits
     without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. Second
     derivatives, forward mode and `torch.func.grad` are not supported: use torch's function for
     them.
@@ -146,10 +146,10 @@ def cross_entropy_(
 ) -> Tensor:
     """Compute `cross_entropy` of `(N, C)` logits, and overwrite these with their gradient.
 
-    Only use this for logits that are not needed any more. It uses no other memory of their size,
-    and gradients of tensors from which they were computed may share their memory. They are
+    Only use this for logits that are not needed any more. It allocates no memory of their size, and
+    gradients of tensors from which they were computed may share the logits' memory. The logits are
     overwritten under `no_grad`, too. `input` must not be a leaf, `reduction` is "mean" or "sum",
-    and float16 logits need `grad_scale`. Not supported inside `torch.compile`.
+    and float16 logits need `grad_scale`. `torch.compile` does not support this function.
 
     >>> import torch, ampfuse
     >>> hidden = torch.ones(1, 2, requires_grad=True)
@@ -159,7 +159,7 @@ def cross_entropy_(
     (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
     """
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
-    if dual.tangent is not None:  # torch would refuse it only after overwriting it
+    if dual.tangent is not None:  # torch refuses it only after `input` is overwritten
         raise refusal("cross_entropy_")
     options = op_options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap

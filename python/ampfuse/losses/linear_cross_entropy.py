@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states times a weight, which never holds all logits at once."""
+"""Cross-entropy of hidden states times a weight, without all logits in memory at once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def linear_cross_entropy(
 
     One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
     and sum, backward then only multiplies the gradients by the number that it receives. With
-    `reduction="none"` it computes the logits again. Tensors that require no grad cost no product.
+    `reduction="none"` it computes the logits again. Gradients that are not required cost nothing.
 
     - `class_weight`, `ignore_index`, `reduction`, `label_smoothing`, `denominator`, `z_loss`,
       `softcap` and `return_metrics` are those of `cross_entropy` (which calls the first one
@@ -94,17 +94,17 @@ def linear_cross_entropy(
       ratio and, unless this is a power of two, rounds 16-bit ones a second time. For a loss that is
       divided by n pass `1 / n`, or a `denominator`. Without `grad_scale`, float16 gradients are
       computed from losses that are not divided yet.
-    - `chunk_rows`: number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU,
-      but at least 128, and 1 GiB of logits and their gradient on a GPU, but at least 2048. The
-      default does not depend on the number of rows. The same rows in the same chunks give the same
+    - `chunk_rows`: number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU
+      (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). The default
+      does not depend on the number of rows. The same rows in the same chunks give the same
       bits; on a CPU only with the same number of threads, since the matrix product of some CPUs
       depends on it (for example that of bfloat16 without AVX512-BF16).
     - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
       which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
       one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set
       `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and call
-      `zero_grad(set_to_none=False)`. If the weight is an embedding's, too, the embedding's part of
-      the gradient is in `weight.grad`.
+      `zero_grad(set_to_none=False)`. If an embedding shares the weight, its part of the gradient
+      is in `weight.grad`.
     - `process_group`, of `torch.distributed`: the ranks that each hold a shard of the classes
       (tensor parallelism). Weight, bias and probabilities are those of this rank's classes. By
       default all shards have the same size and lie in the order of ranks; otherwise pass
@@ -165,11 +165,11 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """The last layer of a model and its loss, computed by `linear_cross_entropy`.
 
-    `linear` is that layer, an `nn.Linear` that is called only to get logits. To share its weight
+    `linear` is that layer, an `nn.Linear`: call it only to get logits. To share its weight
     with an embedding, assign `loss.linear.weight = embedding.weight`; a model's own last layer may
     be assigned, too. Its parameters are trained, so make this module a part of the model, inside
     DDP; with FSDP2 shard it as a module of its own, `fully_shard(head)`. `weight` contains the
-    class weights. With `scaler`, ours or torch's, it expects the gradient that
+    class weights. With `scaler`, ours or torch's, the loss expects the gradient that
     `scaler.scale(loss).backward()` passes. The state dict is that of
     `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
 

@@ -2,7 +2,7 @@
 
 Each step needs every gradient, and the state of every parameter that has one. Which parameters
 these are, and their dtypes, seldom changes. So this is cached together with their state dicts, and
-computed again when it has changed. The tensors themselves are read at every step, since some
+read again only after a change. The tensors themselves are read at every step, since some
 programs move optimizer state to the host and back.
 """
 
@@ -40,7 +40,7 @@ class Columns:
     copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (original, copy used here)
 
     def write_back(self) -> None:
-        """Copy what the op wrote into copies to the originals."""
+        """Copy to the originals what the op wrote to their copies."""
         for tensor, copy in self.copied:
             tensor.copy_(copy)
 
@@ -58,7 +58,7 @@ class Columns:
 
 
 def _traced_rate(lr: float) -> Tensor:
-    # A constant would recompile for each value.
+    # torch.compile would recompile for each value of a constant, but not of a factor.
     return torch.ones((), dtype=torch.float64, device="cpu") * lr
 
 
@@ -159,7 +159,7 @@ class ColumnCache:
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
-        self._before_step: set[Tensor] | None = None  # parameters with state, if some may be new
+        self._before_step: set[Tensor] | None = None  # parameters with state, if a step adds some
 
     def read(
         self,

@@ -39,7 +39,7 @@ def placed(
 ) -> Tensor:
     """Return the tensor that receives the norm: always the same, unless the parameters move.
 
-    It is on the device of the first group without a limit of its own.
+    It is on the device of the first group that has gradients and no limit of its own.
     """
     sharing = [of for limit, of in zip(limits, of_groups, strict=True) if limit is None and of]
     device = sharing[0][0].device if sharing else None

@@ -42,7 +42,7 @@ def saved_state_dict(optimizer: Any) -> dict[str, Any]:
 
 
 def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load with torch's method, which checks, loads the groups, calls hooks and __setstate__."""
+    """Load by torch's method, which checks and loads groups, and calls hooks and __setstate__."""
     loading: dict[str, Any] = {}
 
     def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class NewState(NamedTuple):
 
 @torch.no_grad()
 def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, NewState]:
-    """Check the states of a state dict against their parameters, and create new ones from them."""
+    """Check the states of a state dict against their parameters; create new ones from them."""
     if not isinstance(saved["state"], dict):
         raise TypeError(f"loaded state dict: state: expected a dict, got {_kind(saved['state'])}")
     found = owners(groups, saved)
@@ -190,7 +190,7 @@ def keep_options(
     groups: list[dict[str, Any]],
     defaults: dict[str, Any],
 ) -> None:
-    """Check loaded groups; set how state is kept, and options that torch's checkpoints lack."""
+    """Check loaded groups; keep the dtypes of state, and options that the loaded groups lack."""
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
         for name in {"master_weights", "state_dtype"} & defaults.keys():
             new[name] = old[name]

@@ -24,12 +24,12 @@ TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
 _ALWAYS_FUSED = "the step is always fused: drop foreach, fused, capturable and differentiable"
 REMEDIES = dict.fromkeys(TORCHS_OWN, _ALWAYS_FUSED)  # hints for arguments that torch's class has
 
-# A group that lacks one of these is not Adam's; it may be loaded from another optimizer's state.
+# A loaded group that lacks one of these is not Adam's, but perhaps another optimizer's.
 NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
 
 def has_torchs(group: dict[str, Any]) -> bool:
-    """Return True if a loaded group counts as torch's, which does not step masters."""
+    """Return True if a loaded group counts as one of torch's class, which steps no masters."""
     return any(name in group for name in TORCHS_OWN)
 
 

@@ -11,7 +11,7 @@ from ampfuse._dtensors import local, sharded_like
 def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state as it is saved: with float32 masters in place of remainders.
 
-    A remainder alone has no meaning, and no collective operation supports its dtype.
+    A remainder alone has no meaning, and neither NCCL nor Gloo supports its dtype.
     """
     master = state.get("master_param")
     if not isinstance(master, Tensor) or master.dtype != torch.int16:
@@ -22,7 +22,7 @@ def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Split a float32 tensor as the kernels do (math/fused_adam_remainder.h)."""
     bits = local(master).contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16  # wraps around for some negative NaNs, replaced below
+    upper = (bits + 0x8000) >> 16  # wraps around for some NaNs, replaced below
     upper = torch.where(local(master).isnan(), (bits >> 16) | 0x40, upper)
     bfloat16 = upper.to(torch.int16).view(torch.bfloat16)
     return sharded_like(master, bfloat16), sharded_like(master, bits.to(torch.int16))
@@ -35,6 +35,6 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     # Adding a negative remainder, with its sign extended, borrows from the upper half.
     bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
     joined = bits.view(torch.float32)
-    # No remainder turns another number into NaN, as in math/fused_adam_remainder.h.
+    # A remainder that would turn a number into NaN is ignored (math/fused_adam_remainder.h).
     is_spoilt = joined.isnan() & ~bfloat16.isnan()
     return sharded_like(param, torch.where(is_spoilt, upper.view(torch.float32), joined))

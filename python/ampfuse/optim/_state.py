@@ -71,9 +71,9 @@ def refuse_in_capture() -> None:
 def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
     """Return the dtype of a parameter's moments.
 
-    float64 and complex parameters keep their own, and others have `state_dtype`. Without it they
-    have the parameter's dtype, as in torch, except that float16 has float32: squares exceed the
-    range of float16.
+    float64 and complex parameters have moments of their own dtype, and others of `state_dtype`.
+    Without it, moments have the parameter's dtype, as in torch, except that those of float16 are
+    float32: squares exceed the range of float16.
     """
     if param.dtype not in (*DTYPES_16_BIT, torch.float32):
         return param.dtype

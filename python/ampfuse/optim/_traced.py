@@ -51,8 +51,8 @@ def skips_unseen(optimizer: Any) -> bool:
 class Traced:
     """The object that the compiler sees in place of an optimizer.
 
-    It treats an optimizer's own attributes specially. Parameters that it reads from `param_groups`
-    become constants of its graphs, and a backward pass in such a graph silently ignores them.
+    The compiler treats an optimizer specially. Parameters that are read from its `param_groups`
+    become constants of the graph, and a backward pass in such a graph silently ignores them.
     Attributes that are set on an optimizer are not traced at all.
     """
 
@@ -151,7 +151,7 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param)
-        id(param)  # guards the graph, which has this parameter's state
+        id(param)  # makes the graph valid for this parameter only, whose state it has
         state = optimizer.state[param]
         kind = (param.device, "master_param" in state)
         columns = found.setdefault(kind, Columns(param.device))

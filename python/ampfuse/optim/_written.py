@@ -21,15 +21,15 @@ class WrittenParams:
     """Makes float32 masters adopt what other code has written to their parameters.
 
     A write between two eager steps of the same parameters changes a version counter or an address,
-    unless it is made through `.data`. Then every element is compared with its master. The step
-    itself compares too (`adopt_params` of `ops.fused_adam`): all elements on a CPU, some on a GPU.
-    So a write goes unnoticed only on a GPU, and only if it changes neither counters nor addresses
-    nor any element that the step compares.
+    unless it is made through `.data`. After such a change, every element is compared with its
+    master. The step itself compares too (`adopt_params` of `ops.fused_adam`): all elements on a
+    CPU, some on a GPU. So a write goes unnoticed only on a GPU, and only if it changes neither
+    counters nor addresses nor any element that the step compares.
     """
 
     def __init__(self) -> None:
         self._after_step: Writes | None = None
-        self._on_its_way: HostCopy | None = None  # the flag of a write
+        self._on_its_way: HostCopy | None = None  # sends adopt_param()'s flag
         self._has_warned = False
 
     def note_step(self, columns: list[list[Columns]]) -> None:
@@ -74,7 +74,7 @@ class WrittenParams:
 
 
 def with_float_masters(columns: list[list[Columns]]) -> Iterator[Columns]:
-    """Leave out remainders: a parameter that has one is itself the upper half of its master."""
+    """Yield columns with float32 masters. A parameter with a remainder is a part of its master."""
     for part in chain.from_iterable(columns):
         if part.masters and part.masters[0].dtype == torch.float32:
             yield part
@@ -91,7 +91,7 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
 
 
 def writes(columns: list[list[Columns]]) -> Writes | None:
-    """Return counts of writes and hashes of addresses: of parameters with masters, of counters.
+    """Return counts of writes and hashes of addresses, for parameters with masters and counters.
 
     Return None for tensors of inference mode, which do not count writes.
     """

@@ -21,7 +21,7 @@ def steps_one_shard_of_many() -> bool:
 
 
 def refuse_limits(limits: Sequence[float | None]) -> None:
-    """Raise for any limit, since only a part of the gradients would be measured."""
+    """Raise for any finite limit, since only a part of the gradients would be measured."""
     if any(limit is not None and limit < float("inf") for limit in limits):
         raise ValueError(
             "max_grad_norm: a ZeroRedundancyOptimizer gives each process some of the parameters, "

@@ -65,7 +65,7 @@ class Adam(torch.optim.Adam):
     Masters are created at a parameter's first step. If other code writes a parameter later (loading
     or averaging models, masks), its master takes over the elements that were written, with a
     warning the first time. On a GPU the step compares one element in 128, and so notices a write
-    that changes 128 adjacent elements. It notices smaller and scattered ones under
+    that changes 128 adjacent elements. It is sure to notice other writes only under
     `torch.no_grad()` (not through `.data`) between eager steps of the same parameters, or between
     steps of a `GraphedStep`; otherwise call `sync_masters_from_model()` after them. Tensors whose
     memory layout differs from their parameter's are copied for the step.
@@ -79,17 +79,17 @@ class Adam(torch.optim.Adam):
     torch.float32
     """
 
-    # torch's Adam is a base for isinstance only: its methods are not used, and those of torch's
-    # Optimizer are called by that name.
+    # torch's Adam is a base for isinstance only: its methods are not used. Methods of torch's
+    # Optimizer are called as `Optimizer.name(self)`.
 
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _known_norms: dict[torch.device, Tensor] | None = None  # set by a scaler during its step
-    _is_rehearsed = False  # while steps are skipped, but create state
-    _is_in_zero = False  # other ranks step the other parameters
-    _is_in_graphs = False  # graphs write state at fixed addresses
-    _unscales_in_place = False  # writes gradients back if a scaler calls the step
+    _is_rehearsed = False  # True while steps are skipped, but create state
+    _is_in_zero = False  # True if other ranks step other parameters
+    _is_in_graphs = False  # True if graphs write the state in place
+    _unscales_in_place = False  # True if a scaler's step writes gradients back
     _has_own_options = True  # False in replacements of torch's classes
     max_grad_norm: float | None = None
     process_group: Any = None
@@ -146,7 +146,7 @@ class Adam(torch.optim.Adam):
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
-            if _options.has_torchs(group):  # perhaps another optimizer's
+            if _options.has_torchs(group):  # perhaps from torch's optimizer
                 group = self.param_groups[-1] = _options.without_torchs(group)
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
             _options.plain(group)
@@ -264,7 +264,6 @@ class Adam(torch.optim.Adam):
         return True
 
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
-        """Return the limit of each group, None if it has none of its own."""
         return [_options.option(group, "max_grad_norm") for group in groups]
 
     def _step_columns(
@@ -336,8 +335,8 @@ class Adam(torch.optim.Adam):
 
         State that a captured or compiled step writes is copied into its tensors; otherwise the
         tensors are replaced. `master_weights` and `state_dtype` are not loaded: saved state is
-        converted to the present ones. After a checkpoint without masters, for example torch's, they
-        are made from the parameters at the next step; a checkpoint with masters sets the parameters
-        too. Options that torch's lacks stay unchanged.
+        converted to the present ones. After a checkpoint without masters, for example torch's, the
+        next step makes them from the parameters; a checkpoint with masters sets the parameters too.
+        Options that torch's lacks stay unchanged.
         """
         _loading.load_into(self, state_dict)

@@ -25,8 +25,8 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, whichever of torch's implementations
       was chosen. They have torch's options and state; only the moments of float16 parameters are
       float32. With `fused=True` the step unscales the gradients, as torch's does. Otherwise the
-      scaler unscales them before, and the host waits for the result, as in torch, if hooks or
-      wrappers would see a step that is skipped, or if there is no state yet.
+      scaler unscales them before the step. The host then waits for the result, as in torch, if
+      hooks or wrappers would see a skipped step, or if there is no state yet.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. The
       gradient of float16 logits is computed in backward, where the loss scale is known: do not
@@ -47,7 +47,7 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
 
     `isinstance` works with torch's classes, and classes may derive from them, also with the
     metaclass `ABCMeta`. Objects of torch's classes cannot be pickled while these are replaced;
-    state dictionaries load in either. A second call changes nothing.
+    state dicts load into torch's objects and ours. A second call changes nothing.
 
     >>> import torch, ampfuse
     >>> ampfuse.patch()

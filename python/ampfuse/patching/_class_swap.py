@@ -1,6 +1,6 @@
 """Replacements of torch's classes: a call creates our object; in all else they act as torch's.
 
-So objects that were created before, or by code that still has torch's class, are instances of both.
+So objects that code with torch's class creates, before or later, count as instances of both.
 A class that derives from a replacement derives from torch's class, whose internals it may use.
 """
 

@@ -22,8 +22,6 @@ original = torch_clip_grad.clip_grad_norm_
 
 
 def replacement(is_on: Callable[[], bool]) -> Any:
-    """Return the replacement of torch's function."""
-
     @functools.wraps(original)
     def replaced(parameters: TensorOrTensors, *rest: Any, **named: Any) -> Tensor:
         if not is_on():

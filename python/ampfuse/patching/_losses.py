@@ -31,8 +31,6 @@ original = functional.cross_entropy
 
 
 def replacement(is_on: Callable[[], bool]) -> Any:
-    """Return the replacement of torch's function."""
-
     @functools.wraps(original)
     def cross_entropy(
         input: Tensor,

@@ -98,7 +98,7 @@ def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) ->
             return ours(**given)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = str(error)
-        for group, entries in before:  # ours has added options to the program's own dicts
+        for group, entries in before:  # `ours` has added options to the program's own dicts
             group.clear()
             group.update(entries)
     made = original(**given)

@@ -78,7 +78,7 @@ PARTS: dict[str, Part] = {part.name: part for part in _parts()}
 
 
 def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
-    """Return the parts of these names (all parts if there is no name), except those `without`."""
+    """Return the parts of these names (all if there is no name), except those in `without`."""
     names, without = list(names), [without] if isinstance(without, str) else list(without)
     for name in (*names, *without):
         if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Rebinds the names of modules and classes that were imported from torch before patching.
+"""Rebinds names that modules and classes have imported from torch before patching.
 
 `import torch; torch.optim.AdamW` looks the name up each time. `from torch.optim import AdamW` has
 looked it up already.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def exchange(pairs: list[tuple[Any, Any]]) -> None:
-    """Make modules and classes that refer to the first of a pair refer to the second.
+    """In modules and classes, replace the first object of each pair by the second.
 
     Only attributes that have the object's own name are changed: a program that uses another name
     may want torch's object, for example to restore it.
@@ -43,8 +43,8 @@ def _modules() -> list[tuple[str, ModuleType]]:
     ]
 
 
-# The modules of a program name tens of thousands of objects, so this looks at types alone. A type
-# is compared as issubclass(type(value), type), since isinstance(value, type) asks the value, too: a
+# The modules of a program name tens of thousands of objects, so this looks at classes alone. It
+# finds them by issubclass(type(value), type), since isinstance(value, type) asks the value, too: a
 # lazy object would import something, and a weakref.proxy whose object is gone would raise.
 
 

@@ -51,7 +51,6 @@ _CudaGradScaler.__name__ = _CpuGradScaler.__name__ = "GradScaler"
 
 RECORDING = Recording()
 
-# Pairs of torch's class and ours.
 KINDS: list[tuple[Any, type[GradScaler]]] = [
     (torch.amp.grad_scaler.GradScaler, GradScaler),
     (torch.cuda.amp.grad_scaler.GradScaler, _CudaGradScaler),
@@ -65,7 +64,7 @@ def replacement(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]
 
 
 def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
-    if ours is not GradScaler:  # torch's warning, for the line that creates it
+    if ours is not GradScaler:  # torch's warning, for the line that creates the scaler
         warnings.warn(original.__init__.__deprecated__, FutureWarning, stacklevel=3)
     try:
         scaler = ours(**given, history=RECORDING.history)

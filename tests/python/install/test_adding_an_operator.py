@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,6 +90,16 @@ def test_operator_passes_its_tests_and_the_rules_of_the_layout(copy: Path) -> No
     )
     assert " passed" in out
     run("ctest", "--test-dir", BUILD, "--no-tests=error", "-R", "test_multi_tensor_negate_asan")
+
+
+def test_code_of_the_page_is_formatted(tmp_path: Path) -> None:
+    formatter = shutil.which("clang-format")
+    if formatter is None:
+        pytest.skip("clang-format is not installed")
+    for name, code in new_files().items():
+        if not name.endswith(".py"):
+            how = (formatter, f"--assume-filename={ROOT / name}", "--dry-run", "-Werror")
+            assert subprocess.run(how, input=code, text=True).returncode == 0, name
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ RAISES = {
         lambda _: ampfuse.LinearCrossEntropyLoss(4, 10)(LOGITS, TARGET),
         ValueError,
         "linear_cross_entropy: hidden: expected 4 features, as weight has ([10, 4]), got 10; are "
-        "these logits?",
+        "these logits, or is weight not [classes, features]?",
     ),
     "list on two devices": (
         lambda _: ops.multi_tensor_norm([torch.ones(2), torch.ones(2, device="meta")]),
