@@ -1,10 +1,10 @@
 // Cross-entropy of rows of logits and, from the same read of memory, its gradient.
 //
 // cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
-// this sum, so it must be known before a gradient is written. cross_entropy_forward_kernel, a team
-// per row, makes one pass for the loss. For the gradient it makes a second pass over the logits,
-// from shared memory or from the L2 cache. cross_entropy_finish_kernel, one block, adds up the
-// losses of the blocks in a fixed order.
+// this sum, so it must be known before a gradient is written.
+// cross_entropy_forward_kernel, a team per row, makes one pass for the loss. For the gradient it
+// makes a second pass over the logits, from shared memory or from the L2 cache.
+// cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;
@@ -50,9 +50,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (team.index() == 0) weights[team.number()] = {weight, bad_row};
 }
 
-// Returns the factor of the gradients, baked_scale / divisor. Every block sums the same numbers in
-// the same order; the first block writes the divisor and baked_scale, and reports a target out of
-// range.
+// Returns the factor of gradients, baked_scale / divisor. Every block sums the same numbers in the
+// same order; the first block writes both, and reports a target out of range.
 template <typename Block, typename scalar_t>
 __device__ __forceinline__ double reduction_scale(const Block& block,
                                                   const CrossEntropyTable<scalar_t>& table,

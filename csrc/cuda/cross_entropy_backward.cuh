@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   }
 }
 
-// Multiplies a gradient that forward multiplied by `baked_scale` by grad_output / baked_scale. If
-// that is 1, the gradient is not read; otherwise this moves 2·itemsize bytes per logit. A warp
+// Replaces the factor `baked_scale` of a gradient that forward wrote by `grad_output`. If the two
+// are equal, the gradient is not read; otherwise this moves 2·itemsize bytes per logit. A warp
 // takes the first `count` of every `stride` elements, up to `extent`: a row, or a part of a
 // contiguous gradient.
 template <typename scalar_t>

@@ -8,9 +8,8 @@
 
 namespace ampfuse {
 
-// The work that passes do. kPlain computes exponentials only: B (math/cross_entropy.h) is 0 except
-// for the target, and there is no softcap and no metric. kAny does everything, and needs more
-// registers.
+// The work of a pass. kPlain computes exponentials only, for a B that is 0 except at the target, no
+// softcap and no metrics. kAny does everything, and needs more registers.
 enum class RowWork { kPlain, kAny };
 
 // Threads that a multiprocessor has registers for; kAny and double need more registers per thread.

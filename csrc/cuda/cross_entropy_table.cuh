@@ -117,8 +117,7 @@ struct TargetWeight {
   int64_t bad_row;
 };
 
-// How losses are reduced and gradients are scaled. Pointers are to device memory, except
-// bad_target.
+// How losses are reduced and gradients scaled. All pointers but bad_target are to device memory.
 struct CrossEntropyReduction {
   const float* grad_scale;      // null: 1
   const double* denominator;    // null: the total weight of the targets

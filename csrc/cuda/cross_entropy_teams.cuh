@@ -46,8 +46,8 @@ struct TeamRoom {
 
   /// Returns true if the L2 cache has room for the parts of rows that are not kept, for all rows in
   /// flight at a time. The limit is half of the cache. The cache also holds other data, and
-  /// consists of two halves that each hold what their own multiprocessors read: of 37 MB in the 50
-  /// MB of an H100, nearly all had to be read from memory again.
+  /// consists of two halves that each hold what their own multiprocessors read: of 37 MB in the
+  /// 50 MB of an H100, nearly all had to be read from memory again.
   bool l2_holds_rest(int64_t row_bytes) const {
     const int64_t rest = std::max<int64_t>(row_bytes - pieces() * kPiece, 0);
     return device.multiprocessors * kBlocks * Team::kTeams * rest <= device.l2 / 2;

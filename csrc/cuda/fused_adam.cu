@@ -12,8 +12,7 @@ namespace ampfuse {
 
 namespace {
 
-// Returns a scalar as the kernel reads it: a pointer to device memory, or the value of a CPU
-// tensor.
+// Returns a scalar as the kernel reads it: a pointer to device memory, or a CPU tensor's value.
 AdamScalar scalar_of(const at::Tensor& tensor) {
   const bool is_double = tensor.scalar_type() == at::kDouble;
   if (tensor.is_cpu()) return {nullptr, is_double, tensor.item<double>()};

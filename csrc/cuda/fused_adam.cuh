@@ -25,8 +25,7 @@ namespace ampfuse {
 enum class Master { kNone, kFloat, kRemainder };
 
 // Chunks are small, so that a warp's last chunk does not take long. The chunk size does not affect
-// the bytes that a multiprocessor has in flight: 1024 threads load kPack elements each, 56 KiB with
-// fp32 masters.
+// the bytes that a multiprocessor has in flight: 1024 threads load kPack elements each.
 inline constexpr int kAdamChunk = 2048;
 
 using AdamTable = TensorTable<math::kAdamColumns, kAdamChunk>;

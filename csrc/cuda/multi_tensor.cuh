@@ -16,7 +16,7 @@
 
 namespace ampfuse {
 
-// The most bytes of all arguments of a kernel, and how many of them are not for the table.
+// The most bytes that all arguments of a kernel may take, and the bytes that are not for the table.
 inline constexpr size_t kMaxArgumentBytes = 32764;
 inline constexpr size_t kOtherArgumentBytes = 256;
 

@@ -31,8 +31,7 @@ class LaunchStream {
                      Arguments&&... arguments) const {
     if (must_ask_for_shared(shared)) {
       // The limit belongs to the kernel, not to the launch, so it is always raised to the maximum.
-      // The bytes of this launch could be too low a limit for another thread that is about to
-      // launch.
+      // The bytes of this launch could be too few for a launch on another thread.
       const auto most =
           static_cast<int>(most_shared(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
       C10_CUDA_CHECK(

@@ -242,7 +242,7 @@ AMPFUSE_OPERATORS(m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  // The replacement for torch.nn.functional.cross_entropy, which is differentiable twice.
+  // This one replaces torch.nn.functional.cross_entropy, so it is differentiable twice.
   m.def(
       "cross_entropy.as_torch(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0) -> Tensor",
@@ -258,8 +258,8 @@ AMPFUSE_OPERATORS(m) {
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "
       "Tensor? denominator=None, float z_loss=0.0, float? softcap=None) -> "
       "(Tensor loss, Tensor baked_scale)");
-  // The operators that take rows, which have no derivative. for_backward is a ForBackward: 0,
-  // nothing; 1, statistics; 2, the gradient.
+  // These operators take rows and have no derivative. for_backward is a ForBackward: 0, nothing; 1,
+  // statistics; 2, the gradient.
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "

@@ -24,8 +24,7 @@ struct CrossEntropyArguments {
   at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
   std::optional<at::Tensor> weight;  // [classes], of dtype loss_dtype(input)
   LossOptions options = {};
-  // True if targets were validated as part of a larger batch; `denominator` then holds their total
-  // weight.
+  // True if targets were validated with a larger batch, whose total weight `denominator` holds.
   bool is_weighed = false;
   // Number of classes of all shards, if `input` is one shard: targets may be math::kElsewhere then.
   std::optional<int64_t> all_classes = {};
@@ -47,8 +46,7 @@ struct CrossEntropyArguments {
   }
 };
 
-/// Returns the dtype in which a loss is computed and returned: double for double logits, else
-/// float.
+/// Returns the dtype of a loss and its arithmetic: double for double logits, else float.
 at::ScalarType loss_dtype(const at::Tensor& input);
 
 /// Throws unless an index target has dtype Long, Int or Byte.
@@ -143,8 +141,8 @@ struct CrossEntropyCall {
   }
 };
 
-/// A public call, reshaped to rows. Logits have shape [classes], [batch, classes] or [batch,
-/// classes, d1, ...]. Other tensors are converted to the form that kernels read.
+/// A public call, reshaped to rows. Logits have shape [classes], [batch, classes] or
+/// [batch, classes, d1, ...]. Other tensors are converted to the form that kernels read.
 class CrossEntropyRows {
  public:
   explicit CrossEntropyRows(CrossEntropyCall as_passed);
@@ -175,7 +173,7 @@ void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scal
 /// 16-bit for float logits.
 struct CrossEntropyKernels {
   /// Sets `total`, one double, to the sum of the targets' weights, or with probabilities to the
-  /// number of rows. A target out of range throws, here or in a later call. The logits are not
+  /// number of rows. For a target out of range, this or a later call throws. The logits are not
   /// read.
   void (*weigh)(const CrossEntropyArguments& arguments, const at::Tensor& total);
   void (*forward)(const CrossEntropyArguments& arguments,
@@ -190,7 +188,6 @@ struct CrossEntropyKernels {
   bool narrows_in_place = false;
 };
 
-/// The backends.
 extern const CrossEntropyKernels kCrossEntropyCpu;
 extern const CrossEntropyKernels kCrossEntropyCuda;
 

@@ -1,5 +1,4 @@
-// Converts the small arguments of losses to the form that kernels read, and computes the metric
-// `correct`.
+// Converts the small arguments of losses for kernels, and computes the metric `correct`.
 #pragma once
 
 #include <ATen/core/Tensor.h>

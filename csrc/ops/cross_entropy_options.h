@@ -26,12 +26,10 @@ struct LossOptions {
   bool is_per_row() const { return reduction == at::Reduction::None; }
   const char* reduction_name() const { return is_per_row() ? "none" : is_mean() ? "mean" : "sum"; }
 
-  /// Throws for values out of range. softcap must be in range when rounded to `dtype`, the dtype of
-  /// the loss.
+  /// Throws for values out of range. softcap must be in range in `dtype`, the dtype of the loss.
   void check(const char* op, c10::ScalarType dtype) const;
 
-  /// Convert all options to a schema's named arguments, and back. A missing argument gets its
-  /// default.
+  /// Convert all options to named arguments, and back. A missing argument gets its default.
   NamedValues named() const;
   static LossOptions from(const FindValue& find);
 

@@ -69,7 +69,6 @@ struct VocabShardKernels {
                const JoinedOutputs& outputs);
 };
 
-/// The backends.
 extern const VocabShardKernels kVocabShardsCpu;
 extern const VocabShardKernels kVocabShardsCuda;
 

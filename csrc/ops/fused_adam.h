@@ -18,7 +18,6 @@ inline constexpr const char* kFusedAdam = "fused_adam";
 /// which takes Python's lock for tensors that Python also owns.
 using TensorRefs = c10::ArrayRef<c10::IValue>;
 
-/// The arguments of fused_adam.
 struct FusedAdamArguments {
   std::array<TensorRefs, math::kAdamColumns> columns;  // an optional column may be empty
   TensorRefs state_steps;
@@ -46,7 +45,6 @@ const char* adam_column_name(int column);
 /// Throws if the tensors at index `t` of the columns do not fit together.
 void check_adam_tensor(const FusedAdamArguments& arguments, size_t t);
 
-/// The CUDA kernel.
 void fused_adam_cuda(const FusedAdamArguments& arguments);
 
 }  // namespace ampfuse

@@ -18,8 +18,7 @@ void prefetch(const FusedAdamArguments& arguments, size_t t, const Prefetch& pre
 }
 
 // True if two dense tensors of one shape have their elements in the same order. The strides of
-// dimensions of size 1 do not matter: in these, gradients of 1×1 convolutions differ from the
-// weights.
+// dimensions of size 1 do not matter: gradients of 1×1 convolutions have different ones there.
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
   for (int64_t d = 0; d < a.dim(); ++d) {
     if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
@@ -59,8 +58,7 @@ AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
   return tensor;
 }
 
-// Throws if tensors of a written column share memory. State is not checked: it belongs to the
-// optimizer.
+// Throws if tensors of a column share memory. State is not checked: the optimizer owns it.
 void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn column,
                            std::vector<const void*> storages) {
   for (size_t t = 0; t < storages.size(); ++t) {

@@ -18,8 +18,7 @@ struct AdamDtypes {
   bool operator==(const AdamDtypes&) const = default;
 };
 
-/// The tensors at one index of the lists, as kernels see them: all have their elements in the same
-/// order.
+/// The tensors at one index of the lists, as kernels see them: their elements are in one order.
 struct AdamTensor {
   std::array<void*, math::kAdamColumns> data;  // null if the column is absent
   int64_t size;

@@ -230,7 +230,7 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
       {at::Tag::pt2_compliant_tag});
-  // The operators that take rows. They multiply in `dtype`. `vocab_shard`, for a group of ranks, is
+  // These operators take rows, and multiply in `dtype`. `vocab_shard`, for a group of ranks, is
   // [group_size, first_class, num_classes]. Dtypes are c10's integers: in a package that was
   // compiled ahead of time, a ScalarType arrives as another dtype (torch 2.11).
   m.def(

@@ -1,5 +1,4 @@
-// Cross-entropy of hidden states times a weight. The logits are never all in memory at the same
-// time.
+// Cross-entropy of hidden states times a weight. The logits are never all in memory at once.
 #pragma once
 
 #include <array>

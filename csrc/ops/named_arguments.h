@@ -48,7 +48,7 @@ FindValue values_in(const SavedData& data);
 /// Calls an operator and returns its results. Arguments without a value get their defaults.
 torch::jit::Stack call_by_name(const c10::OperatorHandle& op, NamedValues values);
 
-/// Results of a kernel or of call_by_name: a tensor, or a struct of tensors whose tie() lists them
+/// Convert results to and from the stack: a tensor, or a struct of tensors whose tie() lists them
 /// in the schema's order.
 inline void push_results(torch::jit::Stack& stack, at::Tensor result) {
   stack.emplace_back(std::move(result));

@@ -32,7 +32,6 @@ math::ScalePolicy scale_policy(const char* prefix, const UpdateScaleOptions& opt
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);
 
-/// The CUDA kernel.
 void update_scale_cuda(const UpdateScaleArguments& arguments);
 
 }  // namespace ampfuse

@@ -79,8 +79,7 @@ void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
              options);
 }
 
-// Returns the addresses of the parameters that a step writes, with a null after those of each call
-// of the op.
+// Returns the addresses of the parameters that a step writes, with a null after each call's.
 std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
   std::vector<const void*> addresses;
   for (const AdamGroup& group : groups) {

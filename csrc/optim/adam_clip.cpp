@@ -52,8 +52,7 @@ Measured measure(const std::vector<const AdamGroup*>& groups) {
 Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
                     const at::Tensor& grad_norm, bool find_inf,
                     const std::vector<at::Tensor>& known_norms) {
-  // Known norms cover all gradients, so they are used only if all groups are measured as one
-  // vector.
+  // Known norms cover all gradients, so they are used only if all groups are measured together.
   const auto measured_norm = [&](const std::vector<const AdamGroup*>& measured) {
     const bool is_known = !known_norms.empty() && !find_inf && measured.size() == groups.size();
     return is_known ? Measured{joined_norm(known_norms), {}} : measure(measured);
