@@ -8,7 +8,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-_MISMATCH = re.compile(r"of type '([^']+)' for argument '(\w+)' but instead found type '(\w+)'")
+_MISMATCH = re.compile(
+    r"ampfuse::(\w+)\(\) Expected a value of type '([^']+)' for argument '(\w+)' but instead found "
+    r"type '(\w+)'"
+)
 
 # The expected value of an argument, by its name or else by its type in the schema.
 _EXPECTED = {
@@ -34,7 +37,8 @@ def refuse_unknown(
 ) -> None:
     """Raise for the first of these keyword arguments, which the function does not have."""
     for name in names:
-        known = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters.values()
+        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
         hint = f"; {remedies[name]}" if name in remedies else suggestion(name, known)
         called = function.__qualname__.removesuffix(".__init__")
         raise TypeError(f"{called}: unexpected keyword argument {name!r}{hint}")
@@ -46,10 +50,11 @@ def explain(op: str, error: RuntimeError, **lists: Sequence[Tensor]) -> NoReturn
     torch's own message prints the values of all tensors, and does not name the item of a list.
     """
     mismatch = _MISMATCH.search(str(error))
-    if mismatch is None:
+    if mismatch is None or mismatch[1] != op:  # perhaps of an operator that a subclass calls
         raise error
-    kind, name, found = mismatch.groups()
-    kind = kind.removeprefix("Optional[").rstrip("]") if "Optional" in kind else kind
+    _, kind, name, found = mismatch.groups()
+    if kind.startswith("Optional["):
+        kind = kind.removeprefix("Optional[").removesuffix("]")
     expected = _EXPECTED.get(name) or _EXPECTED.get(kind, kind)
     if found in ("list", "tuple"):
         for index, item in enumerate(lists.get(name, ())):

@@ -96,14 +96,17 @@ def torchs_options(
     growth, backoff = real("growth_factor", growth_factor), real("backoff_factor", backoff_factor)
     interval = count("growth_interval", growth_interval, least=1)
     nothing = torch.empty((), dtype=torch.float32, device="meta")
-    ops.update_scale(
-        nothing,
-        nothing.int(),
-        torch.empty(3, dtype=torch.int64, device="meta"),
-        [],
-        growth_factor=growth,
-        backoff_factor=backoff,
-        growth_interval=interval,
-        **policy.options,
-    )
+    try:
+        ops.update_scale(
+            nothing,
+            nothing.int(),
+            torch.empty(3, dtype=torch.int64, device="meta"),
+            [],
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=interval,
+            **policy.options,
+        )
+    except ValueError as error:
+        raise ValueError(str(error).splitlines()[0].removeprefix("update_scale: ")) from None
     return growth, backoff, interval

@@ -37,7 +37,7 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
     def entry(name: str) -> Any:
         if name not in state:
             raise KeyError(
-                f"GradScaler's state has no {name!r}; it has {', '.join(sorted(state))}. "
+                f"GradScaler's state has no {name!r}; it has {', '.join(sorted(map(str, state)))}. "
                 "Is it the state of another object?"
             )
         return state[name]

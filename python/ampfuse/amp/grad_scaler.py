@@ -112,9 +112,10 @@ class GradScaler(TorchGradScaler):
         self.max_consecutive_skips = max_consecutive_skips
         self.process_group = process_group
         if not self._enabled:
+            self._policy = Policy()  # for the setters
             return
-        self._init_scale = _policy.scale("init_scale", init_scale)
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
+        self._init_scale = _policy.scale("init_scale", init_scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
             self._policy, growth_factor, backoff_factor, growth_interval
         )

@@ -246,10 +246,18 @@ def _vocab_shard(
     _check_group(process_group)
     if (first_class is None) != (num_classes is None):
         raise ValueError("first_class, num_classes: expected both or neither")
+    _check_classes(first_class, num_classes)
     size, classes = process_group.size(), weight.shape[0]
     if first_class is None or num_classes is None:
         first_class, num_classes = process_group.rank() * classes, size * classes
     return [size, first_class, num_classes]
+
+
+@eager_only
+def _check_classes(first_class: int | None, num_classes: int | None) -> None:
+    for name, number in (("first_class", first_class), ("num_classes", num_classes)):
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
 
 
 @eager_only

@@ -18,7 +18,7 @@ class EagerStep:
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         self.param_groups = param_groups
 
-    def columns(self, optimizer: Any) -> list[list[Columns]]:
+    def columns(self, optimizer: Any, limits: list[float | None]) -> list[list[Columns]]:
         """Return the columns of each group; create missing state, and check everything."""
         _options.check_groups(self.param_groups, optimizer.defaults)
         optimizer._is_in_graphs = optimizer._is_in_graphs or is_capturing()
@@ -26,7 +26,6 @@ class EagerStep:
             self.param_groups, optimizer.state, optimizer._spare_masters
         )
         optimizer._written.adopt(columns)
-        limits = optimizer._limits(self.param_groups)
         optimizer._grad_norm = placed(optimizer._grad_norm, limits, columns)
         self._check_before_writing(optimizer, columns)
         return columns
@@ -46,6 +45,9 @@ class EagerStep:
 
     def signals(self, optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return `grad_scale` and `found_inf`, which a scaler or the program has set."""
+        traced = optimizer._traced
+        if traced.found_inf is not None:  # a compiled scaler steps, but this step is not compiled
+            return traced.grad_scale, traced.found_inf
         grad_scale, found_inf = signals_of(optimizer)
         if grad_scale is None and found_inf is None:
             note_step_without_scaler()
@@ -53,7 +55,8 @@ class EagerStep:
 
     def known_norms_of(self, optimizer: Any) -> dict[torch.device, Tensor]:
         """Return the norms of all scaled gradients by device, if a scaler has computed them."""
-        return optimizer._known_norms or {}
+        norms: dict[torch.device, Tensor] = optimizer._known_norms or optimizer._traced.known_norms
+        return norms
 
     def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
         """Record the step that was just taken."""

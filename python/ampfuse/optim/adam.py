@@ -234,7 +234,7 @@ class Adam(torch.optim.Adam):
         limits = self._limits(groups)
         if self._is_in_zero and self.process_group is None:
             refuse_limits([*limits, self.max_grad_norm])
-        columns = run.columns(self)
+        columns = run.columns(self, limits)
         grad_scale, found_inf = run.signals(self)
         clips, found_here = group_clips(
             groups,

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ampfuse._arguments import refuse_unknown
+from ampfuse.optim._options import REMEDIES as ADAM_REMEDIES
 from ampfuse.optim.adam import Adam
+
+REMEDIES = ADAM_REMEDIES | {"decoupled_weight_decay": "it is always True in AdamW; use Adam"}
 
 
 class AdamW(Adam, torch.optim.AdamW):
@@ -44,6 +48,7 @@ class AdamW(Adam, torch.optim.AdamW):
         process_group: Any = None,
         **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__init__, unknown, REMEDIES)
         Adam.__init__(
             self,
             params,
@@ -59,7 +64,6 @@ class AdamW(Adam, torch.optim.AdamW):
             max_grad_norm=max_grad_norm,
             write_back_grads=write_back_grads,
             process_group=process_group,
-            **unknown,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Misuse of a scaler raises torch's errors; a disabled scaler only steps the optimizer."""
 
+import ampfuse
 import pytest
 import torch
 from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready
@@ -71,6 +72,16 @@ def test_a_disabled_scaler_only_steps_the_optimizer(language, device):
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
     assert (scaler.history(), scaler.was_skipped(), scaler.scale_tensor().item()) == ([], False, 1)
     scaler.load_state_dict({"anything": 1})
+
+
+def test_a_disabled_scaler_has_setters(device):
+    scaler = ampfuse.GradScaler(device.type, enabled=False)
+
+    scaler.set_growth_factor(3.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(7)
+
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (3.0, 0.25)
 
 
 def test_cpp_refuses_lbfgs_before_unscaling_gradients(device):

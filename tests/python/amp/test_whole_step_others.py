@@ -1,5 +1,7 @@
 """A whole step in torch.compile whose optimizer is derived, hooked or changed between steps."""
 
+import math
+
 import ampfuse
 import pytest
 import torch
@@ -94,3 +96,31 @@ def test_limit_of_a_group_may_change_between_steps(device):
             side.optimizer.param_groups[0]["max_grad_norm"] = limit
         twins.step(seed)
         twins.assert_same()
+
+
+class StepsEagerly(ampfuse.AdamW):
+    """An optimizer whose step is never compiled."""
+
+    @torch._dynamo.disable
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_eager_step_gets_scale_and_flag_of_a_compiled_scaler(fresh_compiler):
+    def trained(is_compiled):
+        param = torch.nn.Parameter(torch.ones(4))
+        optimizer = StepsEagerly([param], lr=0.1, max_grad_norm=1.0)
+        scaler = ampfuse.GradScaler("cpu", init_scale=8.0)
+
+        def step(factor):
+            optimizer.zero_grad()
+            scaler.scale((param * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        run = torch.compile(step, backend="eager") if is_compiled else step
+        for factor in (1.0, math.inf, 2.0):
+            run(torch.tensor(factor))
+        return param.tolist(), scaler.get_scale()
+
+    assert trained(is_compiled=True) == trained(is_compiled=False)

@@ -144,8 +144,8 @@ ampfuse.cross_entropy(torch.zeros(3, 5), target, weight)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_grad_scale_and_denominator_may_have_any_dtype_and_device(device, dtype, shape):
     logits, target = batch(device, 6, 50, dtype=torch.bfloat16)
-    for index in {device.type, "cpu"}:
-        number = torch.full(shape, 8, dtype=dtype, device=index)
+    for where in {device.type, "cpu"}:
+        number = torch.full(shape, 8, dtype=dtype, device=where)
         loss, grad = results(
             ampfuse.cross_entropy, logits, target, 8.0, grad_scale=number, denominator=number
         )

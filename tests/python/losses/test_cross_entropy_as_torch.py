@@ -16,8 +16,8 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def batch(device, dtype, shape=(6, 11)):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-    indices = shape[:1] * (len(shape) > 1) + shape[2:]
-    target = torch.randint(11, indices, generator=generator)
+    target_shape = shape[:1] * (len(shape) > 1) + shape[2:]
+    target = torch.randint(11, target_shape, generator=generator)
     if target.numel() > 1:
         target.view(-1)[1] = -100
     return logits, target.to(device)

@@ -205,13 +205,13 @@ def test_in_place_logits_are_overwritten_with_their_gradient(device, dtype, upst
     (reference,) = torch.autograd.grad(expected, leaf, torch.tensor(upstream, device=device))
 
     logits = leaf * 1
-    index = logits.data_ptr()
+    address = logits.data_ptr()
     loss = ampfuse.cross_entropy_(logits, target, grad_scale=scale)
     (grad,) = torch.autograd.grad(loss, leaf, torch.tensor(upstream, device=device))
 
     assert torch.equal(loss, expected)
     assert torch.equal(grad, reference)
-    assert logits.data_ptr() == index
+    assert logits.data_ptr() == address
     assert torch.equal(logits, reference)
 
 

@@ -20,8 +20,8 @@ SHAPE = (4, 5, 3, 7)  # odd rows, so that they start at all alignments
 
 def strided_copy(x, storage, view):
     """Copy `x` into a view of a larger storage. All other elements of the storage are 77."""
-    index = view(x.new_full(storage, 77))
-    return index.copy_(x)
+    moved = view(x.new_full(storage, 77))
+    return moved.copy_(x)
 
 
 # The same numbers in different memory layouts.

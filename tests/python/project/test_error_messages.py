@@ -317,6 +317,16 @@ RAISES = {
         RuntimeError,
         "optimizer: none of its parameters got a gradient; does it have the model's parameters?",
     ),
+    "decoupled_weight_decay of AdamW": (
+        lambda _: Loop(decoupled_weight_decay=False),
+        TypeError,
+        "AdamW: unexpected keyword argument 'decoupled_weight_decay'; it is always True in AdamW",
+    ),
+    "min_scale 0": (
+        lambda _: ampfuse.GradScaler("cpu", min_scale=0.0),
+        ValueError,
+        "min_scale: expected None or more than 0, got 0",
+    ),
     "part of patch": (
         lambda _: ampfuse.patch("optimizer"),
         ValueError,
@@ -364,3 +374,19 @@ def test_model_that_is_loaded_behind_its_masters_is_warned_about():
 
     with pytest.warns(UserWarning, match=r"After loading a model call optimizer.sync_masters"):
         optimizer.step()
+
+
+def test_error_of_another_operator_stays_its_own():
+    class Odd(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.ops.aten.add.Tensor(torch.ones(1), "s")
+
+    with pytest.raises(RuntimeError, match=r"aten::add\(\) Expected"):
+        ampfuse.cross_entropy(LOGITS.as_subclass(Odd), TARGET)
+
+
+def test_suggestion_is_an_argument_of_the_function():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'unknow'$"):
+        Loop(unknow=1)

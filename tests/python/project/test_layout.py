@@ -138,6 +138,11 @@ STEMS = [
 STEMS.remove("registration")
 
 
+def test_every_kernel_for_meta_tensors_belongs_to_an_op() -> None:
+    extra = {file.stem for file in (CSRC / "meta").glob("*.cpp")} - {*STEMS}
+    assert_none(sorted(extra), "name the file by the op whose schema is in ops/")
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_op_has_a_file_named_by_its_stem_in_each_layer(stem: str) -> None:
     is_made_of_others = stem in MADE_OF_OTHERS
