@@ -151,7 +151,7 @@ def test_lazy_clone_is_copied_before_it_is_overwritten():
 
 def test_negative_views_are_refused(device):
     logits, target = batch(device)
-    with pytest.raises(ValueError, match="memory of their own"):
+    with pytest.raises(ValueError, match="share no memory"):
         ampfuse.cross_entropy_(torch._neg_view(logits), target)
 
 
@@ -185,5 +185,5 @@ def test_inference_tensors_give_the_same_loss_and_refusals(device):
     strided = target.repeat_interleave(2)[::2]
     with torch.inference_mode():
         assert torch.equal(ampfuse.cross_entropy_(logits.clone(), strided, **options), expected)
-        with pytest.raises(ValueError, match="memory of their own"):
+        with pytest.raises(ValueError, match="share no memory"):
             ampfuse.cross_entropy_(logits[:1].clone().expand(6, 50), target)
