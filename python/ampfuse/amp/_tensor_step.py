@@ -109,11 +109,11 @@ def _step(
     if not isinstance(optimizer, Adam):
         return _step_with_attributes(optimizer, scale, found_inf, args, kwargs)
     steps_alone = _traced.steps_alone(optimizer) and not args
-    optimizer._known_norms = norms_for(steps_alone, inspection)
+    optimizer._traced.known_norms = norms_for(steps_alone, inspection)
     try:
         return _step_with_attributes(optimizer, scale, found_inf, args, kwargs)
     finally:
-        optimizer._known_norms = None
+        optimizer._traced.known_norms = {}
 
 
 def _step_with_attributes(

@@ -45,18 +45,10 @@ class EagerStep:
 
     def signals(self, optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return `grad_scale` and `found_inf`, which a scaler or the program has set."""
-        traced = optimizer._traced
-        if traced.found_inf is not None:  # a compiled scaler steps, but this step is not compiled
-            return traced.grad_scale, traced.found_inf
         grad_scale, found_inf = signals_of(optimizer)
         if grad_scale is None and found_inf is None:
             note_step_without_scaler()
         return grad_scale, found_inf
-
-    def known_norms_of(self, optimizer: Any) -> dict[torch.device, Tensor]:
-        """Return the norms of all scaled gradients by device, if a scaler has computed them."""
-        norms: dict[torch.device, Tensor] = optimizer._known_norms or optimizer._traced.known_norms
-        return norms
 
     def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
         """Record the step that was just taken."""
@@ -65,8 +57,12 @@ class EagerStep:
 
 
 def signals_of(optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the optimizer's attributes `grad_scale` and `found_inf`."""
-    signals = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    """Return `grad_scale` and `found_inf`: a compiled scaler's, or the optimizer's attributes.
+
+    A compiled scaler may take a step that is not compiled itself.
+    """
+    source = optimizer if optimizer._traced.found_inf is None else optimizer._traced
+    signals = getattr(source, "grad_scale", None), getattr(source, "found_inf", None)
     for name, signal in zip(("grad_scale", "found_inf"), signals, strict=True):
         if signal is not None and not isinstance(signal, Tensor):
             raise TypeError(f"{name}: expected None or a tensor, got {_options.described(signal)}")

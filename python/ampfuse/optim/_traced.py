@@ -88,14 +88,8 @@ class Traced:
         return _traced_columns(optimizer, self.param_groups)
 
     def signals(self, optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return `grad_scale` and `found_inf`: a scaler's, or those that the program has set."""
-        if self.found_inf is not None:
-            return self.grad_scale, self.found_inf
+        """Return `grad_scale` and `found_inf`, which a scaler or the program has set."""
         return signals_of(optimizer)
-
-    def known_norms_of(self, optimizer: Any) -> dict[torch.device, Tensor]:
-        """Return the norms of all scaled gradients by device, if a scaler has computed them."""
-        return self.known_norms
 
     def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
         """Record nothing: the host does not see the steps of a graph."""

@@ -85,7 +85,6 @@ class Adam(torch.optim.Adam):
     _step_supports_amp_scaling = True
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
-    _known_norms: dict[torch.device, Tensor] | None = None  # set by a scaler during its step
     _is_rehearsed = False  # True while steps are skipped, but create state
     _is_in_zero = False  # True if other ranks step other parameters
     _is_in_graphs = False  # True if graphs write the state in place
@@ -245,7 +244,7 @@ class Adam(torch.optim.Adam):
             grad_scale=grad_scale,
             check=grad_scale is not None and found_inf is None,
             process_group=self.process_group,
-            known_norms=run.known_norms_of(self),
+            known_norms=self._traced.known_norms,
         )
         if found_inf is None:
             found_inf = found_here
