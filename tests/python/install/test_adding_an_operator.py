@@ -50,6 +50,10 @@ def test_operator_needs_at_most_ten_files_and_its_tests() -> None:
 def copy() -> Path:
     """A copy of the sources with the change, built for CPUs. Unchanged files keep their times."""
     change = new_files() | changed_files()
+    run("git", "init", "--quiet", COPY)  # the rules of the layout read the files that git would add
+    # A file that has left the sources since an earlier run would break these rules.
+    for name in {*source_files(COPY)} - {*source_files(), *change}:
+        (COPY / name).unlink()
     for name in {*source_files(), *change}:
         if name not in change and not (ROOT / name).is_file():
             continue
@@ -58,7 +62,6 @@ def copy() -> Path:
         if not target.exists() or target.read_bytes() != content:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-    run("git", "init", "--quiet", COPY)  # the rules of the layout read the files that git would add
     options = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_INSTALL_PREFIX": COPY / "python" / "ampfuse",

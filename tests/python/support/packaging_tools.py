@@ -58,9 +58,9 @@ def second_checkout() -> Path:
     return copy
 
 
-def source_files() -> list[str]:
+def source_files(checkout: Path = ROOT) -> list[str]:
     """Return the files that git tracks, and new ones that it does not ignore."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=checkout)
     return listed.splitlines()
 
 
