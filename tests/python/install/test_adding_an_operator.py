@@ -51,12 +51,11 @@ def copy() -> Path:
     """A copy of the sources with the change, built for CPUs. Unchanged files keep their times."""
     change = new_files() | changed_files()
     run("git", "init", "--quiet", COPY)  # the rules of the layout read the files that git would add
+    sources = {name for name in source_files() if (ROOT / name).is_file()} | change.keys()
     # A file that has left the sources since an earlier run would break these rules.
-    for name in {*source_files(COPY)} - {*source_files(), *change}:
+    for name in {*source_files(COPY)} - sources:
         (COPY / name).unlink()
-    for name in {*source_files(), *change}:
-        if name not in change and not (ROOT / name).is_file():
-            continue
+    for name in sources:
         content = change[name].encode() if name in change else (ROOT / name).read_bytes()
         target = COPY / name
         if not target.exists() or target.read_bytes() != content:
