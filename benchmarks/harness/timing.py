@@ -66,7 +66,7 @@ def cache_flusher(device: torch.device) -> Callable[[], None]:
     It reads and does not write, since a written buffer would leave dirty lines, whose write-back
     would be charged to the operation that evicts them.
     """
-    buffer = torch.rand(FLUSH_FACTOR * cache_bytes(device) // 4, device=device)
+    buffer = torch.ones(FLUSH_FACTOR * cache_bytes(device) // 4, device=device)
     total = torch.empty((), device=device)
 
     def flush() -> None:

@@ -81,8 +81,8 @@ TEST_CASE("equal rows of doubles give equal bits at every alignment") {
   check_all_kept<double, BlockTeam, RowWork::kPlain>(5, 2051, {});
 }
 
-TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "", c10::BFloat16, float,
-                   double) {
+TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "[addresses]", c10::BFloat16,
+                   float, double) {
   constexpr int kPerBlock = 16 / sizeof(TestType);
   for (int apart = 0; apart < kPerBlock; ++apart) {
     CAPTURE(apart);
@@ -103,7 +103,7 @@ TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "", c10::
   }
 }
 
-TEMPLATE_TEST_CASE("logits and gradients of few classes may have any two alignments", "",
+TEMPLATE_TEST_CASE("logits and gradients of few classes may have any two alignments", "[addresses]",
                    c10::BFloat16, float) {
   // The last row ends where its allocation ends, at every distance from a boundary.
   for (size_t offset = 0; offset < 16 / sizeof(TestType); ++offset) {
