@@ -1,7 +1,6 @@
 #include "scale_policy.h"
 
 #include <cmath>
-#include <limits>
 
 #include "../ops/update_scale.h"
 
@@ -28,16 +27,17 @@ void check_first_options(const GradScalerOptions& options) {
               options.backoff_factor(), ".");
   check_options(options);
   const double scale = options.init_scale();
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const double low = options.min_scale().value_or(-kInfinity);
-  const double high = options.max_scale().value_or(kInfinity);
-  TORCH_CHECK_VALUE(low <= scale && scale <= high, "init_scale: expected a number between ",
-                    "min_scale=", low, " and max_scale=", high, ", got ", scale);
+  const auto low = options.min_scale();
+  const auto high = options.max_scale();
+  TORCH_CHECK_VALUE(!low || scale >= *low, "init_scale: expected at least min_scale=", *low,
+                    ", got ", scale);
+  TORCH_CHECK_VALUE(!high || scale <= *high, "init_scale: expected at most max_scale=", *high,
+                    ", got ", scale);
 }
 
 void check_options(const GradScalerOptions& options) {
   check_scale("init_scale", options.init_scale());
-  scale_policy("", update_options(options));
+  checked_scale_policy("", update_options(options));
   const auto skips = options.max_consecutive_skips();
   if (skips) check("max_consecutive_skips", *skips, *skips >= 1, "None or at least 1");
   check("history", options.history(), options.history() >= 0, "at least 0");

@@ -84,7 +84,7 @@ void check_state_step(const FusedAdamArguments& arguments, size_t t) {
   TORCH_CHECK_VALUE(step.sym_numel() == 1, kFusedAdam, ": state_steps[", t,
                     "]: expected a tensor with one element, got shape ", step.sym_sizes());
   TORCH_CHECK_VALUE(step.device() == param.device(), kFusedAdam, ": state_steps[", t,
-                    "]: expected device ", param.device(), " as params[", t, "], got ",
+                    "]: expected device ", param.device(), ", that of params[", t, "], got ",
                     step.device());
 }
 

@@ -26,7 +26,7 @@ void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtyp
                     ": expected a contiguous tensor with ", size, " elements, got shape ",
                     tensor.sym_sizes());
   TORCH_CHECK_VALUE(tensor.device() == scale.device(), kUpdateScale, ": ", name,
-                    ": expected device ", scale.device(), " as scale, got ", tensor.device());
+                    ": expected device ", scale.device(), ", that of scale, got ", tensor.device());
 }
 
 void check_history(const at::Tensor& history, const at::Tensor& scale) {
@@ -37,12 +37,12 @@ void check_history(const at::Tensor& history, const at::Tensor& scale) {
                     kUpdateScale, ": history: expected a contiguous tensor of shape [n, ",
                     math::kScaleRecord, "], n > 0, got shape ", history.sym_sizes());
   TORCH_CHECK_VALUE(history.device() == scale.device(), kUpdateScale, ": history: expected device ",
-                    scale.device(), " as scale, got ", history.device());
+                    scale.device(), ", that of scale, got ", history.device());
 }
 
 }  // namespace
 
-math::ScalePolicy scale_policy(const char* prefix, const UpdateScaleOptions& options) {
+math::ScalePolicy checked_scale_policy(const char* prefix, const UpdateScaleOptions& options) {
   const auto check = [prefix](const char* name, const auto& value, bool in_range,
                               const char* range) {
     TORCH_CHECK_VALUE(in_range, prefix, name, ": expected ", range, ", got ", value);
@@ -88,7 +88,7 @@ UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
                                           .growth_tracker = named.tensor("growth_tracker"),
                                           .counters = named.tensor("counters"),
                                           .found_infs = named["found_infs"].toListRef(),
-                                          .policy = scale_policy("update_scale: ", options),
+                                          .policy = checked_scale_policy("update_scale: ", options),
                                           .history = named.optional_tensor("history"),
                                           .norm = named.optional_tensor("norm")};
   TORCH_CHECK_TYPE(arguments.scale.defined(), kUpdateScale, ": scale: expected a tensor, got none");

@@ -28,7 +28,7 @@ struct UpdateScaleArguments {
 };
 
 /// Converts the options. Throws if one is out of range, with a message that begins with `prefix`.
-math::ScalePolicy scale_policy(const char* prefix, const UpdateScaleOptions& options);
+math::ScalePolicy checked_scale_policy(const char* prefix, const UpdateScaleOptions& options);
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);
 

@@ -95,7 +95,7 @@ void check_strided(const char* op, const char* list, size_t index, const at::Ten
 void check_device(const char* op, const char* list, size_t index, const at::Tensor& tensor,
                   const char* first_list, const at::Tensor& first) {
   TORCH_CHECK_VALUE(tensor.device() == first.device(), op, ": ", list, "[", index,
-                    "]: expected device ", first.device(), " as ", first_list, "[0], got ",
+                    "]: expected device ", first.device(), ", that of ", first_list, "[0], got ",
                     tensor.device());
 }
 
@@ -192,7 +192,7 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                    dtype_name(scalar.scalar_type()));
   TORCH_CHECK_VALUE(tensors.empty() || scalar.device() == tensors[0].device(), op, ": ", argument,
                     ": expected device ", tensors.empty() ? scalar.device() : tensors[0].device(),
-                    " as ", list, "[0], got ", scalar.device());
+                    ", that of ", list, "[0], got ", scalar.device());
 }
 
 void refuse_backend(const char* op, at::TensorList tensors) {

@@ -1,6 +1,5 @@
 """The options of a loss scale: types are checked here, and most ranges by the op."""
 
-import math
 import numbers
 import operator
 from dataclasses import dataclass
@@ -68,13 +67,11 @@ class Policy:
 
     def check_first(self, init_scale: float) -> None:
         """Raise if the initial scale is outside the limits."""
-        low = -math.inf if self.min_scale is None else self.min_scale
-        high = math.inf if self.max_scale is None else self.max_scale
-        if not low <= init_scale <= high:
-            raise ValueError(
-                f"init_scale: expected a number between min_scale={low} and max_scale={high}, "
-                f"got {init_scale}"
-            )
+        low, high = self.min_scale, self.max_scale
+        if low is not None and init_scale < low:
+            raise ValueError(f"init_scale: expected at least min_scale={low}, got {init_scale}")
+        if high is not None and init_scale > high:
+            raise ValueError(f"init_scale: expected at most max_scale={high}, got {init_scale}")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_grad_scale_and_denominator_must_be_one_constant_number(device, name, nu
 
 @pytest.mark.parametrize("denominator", [3, 3.0, -0.5, 1e-30, 1e300, True])
 @pytest.mark.parametrize("shape", [(6, 50), (2, 50, 3, 4)], ids=str)
-def test_denominator_may_be_any_python_number(device, denominator, shape):
+def test_denominator_as_a_number_divides_the_sum_of_losses(device, denominator, shape):
     logits, target = batch(device, *shape, dtype=torch.float64)
     target.view(-1)[0] = -100
     found = results(ampfuse.cross_entropy, logits, target, denominator=denominator)

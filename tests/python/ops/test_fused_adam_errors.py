@@ -309,7 +309,7 @@ def test_scalar_on_another_device_is_refused(device, name):
     assert_refused(
         good(device) | {name: torch.ones((), device="meta")},
         ValueError,
-        rf"{name}: expected device {device.type}.* as params\[0\], got meta",
+        rf"{name}: expected device {device.type}.*, that of params\[0\], got meta",
     )
 
 

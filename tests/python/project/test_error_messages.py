@@ -1,5 +1,7 @@
 """Mistakes that users make, and the errors and warnings that name the remedy."""
 
+import re
+
 import ampfuse
 import numpy
 import pytest
@@ -105,254 +107,254 @@ def call_with_the_optimizer_of_another_model():
     graphed.step(*graphed.batch)
 
 
-def load_scaler_state(folder, write):
-    write(folder / "scaler.pt")
-    ampfuse.load_cpp_scaler_state(folder / "scaler.pt")
-
-
 FUSED = "AdamW: unexpected keyword argument '{}'; the step is always fused: drop foreach, fused"
 RAISES = {
-    "fused": (lambda _: Loop(fused=True), TypeError, FUSED.format("fused")),
-    "foreach": (lambda _: Loop(foreach=True), TypeError, FUSED.format("foreach")),
+    "fused": (lambda: Loop(fused=True), TypeError, FUSED.format("fused")),
+    "foreach": (lambda: Loop(foreach=True), TypeError, FUSED.format("foreach")),
     "max_norm": (
-        lambda _: Loop(max_norm=1),
+        lambda: Loop(max_norm=1),
         TypeError,
         "AdamW: unexpected keyword argument 'max_norm'; did you mean 'max_grad_norm'?",
     ),
     "lr as text": (
-        lambda _: Loop(lr="1e-3"),
+        lambda: Loop(lr="1e-3"),
         TypeError,
         "lr: expected a number or a tensor, got str '1e-3'",
     ),
     "state of SGD": (
-        lambda _: load_state_of(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+        lambda: load_state_of(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
         KeyError,
         "group 0 lacks betas and eps: expected lr, betas, eps and weight_decay; is it the state of "
         "another optimizer?",
     ),
     "state of another shape": (
-        lambda _: load_state_of_another_shape(),
+        lambda: load_state_of_another_shape(),
         ValueError,
         "loaded state dict: exp_avg of parameter 0: expected shape (2, 5), got (2, 4)",
     ),
     "state of another object": (
-        lambda _: Loop().scaler.load_state_dict({"scale": 1.0}),
+        lambda: Loop().scaler.load_state_dict({"scale": 1.0}),
         KeyError,
         "GradScaler's state has no 'growth_factor'; it has scale. Is it the state of another",
     ),
     "sparse gradient": (
-        lambda _: step_on_sparse_gradient(),
+        lambda: step_on_sparse_gradient(),
         RuntimeError,
         "Adam does not support sparse gradients, please consider SparseAdam instead. The parameter "
         "has shape (10, 4)",
     ),
     "remainder of float16": (
-        lambda _: ampfuse.AdamW([nn.Parameter(torch.ones(3).half())], master_weights="remainder"),
+        lambda: ampfuse.AdamW([nn.Parameter(torch.ones(3).half())], master_weights="remainder"),
         ValueError,
         "master_weights='remainder': parameter 0 of group 0 is float16, and only bfloat16 has a "
         "remainder; use master_weights=True in a group of its own",
     ),
     "loss without scale": (
-        lambda _: step_without_scaling_the_loss(),
+        lambda: step_without_scaling_the_loss(),
         AssertionError,
         "Attempted step but _scale is None.  This may indicate your script did not use "
         "scaler.scale(loss or outputs)",
     ),
     "no backward": (
-        lambda _: step_without_backward(),
+        lambda: step_without_backward(),
         AssertionError,
         "No inf checks were recorded prior to update: no optimizer with gradients was stepped "
         "since the last update. Did you call scaler.scale(loss).backward()? If it is intended, "
         "pass GradScaler(allow_no_grads=True)",
     ),
     "no backward, torch's optimizer": (
-        lambda _: step_of_torchs_optimizer_without_backward(),
+        lambda: step_of_torchs_optimizer_without_backward(),
         AssertionError,
         "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
         "Did you call scaler.scale(loss).backward()?",
     ),
     "unscale_ twice": (
-        lambda _: twice("unscale_"),
+        lambda: twice("unscale_"),
         RuntimeError,
         "unscale_() has already been called on this optimizer since the last update(). Is "
         "scaler.update() missing?",
     ),
     "step twice": (
-        lambda _: twice("step"),
+        lambda: twice("step"),
         RuntimeError,
         "step() has already been called since the last update(). Is scaler.update() missing?",
     ),
     "growth_factor": (
-        lambda _: ampfuse.GradScaler("cpu", growth_factor=0.5),
+        lambda: ampfuse.GradScaler("cpu", growth_factor=0.5),
         AssertionError,
         "The growth factor must be > 1.0",
     ),
     "min_scale": (
-        lambda _: ampfuse.GradScaler("cpu", min_scale=2.0**20),
+        lambda: ampfuse.GradScaler("cpu", min_scale=2.0**20),
         ValueError,
-        "init_scale: expected a number between min_scale=1048576.0 and max_scale=inf, got 65536.0",
+        "init_scale: expected at least min_scale=1048576.0, got 65536.0",
     ),
     "scale as device": (
-        lambda _: ampfuse.GradScaler(65536.0),
+        lambda: ampfuse.GradScaler(65536.0),
         TypeError,
         "device: expected a str like 'cuda', got 65536.0",
     ),
     "targets of a float dtype": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET.float()),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET.float()),
         ValueError,
         "cross_entropy: target: expected indices (int64, int32 or uint8), or probabilities of the "
         "shape of input, [8, 10], got float32 of shape [8]",
     ),
     "targets of int16": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET.short()),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET.short()),
         TypeError,
         "cross_entropy: target: expected indices (int64, int32 or uint8) or probabilities, got "
         "int16",
     ),
     "target out of range": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET + 10),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET + 10),
         IndexError,
         "Target 10 is out of bounds: in row 0, expected a class in [0, 10), or ignore_index if the "
         "row is padding",
     ),
     "classes last": (
-        lambda _: ampfuse.cross_entropy(torch.zeros(2, 5, 10), torch.zeros(2, 5).long()),
+        lambda: ampfuse.cross_entropy(torch.zeros(2, 5, 10), torch.zeros(2, 5).long()),
         ValueError,
         "Expected target size [2, 10], got [2, 5]; classes are dimension 1: pass "
         "logits.flatten(0, -2) and target.flatten()",
     ),
     "target of numpy": (
-        lambda _: ampfuse.cross_entropy(LOGITS, numpy.zeros(8, numpy.int64)),
+        lambda: ampfuse.cross_entropy(LOGITS, numpy.zeros(8, numpy.int64)),
         TypeError,
         "cross_entropy: target: expected a Tensor, got ndarray",
     ),
     "scaler for a function": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET, scaler=ampfuse.GradScaler("cpu")),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET, scaler=ampfuse.GradScaler("cpu")),
         TypeError,
         "cross_entropy: unexpected keyword argument 'scaler'; pass "
         "grad_scale=scaler.scale_tensor(), or use the module, which takes scaler=",
     ),
     "scaler as grad_scale": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET, grad_scale=ampfuse.GradScaler("cpu")),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET, grad_scale=ampfuse.GradScaler("cpu")),
         TypeError,
         "grad_scale: expected a number, got GradScaler; pass scaler.scale_tensor()",
     ),
     "target on another device": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET.to("meta")),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET.to("meta")),
         ValueError,
         "cross_entropy: target: expected input's device, cpu, got meta",
     ),
     "denominator 0": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET, denominator=0),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET, denominator=0),
         ValueError,
         "denominator: expected a number other than 0",
     ),
     "denominator of a sum": (
-        lambda _: ampfuse.cross_entropy(LOGITS, TARGET, denominator=8, reduction="sum"),
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET, denominator=8, reduction="sum"),
         ValueError,
         'cross_entropy: denominator: only allowed with reduction="mean", got "sum"',
     ),
     "dtypes of a linear loss": (
-        lambda _: ampfuse.linear_cross_entropy(HIDDEN.bfloat16(), WEIGHT, TARGET),
+        lambda: ampfuse.linear_cross_entropy(HIDDEN.bfloat16(), WEIGHT, TARGET),
         TypeError,
         "linear_cross_entropy: expected hidden, weight and bias of one dtype, or autocast, got "
         "hidden of bfloat16, weight of float32",
     ),
     "target out of range of a linear loss": (
-        lambda _: ampfuse.linear_cross_entropy(HIDDEN, WEIGHT, TARGET + 18),
+        lambda: ampfuse.linear_cross_entropy(HIDDEN, WEIGHT, TARGET + 18),
         IndexError,
         "Target 18 is out of bounds: in row 0, expected a class in [0, 10)",
     ),
     "logits for hidden states": (
-        lambda _: ampfuse.LinearCrossEntropyLoss(4, 10)(LOGITS, TARGET),
+        lambda: ampfuse.LinearCrossEntropyLoss(4, 10)(LOGITS, TARGET),
         ValueError,
         "linear_cross_entropy: hidden: expected 4 features, as weight has ([10, 4]), got 10; are "
         "these logits, or is weight not [classes, features]?",
     ),
     "list on two devices": (
-        lambda _: ops.multi_tensor_norm([torch.ones(2), torch.ones(2, device="meta")]),
+        lambda: ops.multi_tensor_norm([torch.ones(2), torch.ones(2, device="meta")]),
         ValueError,
-        "multi_tensor_norm: tensors[1]: expected device cpu as tensors[0], got meta",
+        "multi_tensor_norm: tensors[1]: expected device cpu, that of tensors[0], got meta",
     ),
     "list with None": (
-        lambda _: ops.multi_tensor_norm([torch.ones(2), None]),
+        lambda: ops.multi_tensor_norm([torch.ones(2), None]),
         TypeError,
         "multi_tensor_norm: tensors[1]: expected a Tensor, got NoneType",
     ),
     "list that requires grad": (
-        lambda _: clip(torch.ones(2, requires_grad=True)),
+        lambda: clip(torch.ones(2, requires_grad=True)),
         RuntimeError,
         "multi_tensor_clip: tensors[0]: a leaf Variable that requires grad is being used in an "
         "in-place operation; call it under torch.no_grad()",
     ),
     "list with an expanded tensor": (
-        lambda _: clip(torch.ones(1).expand(4)),
+        lambda: clip(torch.ones(1).expand(4)),
         ValueError,
         "multi_tensor_clip: tensors[0]: more than one element refers to the same memory location, "
         "so it can't be written; clone() it first",
     ),
     "ord as text": (
-        lambda _: ops.multi_tensor_norm([torch.ones(2)], ord="fro"),
+        lambda: ops.multi_tensor_norm([torch.ones(2)], ord="fro"),
         TypeError,
         "multi_tensor_norm: ord: expected 1, 2 or inf, got str",
     ),
     "ord 3": (
-        lambda _: ops.multi_tensor_norm([torch.ones(2)], ord=3),
+        lambda: ops.multi_tensor_norm([torch.ones(2)], ord=3),
         ValueError,
         "multi_tensor_norm: ord: expected 1, 2 or inf, got 3",
     ),
     "graph in evaluation mode": (
-        lambda _: call_in_evaluation_mode(),
+        lambda: call_in_evaluation_mode(),
         RuntimeError,
         "GraphedStep: changed since the step was made: model.training; the model is in another "
         "mode: call model.train(), or make a new GraphedStep",
     ),
     "graph with a tuple": (
-        lambda _: call_with_a_tuple(),
+        lambda: call_with_a_tuple(),
         TypeError,
         "batch: expected 2 tensors, as in sample, got 1; call step(*batch)",
     ),
     "graph with another optimizer": (
-        lambda _: call_with_the_optimizer_of_another_model(),
+        lambda: call_with_the_optimizer_of_another_model(),
         RuntimeError,
         "optimizer: none of its parameters got a gradient; does it have the model's parameters?",
     ),
     "decoupled_weight_decay of AdamW": (
-        lambda _: Loop(decoupled_weight_decay=False),
+        lambda: Loop(decoupled_weight_decay=False),
         TypeError,
         "AdamW: unexpected keyword argument 'decoupled_weight_decay'; it is always True in AdamW",
     ),
     "min_scale 0": (
-        lambda _: ampfuse.GradScaler("cpu", min_scale=0.0),
+        lambda: ampfuse.GradScaler("cpu", min_scale=0.0),
         ValueError,
         "min_scale: expected None or more than 0, got 0",
     ),
     "part of patch": (
-        lambda _: ampfuse.patch("optimizer"),
+        lambda: ampfuse.patch("optimizer"),
         ValueError,
         "expected parts among scaler, optimizers, cross_entropy, clip_grad_norm, got 'optimizer'; "
         "did you mean 'optimizers'?",
-    ),
-    "archive of Python": (
-        lambda folder: load_scaler_state(folder, lambda file: torch.save({"scale": 1.0}, file)),
-        ValueError,
-        "scaler.pt: expected an archive of torch::save in C++, got one of torch.save in Python; "
-        "torch.load reads Python's files",
-    ),
-    "damaged archive": (
-        lambda folder: load_scaler_state(folder, lambda file: file.write_bytes(b"no archive")),
-        ValueError,
-        "scaler.pt: expected an archive of torch::save in C++, got a damaged or different file",
     ),
 }
 
 
 @pytest.mark.parametrize(("mistake", "error", "message"), RAISES.values(), ids=RAISES)
-def test_error_names_the_mistake_and_the_remedy(mistake, error, message, tmp_path):
+def test_error_names_the_mistake_and_the_remedy(mistake, error, message):
     with pytest.raises(error) as caught:
-        mistake(tmp_path)
+        mistake()
 
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("write", "found"),
+    [
+        (lambda file: torch.save({"scale": 1.0}, file), "one of torch.save in Python; torch.load"),
+        (lambda file: file.write_bytes(b"no archive"), "a damaged or different file"),
+    ],
+    ids=["archive of Python", "damaged archive"],
+)
+def test_error_names_the_kind_of_file_that_is_no_cpp_archive(tmp_path, write, found):
+    write(tmp_path / "scaler.pt")
+
+    message = f"scaler.pt: expected an archive of torch::save in C++, got {found}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ampfuse.load_cpp_scaler_state(tmp_path / "scaler.pt")
 
 
 def test_torchs_checkpoint_loads():
