@@ -115,12 +115,12 @@ def report_exception(raised: BaseException | None) -> None:
     """Report an uncaught exception as Python does: set `sys.last_*` and call `sys.excepthook`."""
     if raised is None or isinstance(raised, SystemExit):
         return
-    error = (type(raised), raised, raised.__traceback__)
-    sys.last_type, sys.last_value, sys.last_traceback = error
+    found = (type(raised), raised, raised.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = found
     if sys.version_info >= (3, 12):
         sys.last_exc = raised
     try:
-        sys.excepthook(*error)
+        sys.excepthook(*found)
     except SystemExit:
         raise
     except BaseException as failed:
@@ -128,7 +128,7 @@ def report_exception(raised: BaseException | None) -> None:
         hooks_own = failed.__traceback__ and failed.__traceback__.tb_next
         traceback.print_exception(failed.with_traceback(hooks_own))
         print("\nOriginal exception was:", file=sys.stderr)
-        traceback.print_exception(*error)
+        traceback.print_exception(*found)
 
 
 def end_by_interrupt() -> None:

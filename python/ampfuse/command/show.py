@@ -19,22 +19,22 @@ def title(report: dict[str, Any]) -> str:
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
-    rows = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
+    found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
     for name, part in report["parts"].items():
-        rows.append((name, f"used {_times(part['used'])}"))
-        rows += [
+        found.append((name, f"used {_times(part['used'])}"))
+        found += [
             ("", f"left to torch {_times(count)}: {reason}")
             for reason, count in part["left_to_torch"].items()
         ]
     if report["earlier_scalers"]:
-        rows.append(("scalers", f"{report['earlier_scalers']:,} before these"))
+        found.append(("scalers", f"{report['earlier_scalers']:,} before these"))
     for scaler in report["scalers"]:
-        rows += _of_scaler(scaler)
-    rows += [
+        found += _of_scaler(scaler)
+    found += [
         ("peak memory" if device == "host" else f"on {device}", f"{size / 2**20:,.0f} MiB")
         for device, size in report["peak_memory"].items()
     ]
-    return rows + [("hint", hint) for hint in report["hints"]]
+    return found + [("hint", hint) for hint in report["hints"]]
 
 
 def _times(count: int) -> str:

@@ -7,7 +7,7 @@ unless requested, and the host never waits for a GPU.
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class Adam(torch.optim.Adam):
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
         process_group: Any = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__init__, unknown, _options.REMEDIES)
         defaults: dict[str, Any] = {

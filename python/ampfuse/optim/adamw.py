@@ -1,6 +1,6 @@
 """AdamW: `Adam` with decoupled weight decay, like `torch.optim.AdamW`."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class AdamW(Adam, torch.optim.AdamW):
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
         process_group: Any = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__init__, unknown, REMEDIES)
         Adam.__init__(
