@@ -68,36 +68,36 @@ class RowScratch {
  public:
   RowScratch(const CpuRows& rows, void* memory)
       : rows_(rows),
-        parts_(static_cast<RowPartial*>(memory)),
-        exponentials_(static_cast<char*>(memory) + rows.parts_bytes()) {}
+        partials_(static_cast<RowPartial*>(memory)),
+        exponentials_(static_cast<char*>(memory) + rows.partials_bytes()) {}
 
   static int64_t bytes(const CpuRows& rows) {
-    return rows.parts_bytes() + rows.exponentials_bytes(rows.blocks());
+    return rows.partials_bytes() + rows.exponentials_bytes(rows.blocks());
   }
 
-  RowPartial& part(int64_t block) const { return parts_[block]; }
+  RowPartial& partial(int64_t block) const { return partials_[block]; }
   void* exponentials(int64_t block) const {
     return exponentials_ + rows_.exponentials_bytes(block);
   }
 
  private:
   const CpuRows& rows_;
-  RowPartial* parts_;
+  RowPartial* partials_;
   char* exponentials_;
 };
 
 // Returns the RowPartial of the whole row. Leaves those of its blocks, and their exponentials, in
 // `scratch`.
-RowPartial part_of_row(const CpuRows& rows, int64_t row, bool in_parallel, bool with_metrics,
-                       const RowScratch& scratch) {
-  const auto part = AMPFUSE_CHOOSE(row_partial);
+RowPartial partial_of_row(const CpuRows& rows, int64_t row, bool in_parallel, bool with_metrics,
+                          const RowScratch& scratch) {
+  const auto partial = AMPFUSE_CHOOSE(row_partial);
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
-    scratch.part(block) = part(rows.logits(row, block), rows.shares(row, block), with_metrics,
-                               scratch.exponentials(block));
+    scratch.partial(block) = partial(rows.logits(row, block), rows.masses(row, block), with_metrics,
+                                     scratch.exponentials(block));
   });
   RowPartial whole;
   for (int64_t block = 0; block < rows.blocks(); ++block) {
-    whole = math::join(whole, scratch.part(block));
+    whole = math::join(whole, scratch.partial(block));
   }
   return whole;
 }
@@ -114,7 +114,7 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
     if (results.grad.is_wanted()) results.grad.zero(row);
   };
   if (is_ignored && !results.with_metrics) return put_zeros();
-  const RowPartial whole = part_of_row(rows, row, in_parallel, results.with_metrics, scratch);
+  const RowPartial whole = partial_of_row(rows, row, in_parallel, results.with_metrics, scratch);
   const math::RowTarget<double> target = rows.row_target(row);
   const math::RowLoss<double> loss = math::row_loss(whole, target, rows.terms());
   if (results.with_metrics) {
@@ -127,16 +127,16 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   if (results.statistics != nullptr) results.statistics[row] = loss.statistics;
   if (!results.grad.is_wanted()) return;
   const math::RowGradient<double> of_row =
-      math::row_gradient(loss.statistics, whole.reference, target.share, rows.terms(), scale);
+      math::row_gradient(loss.statistics, whole.reference, target.mass, rows.terms(), scale);
   const auto gradient = AMPFUSE_CHOOSE(row_gradient);
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
     // Exponentials are relative to their block's reference. They are 0 if all logits are -infinity.
-    const RowPartial& part = scratch.part(block);
-    const bool is_nothing = part.largest == math::minus_infinity<double>();
-    const double below = is_nothing ? 0 : whole.reference - part.reference;
+    const RowPartial& partial = scratch.partial(block);
+    const bool is_nothing = partial.largest == math::minus_infinity<double>();
+    const double below = is_nothing ? 0 : whole.reference - partial.reference;
     math::RowGradient<double> of_block = of_row;
     if (below != 0) of_block.of_exponential *= std::exp(-below);
-    gradient(rows.logits(row, block), rows.shares(row, block), scratch.exponentials(block),
+    gradient(rows.logits(row, block), rows.masses(row, block), scratch.exponentials(block),
              of_block, results.grad.at(row, block * kClassBlock), results.grad.dtype());
   });
 }
@@ -153,14 +153,15 @@ void forward_by_row(const CpuRows& rows, double scale, const ForwardResults& res
 void shard_by_row(const CpuRows& rows, const ShardResults& results) {
   const bool with_metrics = results.argmax != nullptr;
   constexpr bool kIsNarrowed = false;  // the logits are not overwritten
-  each_row(
-      rows, kIsNarrowed, RowScratch::bytes(rows), [&](int64_t row, bool in_parallel, void* memory) {
-        if (rows.is_ignored(row) && !with_metrics) return;
-        const RowPartial part = part_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
-        results.parts[row] =
-            math::shard_partial(part, rows.row_target(row), rows.classes(), with_metrics);
-        if (with_metrics) results.argmax[row] = argmax_of(rows, row);
-      });
+  each_row(rows, kIsNarrowed, RowScratch::bytes(rows),
+           [&](int64_t row, bool in_parallel, void* memory) {
+             if (rows.is_ignored(row) && !with_metrics) return;
+             const RowPartial partial =
+                 partial_of_row(rows, row, in_parallel, with_metrics, {rows, memory});
+             results.partials[row] =
+                 math::shard_partial(partial, rows.row_target(row), rows.classes(), with_metrics);
+             if (with_metrics) results.argmax[row] = argmax_of(rows, row);
+           });
 }
 
 void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {
@@ -174,14 +175,14 @@ void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const Ro
              }
              const math::RowStatistics& known = inputs.statistics[row];
              const math::RowGradient<double> of_row = math::row_gradient(
-                 known, rows.reference(known.largest), rows.target_share(rows.target(row)),
+                 known, rows.reference(known.largest), rows.target_mass(rows.target(row)),
                  rows.terms(), inputs.scale(row));
              each_block(rows.blocks(), in_parallel, [&](int64_t block) {
                const Logits logits = rows.logits(row, block);
                void* const e =
                    static_cast<char*>(scratch) + rows.exponentials_bytes(in_parallel ? block : 0);
                exponentials(logits, known.largest, e);
-               gradient(logits, rows.shares(row, block), e, of_row,
+               gradient(logits, rows.masses(row, block), e, of_row,
                         grad.at(row, block * kClassBlock), grad.dtype());
              });
            });

@@ -16,7 +16,7 @@ void each_tile(const CpuRows& rows, const Visit& visit) {
                      const Tile any = rows.tile(rows.tile_position(begin));
                      const auto memory = c10::GetCPUAllocator()->allocate(tile_bytes(any));
                      for (int64_t number = begin; number < end; ++number) {
-                       const RowPosition first = rows.tile_position(number);
+                       const RowLocation first = rows.tile_position(number);
                        visit(rows.tile(first), number, first, memory.get());
                      }
                    });
@@ -33,7 +33,7 @@ void put_losses(const Tile& tile, const TileLoss& loss, int64_t number, int64_t 
 
 void put_statistics(const Tile& tile, const TileStatistics& known, math::RowStatistics* to) {
   for (int64_t i = 0; i < tile.rows; ++i) {
-    to[i] = {known.largest[i], known.sum[i], known.others[i], known.shares[i]};
+    to[i] = {known.largest[i], known.sum[i], known.others[i], known.masses[i]};
   }
 }
 
@@ -43,7 +43,7 @@ TileStatistics statistics_of(const Tile& tile, const math::RowStatistics* rows) 
     known.largest[i] = rows[i].largest;
     known.sum[i] = rows[i].sum;
     known.others[i] = rows[i].others;
-    known.shares[i] = rows[i].shares;
+    known.masses[i] = rows[i].masses;
   }
   return known;
 }
@@ -51,18 +51,18 @@ TileStatistics statistics_of(const Tile& tile, const math::RowStatistics* rows) 
 }  // namespace
 
 void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& results) {
-  const auto part_of = AMPFUSE_CHOOSE(tile_partial);
+  const auto partial_of = AMPFUSE_CHOOSE(tile_partial);
   const auto loss_of = AMPFUSE_CHOOSE(tile_loss);
   const auto gradient = AMPFUSE_CHOOSE(tile_gradient);
   TileNumbers scales;
   std::fill_n(scales, kTileRows, scale);
-  each_tile(rows, [&](const Tile& tile, int64_t number, const RowPosition& first, void* memory) {
-    TilePartial part;
+  each_tile(rows, [&](const Tile& tile, int64_t number, const RowLocation& first, void* memory) {
+    TilePartial partial;
     int64_t argmax[kTileRows];
     TileTargets targets;
-    part_of(tile, memory, part, targets, results.with_metrics ? argmax : nullptr);
+    partial_of(tile, memory, partial, targets, results.with_metrics ? argmax : nullptr);
     TileLoss loss;
-    loss_of(tile, part, targets, results.with_metrics, loss);
+    loss_of(tile, partial, targets, results.with_metrics, loss);
     put_losses(tile, loss, number, first.row, results);
     if (results.statistics != nullptr) {
       put_statistics(tile, loss.statistics, results.statistics + first.row);
@@ -75,24 +75,25 @@ void forward_by_tile(const CpuRows& rows, double scale, const ForwardResults& re
       }
     }
     if (results.grad.is_wanted()) {
-      gradient(tile, memory, loss.statistics, part.reference, targets, scales,
-               results.grad.at(first), results.grad.dtype(), results.grad.layout());
+      gradient(tile, memory, loss.statistics, partial.reference, targets, scales,
+               results.grad.at(first), results.grad.dtype(), results.grad.tile_layout());
     }
   });
 }
 
 void shard_by_tile(const CpuRows& rows, const ShardResults& results) {
-  const auto part_of = AMPFUSE_CHOOSE(tile_partial);
+  const auto partial_of = AMPFUSE_CHOOSE(tile_partial);
   const bool with_metrics = results.argmax != nullptr;
-  each_tile(rows, [&](const Tile& tile, int64_t, const RowPosition& first, void* memory) {
-    TilePartial part;
+  each_tile(rows, [&](const Tile& tile, int64_t, const RowLocation& first, void* memory) {
+    TilePartial partial;
     int64_t argmax[kTileRows];
     TileTargets targets;
-    part_of(tile, memory, part, targets, with_metrics ? argmax : nullptr);
+    partial_of(tile, memory, partial, targets, with_metrics ? argmax : nullptr);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      const math::RowPartial<double> others = {part.largest[i], part.reference[i], part.sum[i],
-                                               part.shares[i],  part.spread[i],    part.entropy[i]};
-      results.parts[first.row + i] =
+      const math::RowPartial<double> others = {partial.largest[i], partial.reference[i],
+                                               partial.sum[i],     partial.masses[i],
+                                               partial.spread[i],  partial.entropy[i]};
+      results.partials[first.row + i] =
           math::shard_partial(others, rows.row_target(first.row + i), rows.classes(), with_metrics);
     }
     if (with_metrics) {
@@ -104,7 +105,7 @@ void shard_by_tile(const CpuRows& rows, const ShardResults& results) {
 void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const RowWriter& grad) {
   const auto exponentials = AMPFUSE_CHOOSE(tile_exponentials);
   const auto gradient = AMPFUSE_CHOOSE(tile_gradient);
-  each_tile(rows, [&](const Tile& tile, int64_t, const RowPosition& first, void* memory) {
+  each_tile(rows, [&](const Tile& tile, int64_t, const RowLocation& first, void* memory) {
     const TileStatistics known = statistics_of(tile, inputs.statistics + first.row);
     TileNumbers reference;
     TileTargets targets;
@@ -112,7 +113,7 @@ void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const R
     TileNumbers scales = {};
     for (int64_t i = 0; i < tile.rows; ++i) scales[i] = inputs.scale(first.row + i);
     gradient(tile, memory, known, reference, targets, scales, grad.at(first), grad.dtype(),
-             grad.layout());
+             grad.tile_layout());
   });
 }
 

@@ -34,7 +34,7 @@ struct BackwardInputs {
 /// Outputs for the rows of a shard: partial results, and the index of the largest logit among the
 /// shard's classes (may be null).
 struct ShardResults {
-  math::ShardPartial* parts;
+  math::ShardPartial* partials;
   int64_t* argmax;
 };
 

@@ -11,7 +11,7 @@ namespace ampfuse {
 
 /// A row and its location. In [batch, classes, positions], `entry` is the index in the batch and
 /// `position` the position. In [rows, classes], `entry` is the row and `position` is 0.
-struct RowPosition {
+struct RowLocation {
   int64_t row;
   int64_t entry;
   int64_t position;
@@ -19,24 +19,24 @@ struct RowPosition {
 
 /// Addresses of the rows of [rows, classes] or [batch, classes, positions]. Sizes and strides are
 /// read from the tensor only once, because there may be many short rows.
-class RowPositions {
+class RowLayout {
  public:
-  RowPositions() = default;
-  explicit RowPositions(const at::Tensor& rows)
+  RowLayout() = default;
+  explicit RowLayout(const at::Tensor& rows)
       : by_row_(rows.dim() == 2),
         positions_(by_row_ ? 1 : rows.size(2)),
         stride_(rows.stride(0)),
         class_stride_(by_row_ ? 1 : rows.stride(1)),
         item_bytes_(rows.itemsize()) {}
 
-  int64_t offset(const RowPosition& at) const {
+  int64_t offset(const RowLocation& at) const {
     return (at.entry * stride_ + at.position) * item_bytes_;
   }
   int64_t offset(int64_t row, int64_t index) const {
     const int64_t first = by_row_ ? row * stride_ : row / positions_ * stride_ + row % positions_;
     return (first + index * class_stride_) * item_bytes_;
   }
-  TileLayout layout() const { return {by_row_, by_row_ ? stride_ : class_stride_}; }
+  TileLayout tile_layout() const { return {by_row_, by_row_ ? stride_ : class_stride_}; }
 
  private:
   bool by_row_ = true;
@@ -54,21 +54,21 @@ class RowWriter {
   explicit RowWriter(const at::Tensor& rows)
       : data_(static_cast<char*>(rows.mutable_data_ptr())),
         dtype_(rows.scalar_type()),
-        positions_(rows),
+        layout_(rows),
         bytes_(rows.size(1) * rows.itemsize()) {}
 
   bool is_wanted() const { return data_ != nullptr; }
   c10::ScalarType dtype() const { return dtype_; }
-  void* at(int64_t row, int64_t first) const { return data_ + positions_.offset(row, first); }
-  void* at(const RowPosition& row) const { return data_ + positions_.offset(row); }
-  TileLayout layout() const { return positions_.layout(); }
+  void* at(int64_t row, int64_t first) const { return data_ + layout_.offset(row, first); }
+  void* at(const RowLocation& row) const { return data_ + layout_.offset(row); }
+  TileLayout tile_layout() const { return layout_.tile_layout(); }
   // Requires rows with contiguous classes.
   void zero(int64_t row) const { std::memset(at(row, 0), 0, bytes_); }
 
  private:
   char* data_ = nullptr;
   c10::ScalarType dtype_ = c10::ScalarType::Undefined;
-  RowPositions positions_;
+  RowLayout layout_;
   int64_t bytes_ = 0;
 };
 

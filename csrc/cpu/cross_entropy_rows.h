@@ -14,7 +14,7 @@ class CpuRows {
   explicit CpuRows(const CrossEntropyArguments& arguments)
       : input_(static_cast<const char*>(arguments.input.const_data_ptr())),
         input_dtype_(arguments.input.scalar_type()),
-        input_positions_(arguments.input),
+        input_layout_(arguments.input),
         number_bytes_(static_cast<int64_t>(c10::elementSize(loss_dtype(arguments.input)))),
         count_(arguments.rows().expect_int()),
         classes_(arguments.input.size(1)),
@@ -24,12 +24,12 @@ class CpuRows {
         has_probabilities_(arguments.has_probabilities()),
         ignore_index_(arguments.options.ignore_index),
         terms_(arguments.terms<double>()) {
-    shares_.weight = arguments.weight ? arguments.weight->const_data_ptr() : nullptr;
-    shares_.uniform = terms_.uniform;
+    masses_.weight = arguments.weight ? arguments.weight->const_data_ptr() : nullptr;
+    masses_.uniform = terms_.uniform;
     if (!has_probabilities_) return;
-    shares_.dtype = target_dtype_;
-    shares_.of_probability = terms_.of_target;
-    probability_positions_ = RowPositions(arguments.target);
+    masses_.dtype = target_dtype_;
+    masses_.of_probability = terms_.of_target;
+    probability_layout_ = RowLayout(arguments.target);
   }
 
   // True if the gradient has a narrower dtype and overwrites the logits, each row from its start.
@@ -50,7 +50,7 @@ class CpuRows {
   int64_t tiles() const {
     return positions_ == 0 ? tiles_of(count_) : tiles_of(positions_) * (count_ / positions_);
   }
-  RowPosition tile_position(int64_t tile) const {
+  RowLocation tile_position(int64_t tile) const {
     if (positions_ == 0) return {tile * kTileRows, tile * kTileRows, 0};
     const int64_t each = tiles_of(positions_);
     const int64_t entry = tile / each;
@@ -58,21 +58,21 @@ class CpuRows {
     return {entry * positions_ + position, entry, position};
   }
   // Returns the tile whose first row is `first`.
-  Tile tile(const RowPosition& first) const {
+  Tile tile(const RowLocation& first) const {
     const int64_t rest = positions_ == 0 ? count_ - first.row : positions_ - first.position;
-    Tile tile = {input_ + input_positions_.offset(first),
+    Tile tile = {input_ + input_layout_.offset(first),
                  input_dtype_,
-                 input_positions_.layout(),
+                 input_layout_.tile_layout(),
                  std::min(kTileRows, rest),
                  classes_,
                  terms_,
-                 shares_,
-                 probability_positions_.layout(),
+                 masses_,
+                 probability_layout_.tile_layout(),
                  nullptr,
                  target_dtype_,
                  ignore_index_};
     if (has_probabilities_) {
-      tile.shares.probabilities = target_ + probability_positions_.offset(first);
+      tile.masses.probabilities = target_ + probability_layout_.offset(first);
     } else {
       with_targets(first.row, [&](const auto* targets) { tile.targets = targets; });
     }
@@ -90,7 +90,7 @@ class CpuRows {
       const ClassIndices indices = AMPFUSE_CHOOSE(look_at_indices)(
           targets, target_dtype_, end - begin, ignore_index_, classes_);
       all.weight = static_cast<double>(indices.counting);
-      if (indices.are_classes && shares_.weight == nullptr) return;
+      if (indices.are_classes && masses_.weight == nullptr) return;
       all.weight = 0;
       for (int64_t i = 0; i < end - begin; ++i) {
         const int64_t target = targets[i];
@@ -115,13 +115,13 @@ class CpuRows {
   bool is_ignored(int64_t row) const { return !has_probabilities_ && target(row) == ignore_index_; }
 
   double weight(int64_t index) const {
-    if (shares_.weight == nullptr) return 1;
-    return input_dtype_ == at::kDouble ? static_cast<const double*>(shares_.weight)[index]
-                                       : static_cast<const float*>(shares_.weight)[index];
+    if (masses_.weight == nullptr) return 1;
+    return input_dtype_ == at::kDouble ? static_cast<const double*>(masses_.weight)[index]
+                                       : static_cast<const float*>(masses_.weight)[index];
   }
 
   double logit(int64_t row, int64_t index) const {
-    const void* const logit = input_ + input_positions_.offset(row, index);
+    const void* const logit = input_ + input_layout_.offset(row, index);
     switch (input_dtype_) {
       case at::kHalf:
         return *static_cast<const c10::Half*>(logit);
@@ -139,11 +139,11 @@ class CpuRows {
   math::RowTarget<double> row_target(int64_t row) const {
     if (has_probabilities_ || is_ignored(row) || target(row) == math::kElsewhere) return {};
     return {true, math::softcapped(logit(row, target(row)), terms_.softcap),
-            target_share(target(row))};
+            target_mass(target(row))};
   }
 
   // B of the target class (math/cross_entropy.h).
-  double target_share(int64_t target) const {
+  double target_mass(int64_t target) const {
     return target < 0 ? 0 : weight(target) * (terms_.of_target + terms_.uniform);
   }
 
@@ -152,20 +152,20 @@ class CpuRows {
     const int64_t first = block * kClassBlock;
     const int64_t count = std::min(kClassBlock, classes_ - first);
     const int64_t target = is_ignored(row) ? -1 : this->target(row) - first;
-    return {input_ + input_positions_.offset(row, first), input_dtype_, count,
+    return {input_ + input_layout_.offset(row, first), input_dtype_, count,
             target >= 0 && target < count ? target : -1, terms_.softcap};
   }
 
-  TargetMass shares(int64_t row, int64_t block) const {
-    TargetMass shares = shares_;
+  TargetMass masses(int64_t row, int64_t block) const {
+    TargetMass masses = masses_;
     const int64_t first = block * kClassBlock;
-    if (shares.weight != nullptr) {
-      shares.weight = static_cast<const char*>(shares.weight) + first * number_bytes_;
+    if (masses.weight != nullptr) {
+      masses.weight = static_cast<const char*>(masses.weight) + first * number_bytes_;
     }
     if (has_probabilities_) {
-      shares.probabilities = target_ + probability_positions_.offset(row, first);
+      masses.probabilities = target_ + probability_layout_.offset(row, first);
     }
-    return shares;
+    return masses;
   }
 
   // Size of the exponentials of this many blocks.
@@ -179,7 +179,7 @@ class CpuRows {
   }
 
   // Size of the RowPartials of a row's blocks, in whole cache lines of 64 bytes.
-  int64_t parts_bytes() const {
+  int64_t partials_bytes() const {
     return (blocks() * static_cast<int64_t>(sizeof(math::RowPartial<double>)) + 63) / 64 * 64;
   }
 
@@ -207,7 +207,7 @@ class CpuRows {
 
   const char* input_;
   c10::ScalarType input_dtype_;
-  RowPositions input_positions_;
+  RowLayout input_layout_;
   int64_t number_bytes_;  // size of a number of the arithmetic's type
   int64_t count_;
   int64_t classes_;
@@ -215,10 +215,10 @@ class CpuRows {
   const char* target_;
   c10::ScalarType target_dtype_;
   bool has_probabilities_;
-  RowPositions probability_positions_;
+  RowLayout probability_layout_;
   int64_t ignore_index_;
   math::LossTerms<double> terms_;
-  TargetMass shares_;
+  TargetMass masses_;
 };
 
 }  // namespace ampfuse

@@ -19,12 +19,12 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
   int64_t count = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const math::NormPartial* of_tensor = partials.data() + chunks.begin(t);
-    tensors[t] = math::norm_of_parts<kNorm>(
+    tensors[t] = math::norm_of_partials<kNorm>(
         chunks.end(t) - chunks.begin(t), [&](int64_t i) { return of_tensor[i]; },
         math::OneWorker());
     if (tensors[t].nonfinite && count++ == 0) first = static_cast<int64_t>(t);
   }
-  const math::NormPartial total = math::norm_of_parts<kNorm>(
+  const math::NormPartial total = math::norm_of_partials<kNorm>(
       static_cast<int64_t>(tensors.size()), [&](int64_t i) { return tensors[i]; },
       math::OneWorker());
   // A norm that is too large for float becomes infinite in this cast; fill_ would throw.

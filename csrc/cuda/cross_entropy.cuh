@@ -123,13 +123,13 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     // Read the target's logit before the gradient can overwrite it.
     const math::RowTarget<Number> target = table.template row_target<Team>(row);
     const int target_class = table.target_class(row);
-    ThreadPartial<scalar_t> part =
+    ThreadPartial<scalar_t> partial =
         read_row<kWork>(team, table, row, target_class, with_metrics, kept);
     const math::RowLoss<Number> loss =
-        math::row_loss(team_partial(team, part, kWork), target, table.terms);
+        math::row_loss(team_partial(team, partial, kWork), target, table.terms);
     if constexpr (kWork == RowWork::kAny) {
       if (with_metrics) {
-        const int64_t argmax = team_argmax(team, part);
+        const int64_t argmax = team_argmax(team, partial);
         if (is_first) {
           results.lse[row] = static_cast<RowAcc<scalar_t>>(loss.lse);
           results.entropy[row] = static_cast<RowAcc<scalar_t>>(loss.entropy);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     } else {
       const PackGradient<kWork, scalar_t> gradient(
           table, table.template probabilities_of<Team>(row), target_class, loss.statistics,
-          target.share, scale);
+          target.mass, scale);
       write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
                      table.classes, kept, grad, results.grad_at);
     }

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const auto scale = static_cast<Number>(grad_output[is_each ? row : 0] / *divisor);
     const PackGradient<kWork, scalar_t> gradient(
         table, table.template probabilities_of<Team>(row), table.target_class(row), statistics[row],
-        table.template row_target<Team, true>(row).share, scale);
+        table.template row_target<Team, true>(row).mass, scale);
     write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
                    table.classes, decltype(kept_packs<scalar_t>(team, 0)){}, out, grad_at);
   }

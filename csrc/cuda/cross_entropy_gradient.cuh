@@ -44,7 +44,7 @@ class PackGradient {
   using Number = RowNumber<scalar_t>;
 
   __device__ PackGradient(const CrossEntropyTable<scalar_t>& table, const acc_t* probabilities,
-                          int target, const math::RowStatistics& statistics, Number target_share,
+                          int target, const math::RowStatistics& statistics, Number target_mass,
                           Number scale)
       : table_(table),
         probabilities_(probabilities),
@@ -52,7 +52,7 @@ class PackGradient {
         exponential_(
             static_cast<acc_t>(math::is_finite(statistics.largest) ? statistics.largest : 0.0)),
         gradient_(math::row_gradient(statistics, static_cast<Number>(exponential_.reference()),
-                                     target_share, table.terms, scale)),
+                                     target_mass, table.terms, scale)),
         factor_(gradient_.of_exponential) {}
 
   template <typename grad_t, int kCount>
@@ -66,9 +66,9 @@ class PackGradient {
       const acc_t logit = logits[e];
       acc_t g = exponential_.times(kWork == RowWork::kPlain ? logit : table_.z(logit), factor_);
       if constexpr (kWork == RowWork::kAny) {
-        if (table_.has_shares()) {
-          g -= static_cast<acc_t>(math::Lane<Number>::product(
-              gradient_.scale, table_.share(probabilities_, first + e)));
+        if (table_.has_masses()) {
+          g -= static_cast<acc_t>(
+              math::Lane<Number>::product(gradient_.scale, table_.mass(probabilities_, first + e)));
         }
         g *= slope(logit);
       }

@@ -43,19 +43,19 @@ __device__ __forceinline__ ThreadPartial<scalar_t> read_row(
   const scalar_t* const in = table.template logits_of<PositionTeam>(row);
   const auto* const probabilities = table.template probabilities_of<PositionTeam>(row);
   const int64_t stride = table.input_at.class_stride;
-  ThreadPartial<scalar_t> part;
+  ThreadPartial<scalar_t> partial;
   int first = 0;
   for (; first + kSize <= table.classes; first += kSize) {
     const Pack<scalar_t> pack = gathered<kSize>(in, stride, first);
     if (first / kSize < kept.count) kept.at(first / kSize) = pack;
-    add_pack<kWork>(table, probabilities, target, with_metrics, first, pack, part);
+    add_pack<kWork>(table, probabilities, target, with_metrics, first, pack, partial);
   }
 #pragma unroll 1
   for (; first < table.classes; ++first) {
     add_pack<kWork>(table, probabilities, target, with_metrics, first,
-                    gathered<1>(in, stride, first), part);
+                    gathered<1>(in, stride, first), partial);
   }
-  return part;
+  return partial;
 }
 
 template <typename scalar_t>

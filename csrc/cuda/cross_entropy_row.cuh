@@ -49,7 +49,7 @@ struct ThreadPartial {
   acc_t largest = -HUGE_VALF;
   double sum = 0;      // Σ biased exponentials
   double entropy = 0;  // Σ biased exponentials · (largest − z)
-  double shares = 0;   // Σ B
+  double masses = 0;   // Σ B
   double spread = 0;   // Σ B·(largest − z)
   acc_t best = -HUGE_VALF;
   int best_class = 0;
@@ -58,7 +58,7 @@ struct ThreadPartial {
     const double factor = sum == 0 ? 1 : RowExponential<scalar_t>(to).from(largest);
     if (work == RowWork::kAny) {
       const double lift = static_cast<double>(to) - largest;
-      spread += math::times_or_zero(shares, lift);
+      spread += math::times_or_zero(masses, lift);
       entropy = (entropy + math::times_or_zero(sum, lift)) * factor;
     }
     sum *= factor;
@@ -86,39 +86,39 @@ __device__ __forceinline__ T sum_in_pairs(T (&x)[kCount]) {
 
 template <typename scalar_t, int kCount>
 __device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCount>& pack,
-                                           ThreadPartial<scalar_t>& part) {
+                                           ThreadPartial<scalar_t>& partial) {
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const auto x = static_cast<RowAcc<scalar_t>>(pack.value[e]);
     const bool is_nan = x != x;
-    const bool is_above = x > part.best || (is_nan && part.best == part.best);
+    const bool is_above = x > partial.best || (is_nan && partial.best == partial.best);
     // The elements after the last pack were visited first, so a later visit may have a lower index.
-    const bool is_as_high = x == part.best || (is_nan && part.best != part.best);
-    if (is_above || (is_as_high && first + e < part.best_class)) {
-      part.best = x;
-      part.best_class = first + e;
+    const bool is_as_high = x == partial.best || (is_nan && partial.best != partial.best);
+    if (is_above || (is_as_high && first + e < partial.best_class)) {
+      partial.best = x;
+      partial.best_class = first + e;
     }
   }
 }
 
 template <typename scalar_t, int kCount>
-__device__ __forceinline__ void add_shares(const CrossEntropyTable<scalar_t>& table,
+__device__ __forceinline__ void add_masses(const CrossEntropyTable<scalar_t>& table,
                                            const RowAcc<scalar_t>* probabilities, int target,
                                            int first, const RowAcc<scalar_t> (&z)[kCount],
-                                           ThreadPartial<scalar_t>& part) {
+                                           ThreadPartial<scalar_t>& partial) {
   using acc_t = RowAcc<scalar_t>;
-  acc_t shares[kCount];
+  acc_t masses[kCount];
   acc_t spreads[kCount];
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const bool is_target = first + e == target;
     // −∞ − −∞ would be NaN.
-    const acc_t below = z[e] == -HUGE_VALF ? acc_t(HUGE_VALF) : part.largest - z[e];
-    shares[e] = is_target ? 0 : table.share(probabilities, first + e);
-    spreads[e] = is_target ? 0 : shares[e] * below;
+    const acc_t below = z[e] == -HUGE_VALF ? acc_t(HUGE_VALF) : partial.largest - z[e];
+    masses[e] = is_target ? 0 : table.mass(probabilities, first + e);
+    spreads[e] = is_target ? 0 : masses[e] * below;
   }
-  part.shares += sum_in_pairs(shares);
-  part.spread += sum_in_pairs(spreads);
+  partial.masses += sum_in_pairs(masses);
+  partial.spread += sum_in_pairs(spreads);
 }
 
 template <RowWork kWork, int kCount, typename scalar_t>
@@ -126,7 +126,7 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
                                          const RowAcc<scalar_t>* probabilities, int target,
                                          bool with_metrics, int first,
                                          const Pack<scalar_t, kCount>& pack,
-                                         ThreadPartial<scalar_t>& part) {
+                                         ThreadPartial<scalar_t>& partial) {
   using acc_t = RowAcc<scalar_t>;
   acc_t z[kCount];
   widen(pack, z);
@@ -134,13 +134,13 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
 #pragma unroll
     for (int e = 0; e < kCount; ++e) z[e] = table.z(z[e]);
   }
-  acc_t largest = part.largest;
+  acc_t largest = partial.largest;
 #pragma unroll
   for (int e = 0; e < kCount; ++e) largest = math::Lane<acc_t>::larger(largest, z[e]);
-  if (!(largest <= part.largest)) part.raise(largest, kWork);
+  if (!(largest <= partial.largest)) partial.raise(largest, kWork);
   if constexpr (kWork == RowWork::kAny) {
-    if (with_metrics) add_argmax(first, pack, part);
-    if (table.has_shares()) add_shares(table, probabilities, target, first, z, part);
+    if (with_metrics) add_argmax(first, pack, partial);
+    if (table.has_masses()) add_masses(table, probabilities, target, first, z, partial);
   }
   if (largest == -HUGE_VALF) return;  // every exponential so far is 0
   if (target >= first && target < first + kCount) {
@@ -157,15 +157,15 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
   for (int e = 0; e < kCount; ++e) terms[e] = exponential.term(z[e]);
   if constexpr (kWork == RowWork::kAny) {
     if (with_metrics) {
-      Term parts[kCount];
+      Term entropies[kCount];
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
-        parts[e] = terms[e] == 0 ? 0 : terms[e] * (largest - z[e]);
+        entropies[e] = terms[e] == 0 ? 0 : terms[e] * (largest - z[e]);
       }
-      part.entropy += sum_in_pairs(parts);
+      partial.entropy += sum_in_pairs(entropies);
     }
   }
-  part.sum += sum_in_pairs(terms);
+  partial.sum += sum_in_pairs(terms);
 }
 
 // The first pass over a row. Packs start at the row's first class, whatever its alignment, and
@@ -179,32 +179,32 @@ __device__ __forceinline__ ThreadPartial<scalar_t> read_row(
   const scalar_t* const in = table.template logits_of<Team>(row);
   const auto* const probabilities = table.template probabilities_of<Team>(row);
   const int packs = table.classes / P::kSize;
-  ThreadPartial<scalar_t> part;
+  ThreadPartial<scalar_t> partial;
   static_assert(Team::kSize >= P::kSize);
   const int single = packs * P::kSize + team.index();
   if (single < table.classes) {
     add_pack<kWork>(table, probabilities, target, with_metrics, single,
-                    Pack<scalar_t, 1>{{in[single]}}, part);
+                    Pack<scalar_t, 1>{{in[single]}}, partial);
   }
   each_pack<kReadUnroll<scalar_t, Team>>(
       team, PacksAnywhere<scalar_t>(in), 0, packs, [&](int p, const P& pack) {
         if (p < kept.count) kept.packs[p] = pack;
-        add_pack<kWork>(table, probabilities, target, with_metrics, p * P::kSize, pack, part);
+        add_pack<kWork>(table, probabilities, target, with_metrics, p * P::kSize, pack, partial);
       });
-  return part;
+  return partial;
 }
 
 // Combines the partial sums of a team's threads.
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ math::RowPartial<RowNumber<scalar_t>> team_partial(
-    const Team& team, ThreadPartial<scalar_t>& part, RowWork work) {
+    const Team& team, ThreadPartial<scalar_t>& partial, RowWork work) {
   using acc_t = RowAcc<scalar_t>;
   using Number = RowNumber<scalar_t>;
   using Exponential = RowExponential<scalar_t>;
-  const acc_t largest = team_largest(team, part.largest);
+  const acc_t largest = team_largest(team, partial.largest);
   const bool is_finite = math::is_finite(largest);
-  if (is_finite) part.raise(largest, work);
-  const double sum = team_sum(team, part.sum) * Exponential::kUnbias;
+  if (is_finite) partial.raise(largest, work);
+  const double sum = team_sum(team, partial.sum) * Exponential::kUnbias;
   const double reference = Exponential(is_finite ? largest : acc_t(0)).reference();
   math::RowPartial<Number> whole;
   whole.largest = static_cast<Number>(largest);
@@ -212,10 +212,10 @@ __device__ __forceinline__ math::RowPartial<RowNumber<scalar_t>> team_partial(
   whole.sum = static_cast<Number>(sum);
   if (work == RowWork::kAny) {
     const double lift = reference - largest;
-    const double shares = team_sum(team, part.shares);
-    whole.shares = static_cast<Number>(shares);
-    whole.spread = static_cast<Number>(team_sum(team, part.spread) + shares * lift);
-    const double entropy = team_sum(team, part.entropy) * Exponential::kUnbias;
+    const double masses = team_sum(team, partial.masses);
+    whole.masses = static_cast<Number>(masses);
+    whole.spread = static_cast<Number>(team_sum(team, partial.spread) + masses * lift);
+    const double entropy = team_sum(team, partial.entropy) * Exponential::kUnbias;
     whole.entropy = static_cast<Number>(entropy + sum * lift);
   }
   return whole;
@@ -223,11 +223,11 @@ __device__ __forceinline__ math::RowPartial<RowNumber<scalar_t>> team_partial(
 
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ int64_t team_argmax(const Team& team,
-                                               const ThreadPartial<scalar_t>& part) {
-  const auto best = team_largest(team, part.best);
-  const bool has_it = part.best == best || (best != best && part.best != part.best);
+                                               const ThreadPartial<scalar_t>& partial) {
+  const auto best = team_largest(team, partial.best);
+  const bool has_it = partial.best == best || (best != best && partial.best != partial.best);
   // Take the first of equal classes. A double holds a class index exactly.
-  return static_cast<int64_t>(team_smallest(team, has_it ? part.best_class : 2147483648.0));
+  return static_cast<int64_t>(team_smallest(team, has_it ? partial.best_class : 2147483648.0));
 }
 
 // Returns the part of shared memory that keeps the packs of this team's row.

@@ -30,21 +30,21 @@ void with_table(const CrossEntropyArguments& arguments, const Run& run) {
 void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const LaunchStream stream(arguments.input);
-  auto* const parts = static_cast<math::ShardPartial*>(outputs.parts.mutable_data_ptr());
+  auto* const partials = static_cast<math::ShardPartial*>(outputs.partials.mutable_data_ptr());
   auto* const argmax = data_or_null<int64_t>(outputs.argmax);
   with_table(arguments, [&]<typename scalar_t>(const CrossEntropyTable<scalar_t>& table) {
     const auto launch = [&]<typename Team, RowWork kWork>() {
       stream.launch(cross_entropy_shards_inspect_kernel<scalar_t, Team, kWork>,
-                    (table.rows * Team::kSize + kWarp - 1) / kWarp, table, parts, argmax);
+                    (table.rows * Team::kSize + kWarp - 1) / kWarp, table, partials, argmax);
     };
     for_backward_rows(table.classes * int64_t{sizeof(scalar_t)},
                       is_plain(arguments) && argmax == nullptr, launch);
   });
 }
 
-void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
+void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
           const JoinedOutputs& outputs) {
-  const LaunchStream stream(parts);
+  const LaunchStream stream(partials);
   with_table(arguments, [&]<typename scalar_t>(const CrossEntropyTable<scalar_t>& table) {
     using acc_t = RowAcc<scalar_t>;
     const JoinedResults<acc_t> results = {
@@ -55,8 +55,8 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& parts,
         data_or_null<acc_t>(outputs.lse), data_or_null<acc_t>(outputs.entropy),
         data_or_null<int64_t>(outputs.argmax)};
     stream.launch(cross_entropy_shards_join_kernel<scalar_t>, (table.rows + kWarp - 1) / kWarp,
-                  table, static_cast<const math::ShardPartial*>(parts.const_data_ptr()),
-                  static_cast<int>(parts.size(0)), *arguments.all_classes, results);
+                  table, static_cast<const math::ShardPartial*>(partials.const_data_ptr()),
+                  static_cast<int>(partials.size(0)), *arguments.all_classes, results);
   });
 }
 

@@ -14,7 +14,7 @@ namespace ampfuse {
 template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_shards_inspect_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
-                                        math::ShardPartial* parts, int64_t* argmax) {
+                                        math::ShardPartial* partials, int64_t* argmax) {
   AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
   const Team team(scratch);
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
         read_row<kWork>(team, table, row, table.target_class(row), with_metrics, nothing_kept);
     const auto others = team_partial(team, mine, kWork);
     if (is_first) {
-      parts[row] = math::shard_partial(others, table.template row_target<Team, true>(row),
-                                       table.classes, with_metrics);
+      partials[row] = math::shard_partial(others, table.template row_target<Team, true>(row),
+                                          table.classes, with_metrics);
     }
     if constexpr (kWork == RowWork::kAny) {
       if (!with_metrics) continue;
@@ -50,14 +50,14 @@ struct JoinedResults {
 // Combines the partial sums of all ranks; one thread per row.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
-    const __grid_constant__ CrossEntropyTable<scalar_t> table, const math::ShardPartial* parts,
+    const __grid_constant__ CrossEntropyTable<scalar_t> table, const math::ShardPartial* partials,
     int shards, int64_t all_classes,
     const __grid_constant__ JoinedResults<RowAcc<scalar_t>> results) {
   using acc_t = RowAcc<scalar_t>;
   for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < table.rows;
        row += int64_t{gridDim.x} * blockDim.x) {
     const math::JoinedRow known =
-        math::joined_row(parts + row, table.rows, shards, all_classes, table.target != nullptr,
+        math::joined_row(partials + row, table.rows, shards, all_classes, table.target != nullptr,
                          table.is_ignored(row), table.target_class(row) >= 0, table.terms);
     results.loss[row] = known.loss;
     if (results.statistics != nullptr) results.statistics[row] = known.statistics;

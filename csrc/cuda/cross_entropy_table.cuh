@@ -70,14 +70,14 @@ struct CrossEntropyTable {
     return probabilities + probabilities_at.template offset<Team>(row);
   }
 
-  __device__ bool has_shares() const { return probabilities != nullptr || terms.uniform != 0; }
+  __device__ bool has_masses() const { return probabilities != nullptr || terms.uniform != 0; }
   // Returns B of class c for a row with these probabilities. c must not be the row's target class.
-  __device__ acc_t share(const acc_t* row_probabilities, int c) const {
-    acc_t share = terms.uniform;
+  __device__ acc_t mass(const acc_t* row_probabilities, int c) const {
+    acc_t mass = terms.uniform;
     if (row_probabilities != nullptr) {
-      share += terms.of_target * row_probabilities[c * probabilities_at.class_stride];
+      mass += terms.of_target * row_probabilities[c * probabilities_at.class_stride];
     }
-    return share * weight_of(c);
+    return mass * weight_of(c);
   }
 
   __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, terms.softcap); }

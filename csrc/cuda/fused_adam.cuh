@@ -25,7 +25,7 @@ namespace ampfuse {
 enum class Master { kNone, kFloat, kRemainder };
 
 // Chunks are small, so that a warp's last chunk does not take long. The chunk size does not affect
-// the bytes that a multiprocessor has in flight: 1024 threads load kPack elements each.
+// the bytes that a multiprocessor has in flight: 1024 threads load kPackSize elements each.
 inline constexpr int kAdamChunk = 2048;
 
 using AdamTable = TensorTable<math::kAdamColumns, kAdamChunk>;
@@ -104,7 +104,7 @@ struct AdamTypes {
   // Elements that a lane takes at a time: 4, which are 16 bytes of fp32 or 8 of 16-bit types. With
   // more, or with 4 and the column of amsgrad, a thread would need more than the 64 registers that
   // it has with four blocks per multiprocessor.
-  static constexpr int kPack = std::is_same_v<acc_t, double> ? 1 : kAmsgrad ? 2 : 4;
+  static constexpr int kPackSize = std::is_same_v<acc_t, double> ? 1 : kAmsgrad ? 2 : 4;
 };
 
 template <typename Types>
@@ -157,7 +157,7 @@ __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int 
 
 // Updates `kCount` elements starting at index `i`, with one load and one store per column.
 template <int kCount, typename Types>
-__device__ __forceinline__ void adam_pack(
+__device__ __forceinline__ void update_pack(
     const AdamChunk<Types>& chunk, int i, typename Types::acc_t grad_factor,
     const math::AdamConstants<typename Types::acc_t>& constants,
     const math::AdamStep<typename Types::acc_t>& step) {
@@ -215,12 +215,12 @@ __device__ __forceinline__ void adam_pack(
   if constexpr (kMasterKind != Master::kNone) store_pack(chunk.master + i, master);
 }
 
-// Returns true if every column of the chunk is aligned for packs of kPack elements. A missing
+// Returns true if every column of the chunk is aligned for packs of kPackSize elements. A missing
 // column is a null pointer, which counts as aligned.
 template <typename Types>
 __device__ __forceinline__ bool adam_chunk_is_aligned(const AdamChunk<Types>& chunk) {
   const auto past = [](const auto* data) {
-    return reinterpret_cast<uintptr_t>(data) % (Types::kPack * sizeof(*data));
+    return reinterpret_cast<uintptr_t>(data) % (Types::kPackSize * sizeof(*data));
   };
   return (past(chunk.param) | past(chunk.grad) | past(chunk.exp_avg) | past(chunk.exp_avg_sq) |
           past(chunk.max_exp_avg_sq) | past(chunk.master)) == 0;
@@ -242,15 +242,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
     int done = 0;
     if (adam_chunk_is_aligned(chunk)) {
-      done = at.size / Types::kPack * Types::kPack;
+      done = at.size / Types::kPackSize * Types::kPackSize;
 #pragma unroll 1
-      for (int i = lane * Types::kPack; i < done; i += kWarp * Types::kPack) {
-        adam_pack<Types::kPack>(chunk, i, grad_factor, constants, step);
+      for (int i = lane * Types::kPackSize; i < done; i += kWarp * Types::kPackSize) {
+        update_pack<Types::kPackSize>(chunk, i, grad_factor, constants, step);
       }
     }
 #pragma unroll 1
     for (int i = done + lane; i < at.size; i += kWarp) {
-      adam_pack<1>(chunk, i, grad_factor, constants, step);
+      update_pack<1>(chunk, i, grad_factor, constants, step);
     }
   });
 }

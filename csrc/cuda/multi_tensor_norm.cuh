@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for (int64_t t = blockIdx.x; t < tensors; t += gridDim.x) {
     const NormRange range = workspace.ranges[t];
     const math::NormPartial* partials = workspace.partials + range.first;
-    const math::NormPartial norm = math::norm_of_parts<kNorm>(
+    const math::NormPartial norm = math::norm_of_partials<kNorm>(
         range.count, [partials](int64_t i) { return partials[i]; }, block);
     if (threadIdx.x == 0) {
       workspace.tensors[t] = norm;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   __threadfence();
 
   const volatile math::NormPartial* norms = workspace.tensors;  // never read a stale cache line
-  const math::NormPartial total = math::norm_of_parts<kNorm>(
+  const math::NormPartial total = math::norm_of_partials<kNorm>(
       tensors, [norms](int64_t i) { return math::NormPartial{norms[i].norm, norms[i].nonfinite}; },
       block);
   // Indices and counts are exact in a double. The first non-finite tensor is the one furthest from

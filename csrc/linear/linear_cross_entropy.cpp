@@ -120,12 +120,13 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   const at::Tensor losses = at::empty({chunks.count()}, doubles);
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
-    const at::Tensor parts = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
-    shard_kernels.look(chunk.loss, {parts, best});
-    if (best.numel() > 0) parts.select(1, math::kShardPartial - 1).copy_(best + shard.first_class);
+    const at::Tensor partials = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
+    shard_kernels.look(chunk.loss, {partials, best});
+    if (best.numel() > 0)
+      partials.select(1, math::kShardPartial - 1).copy_(best + shard.first_class);
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
                                            : rows_of(outputs.statistics, chunk);
-    shard_kernels.join(chunk.loss, gather(shard, parts),
+    shard_kernels.join(chunk.loss, gather(shard, partials),
                        {rows_of(losses, chunk), of_rows, rows_of(outputs.lse, chunk),
                         rows_of(outputs.entropy, chunk), best});
     if (any(wanted)) kernels.backward(chunk.loss, grad_output, of_rows, divisor, chunk.grad);

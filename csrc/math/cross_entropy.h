@@ -2,7 +2,8 @@
 //
 //   z = softcap·tanh(x / softcap), or the logit x itself without a softcap
 //   lse = log Σ exp z,  p = exp(z − lse)
-//   loss = Σ B·(lse − z) + z_loss·lse²          B = w·q: class weight times target probability
+//   loss = Σ B·(lse − z) + z_loss·lse²          B = w·q, the mass of a class: its weight times its
+//                                               target probability
 //   ∂loss/∂z = A·p − B,  A = Σ B + 2·z_loss·lse
 //
 // q is the target distribution: for an index y with label smoothing ε it is 1 − ε + ε/V at y and
@@ -35,7 +36,7 @@ struct RowPartial {
   T largest = minus_infinity<T>();  // largest z
   T reference = 0;                  // near `largest`; see cross_entropy_exponential.h
   T sum = 0;                        // Σ exp(z − reference)
-  T shares = 0;                     // Σ B
+  T masses = 0;                     // Σ B
   T spread = 0;                     // Σ B·(reference − z)
   T entropy = 0;                    // Σ exp(z − reference)·(reference − z)
 };
@@ -52,7 +53,7 @@ template <typename T>
 AMPFUSE_HOST_DEVICE RowPartial<T> choose(bool is_first, const RowPartial<T>& a,
                                          const RowPartial<T>& b) {
   return {is_first ? a.largest : b.largest, is_first ? a.reference : b.reference,
-          is_first ? a.sum : b.sum,         is_first ? a.shares : b.shares,
+          is_first ? a.sum : b.sum,         is_first ? a.masses : b.masses,
           is_first ? a.spread : b.spread,   is_first ? a.entropy : b.entropy};
 }
 
@@ -62,11 +63,11 @@ AMPFUSE_HOST_DEVICE RowPartial<T> join(const RowPartial<T>& a, const RowPartial<
   const bool b_is_above = b.largest > a.largest || b.largest != b.largest;
   RowPartial<T> both = choose(b_is_above, b, a);
   const RowPartial<T> other = choose(b_is_above, a, b);
-  both.shares += other.shares;
+  both.masses += other.masses;
   // If every z of `other` is −∞, all its exponentials are 0 and its reference has no meaning.
   const bool is_nothing = other.largest == minus_infinity<T>();
   const T below = is_nothing ? 0 : both.reference - other.reference;
-  both.spread += other.spread + times_or_zero(other.shares, below);
+  both.spread += other.spread + times_or_zero(other.masses, below);
   if (is_nothing) return both;
   const T factor = below == 0 ? 1 : std::exp(-below);
   both.sum += other.sum * factor;
@@ -91,7 +92,7 @@ template <typename V>
 struct RowTarget {
   bool exists = false;  // false if targets are distributions
   V z = 0;
-  V share = 0;  // B of the target class
+  V mass = 0;  // B of the target class
 };
 
 // The data of a row that backward needs.
@@ -100,7 +101,7 @@ struct Statistics {
   V largest;
   V sum;     // Σ exp(z − reference) over all classes
   V others;  // the same sum without the target class
-  V shares;  // Σ B without the target class
+  V masses;  // Σ B without the target class
 };
 using RowStatistics = Statistics<double>;
 inline constexpr int kRowStatistics = sizeof(RowStatistics) / sizeof(double);
@@ -126,8 +127,8 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
   const V log = L::log1p(L::choose(is_sure, others.sum / targets, sum - V(1)));
   const V log_sum = L::choose(is_sure, log - below, log);
   const V lse = others.reference + log_sum;
-  V loss = others.spread + times_or_zero(others.shares, log_sum);
-  if (target.exists) loss = loss + target.share * L::choose(is_sure, log, below + log);
+  V loss = others.spread + times_or_zero(others.masses, log_sum);
+  if (target.exists) loss = loss + target.mass * L::choose(is_sure, log, below + log);
   if (terms.z_loss != 0) loss = loss + V(terms.z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
   const V entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
@@ -137,7 +138,7 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
   return {if_any(loss),
           if_any(lse),
           if_any(entropy),
-          {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.shares)}};
+          {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.masses)}};
 }
 
 // Returns the scale to multiply into a gradient before backward is called: `grad_scale`, or 1 if
@@ -166,13 +167,13 @@ struct RowGradient {
 
 template <typename V, typename S, typename Terms>
 AMPFUSE_HOST_DEVICE RowGradient<V> row_gradient(const Statistics<S>& row, V reference,
-                                                V target_share, const Terms& terms, V scale) {
+                                                V target_mass, const Terms& terms, V scale) {
   const V sum = static_cast<V>(row.sum);
-  V others = static_cast<V>(row.shares);
+  V others = static_cast<V>(row.masses);
   if (terms.z_loss != 0) {
     others = others + V(2 * terms.z_loss) * (reference + Lane<V>::log(sum));
   }
-  const V all = target_share + others;
+  const V all = target_mass + others;
   const V of_others = static_cast<V>(row.others) / sum;
   return {all / sum * scale, scale, (others - all * of_others) * scale};
 }

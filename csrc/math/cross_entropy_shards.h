@@ -11,7 +11,7 @@ struct ShardPartial {
   RowPartial<double> others;  // over the classes except the target
   double has_target;          // 1, or 0 if the target is on another shard or is not a single class
   double target_z;
-  double target_share;
+  double target_mass;
   double classes;  // number of classes of this shard
   double argmax;   // index among the classes of all shards, or NaN if not asked for
 };
@@ -21,11 +21,11 @@ template <typename V>
 AMPFUSE_HOST_DEVICE ShardPartial shard_partial(const RowPartial<V>& others,
                                                const RowTarget<V>& target, int64_t classes,
                                                bool with_metrics) {
-  return {{others.largest, others.reference, others.sum, others.shares, others.spread,
+  return {{others.largest, others.reference, others.sum, others.masses, others.spread,
            with_metrics ? static_cast<double>(others.entropy) : NAN},
           target.exists ? 1.0 : 0.0,
           target.z,
-          target.share,
+          target.mass,
           static_cast<double>(classes),
           NAN};
 }
@@ -39,25 +39,26 @@ struct WholeRow {
 /// Combines the parts of `count` shards, which are `stride` elements apart. The row becomes NaN
 /// unless the shards have `all_classes` classes in total and, for an index target (`is_index`),
 /// exactly one of them has the target.
-AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* parts, int64_t stride, int count,
+AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* partials, int64_t stride, int count,
                                          int64_t all_classes, bool is_index) {
   WholeRow whole;
   double found = 0;
   double classes = 0;
   double argmax = 0;
   for (int shard = 0; shard < count; ++shard) {
-    const ShardPartial part = parts[shard * stride];
+    const ShardPartial partial = partials[shard * stride];
     const double best = whole.others.largest;
-    const double here = part.others.largest;
+    const double here = partial.others.largest;
     // argmax is the first class with the largest logit; NaN is larger than every number.
     const bool is_above = here > best || (here != here && best == best);
     const bool is_as_high = here == best || (here != here && best != best);
-    if (shard == 0 || is_above || (is_as_high && !(part.argmax > argmax))) argmax = part.argmax;
-    whole.others = join(whole.others, part.others);
-    classes += part.classes;
-    if (part.has_target == 0) continue;
+    if (shard == 0 || is_above || (is_as_high && !(partial.argmax > argmax)))
+      argmax = partial.argmax;
+    whole.others = join(whole.others, partial.others);
+    classes += partial.classes;
+    if (partial.has_target == 0) continue;
     found += 1;
-    whole.target = {true, part.target_z, part.target_share};
+    whole.target = {true, partial.target_z, partial.target_mass};
   }
   if (is_index && found != 1) whole.target = {true, NAN, NAN};
   if (classes != static_cast<double>(all_classes)) whole.others.largest = NAN;
@@ -76,15 +77,16 @@ struct JoinedRow {
 
 /// Returns the results of a row from the parts of all shards; see join_shards for the arguments.
 /// `is_here`: true if the target is on this shard. For the gradient here, a target on another shard
-/// is one of the other classes, so its B is added to statistics.shares.
+/// is one of the other classes, so its B is added to statistics.masses.
 template <typename Terms>
-AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPartial* parts, int64_t stride, int count,
+AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPartial* partials, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,
                                          bool is_here, const Terms& terms) {
-  const WholeRow whole = join_shards(parts, stride, count, all_classes, has_index && !is_ignored);
+  const WholeRow whole =
+      join_shards(partials, stride, count, all_classes, has_index && !is_ignored);
   const RowLoss<double> known = row_loss(whole.others, whole.target, terms);
   RowStatistics statistics = known.statistics;
-  if (whole.target.exists && !is_here) statistics.shares += whole.target.share;
+  if (whole.target.exists && !is_here) statistics.masses += whole.target.mass;
   if (is_ignored) statistics = {};
   return {is_ignored ? 0 : known.loss, known.lse, known.entropy, statistics, whole.argmax};
 }

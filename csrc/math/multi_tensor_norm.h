@@ -114,14 +114,14 @@ struct OneWorker {
 
 // Returns the norm of `count` parts, correct for every magnitude that a double can hold. It reads
 // the parts twice, so it is used only for the rare sums outside norm_in_range.
-template <NormType kNorm, typename Part, typename Workers>
-AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
+template <NormType kNorm, typename Partial, typename Workers>
+AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Partial& partial,
                                            const Workers& workers) {
-  if (count == 1) return part(0);
+  if (count == 1) return partial(0);
   double largest = 0;
   double nonfinite = 0;
   for (int64_t i = workers.index(); i < count; i += workers.count()) {
-    const NormPartial p = part(i);
+    const NormPartial p = partial(i);
     if (p.norm > largest) largest = p.norm;  // skips NaN, which the sum below includes
     if (p.nonfinite) nonfinite = 1;
   }
@@ -133,7 +133,7 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
   const double scale = norm_scale<kNorm>(largest);
   double sum = 0;
   for (int64_t i = workers.index(); i < count; i += workers.count()) {
-    sum = norm_accumulate<kNorm>(sum, part(i).norm * scale);
+    sum = norm_accumulate<kNorm>(sum, partial(i).norm * scale);
   }
   sum = workers.template join<kNorm>(sum);
   return {norm_finish<kNorm>(sum) / scale, nonfinite != 0 ? 1 : 0};
@@ -141,10 +141,10 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Part& part,
 
 // Returns the norm of `count` parts. One read is enough if the sum stays in range; otherwise
 // norm_exact reads them again.
-template <NormType kNorm, typename Part, typename Workers>
-AMPFUSE_HOST_DEVICE NormPartial norm_of_parts(int64_t count, const Part& part,
-                                              const Workers& workers) {
-  if (count == 1) return part(0);
+template <NormType kNorm, typename Partial, typename Workers>
+AMPFUSE_HOST_DEVICE NormPartial norm_of_partials(int64_t count, const Partial& partial,
+                                                 const Workers& workers) {
+  if (count == 1) return partial(0);
   double sum = 0;
   double nonfinite = 0;
   // Unrolled, so that several loads are in flight before the first result is needed.
@@ -152,7 +152,7 @@ AMPFUSE_HOST_DEVICE NormPartial norm_of_parts(int64_t count, const Part& part,
 #pragma unroll 8
 #endif
   for (int64_t i = workers.index(); i < count; i += workers.count()) {
-    const NormPartial p = part(i);
+    const NormPartial p = partial(i);
     sum = norm_accumulate<kNorm>(sum, p.norm);
     if (p.nonfinite) nonfinite = 1;
   }
@@ -161,7 +161,7 @@ AMPFUSE_HOST_DEVICE NormPartial norm_of_parts(int64_t count, const Part& part,
   if (norm_in_range<kNorm, double, double>(sum)) {
     return {norm_finish<kNorm>(sum), nonfinite != 0 ? 1 : 0};
   }
-  return norm_exact<kNorm>(count, part, workers);
+  return norm_exact<kNorm>(count, partial, workers);
 }
 
 }  // namespace ampfuse::math

@@ -46,7 +46,7 @@ class ShardSums {
 /// with NaN. argmax: [rows], numbered among the shard's classes, or [0] if it is not wanted.
 /// Ignored rows are computed only if argmax is wanted.
 struct ShardOutputs {
-  at::Tensor parts;
+  at::Tensor partials;
   at::Tensor argmax;
 };
 
@@ -65,7 +65,7 @@ struct VocabShardKernels {
   /// Fills `outputs` from the logits of this rank's shard.
   void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
   /// Combines the shards' `parts`: [shards, rows, math::kShardPartial].
-  void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& parts,
+  void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& partials,
                const JoinedOutputs& outputs);
 };
 

@@ -34,23 +34,23 @@ struct Exact {
     for (const long double x : z) sum += std::exp(x);
     lse = std::log(sum);
     long double all = 0;
-    std::vector<long double> share(classes);
+    std::vector<long double> mass(classes);
     for (int c = 0; c < classes; ++c) {
       entropy -= std::exp(z[c] - lse) * (z[c] - lse);
       const long double q =
           options.probabilities ? batch.probability(row, c) : batch.targets[row] == c;
-      share[c] = (1 - options.label_smoothing) * q + options.label_smoothing / classes;
-      if (options.weighted) share[c] *= batch.weight[c];
-      loss += share[c] * (lse - z[c]);
-      all += share[c];
+      mass[c] = (1 - options.label_smoothing) * q + options.label_smoothing / classes;
+      if (options.weighted) mass[c] *= batch.weight[c];
+      loss += mass[c] * (lse - z[c]);
+      all += mass[c];
     }
     loss += options.z_loss * lse * lse;
     all += 2 * options.z_loss * lse;
     const long double factor = batch.baked / batch.divisor;
     for (int c = 0; c < classes; ++c) {
       const long double p = std::exp(z[c] - lse);
-      gradient[c] = is_ignored ? 0 : (all * p - share[c]) * factor * slope[c];
-      largest_term[c] = (all * p + share[c]) * factor;
+      gradient[c] = is_ignored ? 0 : (all * p - mass[c]) * factor * slope[c];
+      largest_term[c] = (all * p + mass[c]) * factor;
     }
     if (is_ignored) loss = 0;
   }

@@ -137,12 +137,12 @@ void write_exponentials(const Logits& logits, const Reference& reference, acc_t<
                       : write_exponentials_of<scalar_t, true>(logits, reference, out, visit);
 }
 
-// Computes `shares` and `spread` of a block, without its target.
+// Computes `masses` and `spread` of a block, without its target.
 template <typename scalar_t>
-void add_shares(const Logits& logits, const TargetMass& shares, RowPartial& part) {
+void add_masses(const Logits& logits, const TargetMass& masses, RowPartial& partial) {
   using Vec = AccVec<scalar_t>;
-  const TargetMassVectors<acc_t<scalar_t>> classes(shares);
-  const Vec largest(static_cast<acc_t<scalar_t>>(part.largest));
+  const TargetMassVectors<acc_t<scalar_t>> classes(masses);
+  const Vec largest(static_cast<acc_t<scalar_t>>(partial.largest));
   Sum<scalar_t> sum;
   Sum<scalar_t> spread;
   each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t first, const Vec(&x)[kPair]) {
@@ -150,38 +150,39 @@ void add_shares(const Logits& logits, const TargetMass& shares, RowPartial& part
     for (int k = 0; k < kPair; ++k) {
       const int64_t i = first + k * Vec::size();
       const int64_t rest = std::clamp<int64_t>(logits.count - i, 0, Vec::size());
-      const Vec share = with_lane(classes.at(i, rest), logits.target - i, 0);
+      const Vec mass = with_lane(classes.at(i, rest), logits.target - i, 0);
       const Vec z = logits.softcap == 0 ? x[k] : softcapped<scalar_t, true>(x[k], logits.softcap);
       Vec below = largest - z;
       // 0 in lanes without a class and for the target, because 0 · infinity would be NaN.
       if (rest < Vec::size()) below = Vec::set(Vec(0), below, rest);
       below = with_lane(below, logits.target - i, 0);
-      sum.add(k, share);
-      spread.add(k, share * below);
+      sum.add(k, mass);
+      spread.add(k, mass * below);
     }
   });
-  part.shares = sum.get();
-  part.spread = spread.get() + math::times_or_zero(part.shares, part.reference - part.largest);
+  partial.masses = sum.get();
+  partial.spread =
+      spread.get() + math::times_or_zero(partial.masses, partial.reference - partial.largest);
 }
 
 template <typename scalar_t>
-RowPartial row_partial(const Logits& logits, const TargetMass& shares, bool with_entropy,
+RowPartial row_partial(const Logits& logits, const TargetMass& masses, bool with_entropy,
                        acc_t<scalar_t>* exponentials) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
   const A largest =
       static_cast<A>(math::softcapped(double{largest_logit<scalar_t>(logits)}, logits.softcap));
-  RowPartial part;
-  part.largest = largest;
+  RowPartial partial;
+  partial.largest = largest;
   if (!math::is_finite(largest)) {
     // All logits are -infinity, or the row has no distribution.
-    if (shares.any()) add_shares<scalar_t>(logits, shares, part);
+    if (masses.any()) add_masses<scalar_t>(logits, masses, partial);
     std::fill_n(exponentials, kExponentials, A(0));
-    return part;
+    return partial;
   }
   const auto reference = reference_of<scalar_t>(largest);
-  part.reference = reference.value();
-  if (shares.any()) add_shares<scalar_t>(logits, shares, part);
+  partial.reference = reference.value();
+  if (masses.any()) add_masses<scalar_t>(logits, masses, partial);
   Sum<scalar_t> sum;
   if (with_entropy) {
     Sum<scalar_t> entropy;
@@ -193,8 +194,8 @@ RowPartial row_partial(const Logits& logits, const TargetMass& shares, bool with
                                    sum.add_low(chain, low);
                                    entropy.add(chain, e * at::vec::minimum(top - z, furthest));
                                  });
-    part.entropy = entropy.get() * kUnbias<scalar_t> +
-                   sum.get() * kUnbias<scalar_t> * (part.reference - part.largest);
+    partial.entropy = entropy.get() * kUnbias<scalar_t> +
+                      sum.get() * kUnbias<scalar_t> * (partial.reference - partial.largest);
   } else {
     write_exponentials<scalar_t>(logits, reference, exponentials,
                                  [&](int chain, const Vec&, const Vec& e, const Vec& low) {
@@ -202,16 +203,16 @@ RowPartial row_partial(const Logits& logits, const TargetMass& shares, bool with
                                    sum.add_low(chain, low);
                                  });
   }
-  part.sum = sum.get() * kUnbias<scalar_t>;
-  return part;
+  partial.sum = sum.get() * kUnbias<scalar_t>;
+  return partial;
 }
 
 }  // namespace
 
-math::RowPartial<double> row_partial(const Logits& logits, const TargetMass& shares,
+math::RowPartial<double> row_partial(const Logits& logits, const TargetMass& masses,
                                      bool with_entropy, void* exponentials) {
   return with_logit_type(logits.dtype, [&]<typename scalar_t>() {
-    return row_partial<scalar_t>(logits, shares, with_entropy,
+    return row_partial<scalar_t>(logits, masses, with_entropy,
                                  static_cast<acc_t<scalar_t>*>(exponentials));
   });
 }

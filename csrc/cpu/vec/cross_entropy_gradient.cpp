@@ -69,7 +69,7 @@ class OfExponentials {
 };
 
 template <typename scalar_t, typename out_t>
-void row_gradient(const Logits& logits, const TargetMass& shares, const void* exponentials,
+void row_gradient(const Logits& logits, const TargetMass& masses, const void* exponentials,
                   const math::RowGradient<double>& gradient, out_t* out) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
@@ -79,13 +79,13 @@ void row_gradient(const Logits& logits, const TargetMass& shares, const void* ex
     of_target *= math::softcap_slope(double{static_cast<A>(x)}, logits.softcap);
   }
   const OfExponentials<scalar_t> of_exponentials(exponentials, gradient.of_exponential);
-  if (shares.any() || logits.softcap != 0) {
-    const TargetMassVectors<A> classes(shares);
+  if (masses.any() || logits.softcap != 0) {
+    const TargetMassVectors<A> classes(masses);
     const Vec minus_scale(static_cast<A>(-gradient.scale));
     write_each(out, logits.count, [&](int64_t i) {
       const int64_t rest = std::min<int64_t>(Vec::size(), logits.count - i);
       Vec g = of_exponentials.at(i);
-      if (shares.any()) {
+      if (masses.any()) {
         g = math::Lane<Vec>::multiply_add(minus_scale, classes.at(i, rest), g);
       }
       return logits.softcap != 0 ? g * slope<scalar_t>(logits, i) : g;
@@ -98,11 +98,11 @@ void row_gradient(const Logits& logits, const TargetMass& shares, const void* ex
 
 }  // namespace
 
-void row_gradient(const Logits& logits, const TargetMass& shares, const void* exponentials,
+void row_gradient(const Logits& logits, const TargetMass& masses, const void* exponentials,
                   const math::RowGradient<double>& gradient, void* out, c10::ScalarType out_dtype) {
   with_logit_type(logits.dtype, [&]<typename scalar_t>() {
     with_gradient_type<scalar_t>(out_dtype, [&]<typename out_t>() {
-      row_gradient<scalar_t>(logits, shares, exponentials, gradient, static_cast<out_t*>(out));
+      row_gradient<scalar_t>(logits, masses, exponentials, gradient, static_cast<out_t*>(out));
     });
   });
 }

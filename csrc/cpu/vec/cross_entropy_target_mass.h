@@ -11,44 +11,44 @@ class TargetMassVectors {
  public:
   using Vec = at::vec::Vectorized<A>;
 
-  explicit TargetMassVectors(const TargetMass& shares)
-      : shares_(shares),
-        of_probability_(static_cast<A>(shares.of_probability)),
-        uniform_(static_cast<A>(shares.uniform)) {}
+  explicit TargetMassVectors(const TargetMass& masses)
+      : masses_(masses),
+        of_probability_(static_cast<A>(masses.of_probability)),
+        uniform_(static_cast<A>(masses.uniform)) {}
 
   /// Returns B of the `rest` classes from i on, and 0 in the lanes after them.
   Vec at(int64_t i, int64_t rest) const {
-    Vec share = uniform_;
-    if (shares_.probabilities != nullptr) {
-      share = math::Lane<Vec>::multiply_add(of_probability_, probabilities(i, rest), share);
+    Vec mass = uniform_;
+    if (masses_.probabilities != nullptr) {
+      mass = math::Lane<Vec>::multiply_add(of_probability_, probabilities(i, rest), mass);
     }
-    if (shares_.weight != nullptr) {
-      share = share * Vec::loadu(static_cast<const A*>(shares_.weight) + i, rest);
+    if (masses_.weight != nullptr) {
+      mass = mass * Vec::loadu(static_cast<const A*>(masses_.weight) + i, rest);
     }
-    return rest < Vec::size() ? Vec::set(Vec(0), share, rest) : share;
+    return rest < Vec::size() ? Vec::set(Vec(0), mass, rest) : mass;
   }
 
  private:
   Vec probabilities(int64_t i, int64_t rest) const {
-    switch (shares_.dtype) {
+    switch (masses_.dtype) {
       case c10::ScalarType::Half:
         return widened<c10::Half>(i, rest);
       case c10::ScalarType::BFloat16:
         return widened<c10::BFloat16>(i, rest);
       default:
-        return Vec::loadu(static_cast<const A*>(shares_.probabilities) + i, rest);
+        return Vec::loadu(static_cast<const A*>(masses_.probabilities) + i, rest);
     }
   }
 
   template <typename scalar_t>
   Vec widened(int64_t i, int64_t rest) const {
     A values[Vec::size()] = {};
-    const auto* const from = static_cast<const scalar_t*>(shares_.probabilities) + i;
+    const auto* const from = static_cast<const scalar_t*>(masses_.probabilities) + i;
     for (int64_t k = 0; k < rest; ++k) values[k] = static_cast<A>(from[k]);
     return Vec::loadu(values);
   }
 
-  const TargetMass& shares_;
+  const TargetMass& masses_;
   Vec of_probability_;
   Vec uniform_;
 };

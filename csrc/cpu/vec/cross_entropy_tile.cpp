@@ -68,44 +68,44 @@ void apply_softcap(const Tile& tile, const TileMemory<A>& memory) {
 template <typename A>
 void load_probabilities(const Tile& tile, const TileMemory<A>& memory) {
   const auto load = [&]<typename From>() {
-    load_tile<From>(tile.shares.probabilities, tile.probabilities, tile.rows, tile.classes,
+    load_tile<From>(tile.masses.probabilities, tile.probabilities, tile.rows, tile.classes,
                     memory.moving, memory.probabilities);
   };
   // Probabilities of double logits are double.
   if constexpr (!std::is_same_v<A, double>) {
-    if (tile.shares.dtype == c10::ScalarType::Half) return load.template operator()<c10::Half>();
-    if (tile.shares.dtype == c10::ScalarType::BFloat16) {
+    if (tile.masses.dtype == c10::ScalarType::Half) return load.template operator()<c10::Half>();
+    if (tile.masses.dtype == c10::ScalarType::BFloat16) {
       return load.template operator()<c10::BFloat16>();
     }
   }
   load.template operator()<A>();
 }
 
-// Computes `shares` and `spread`, without the targets.
+// Computes `masses` and `spread`, without the targets.
 template <typename A>
-void add_shares(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
-                TilePartial& part) {
+void add_masses(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
+                TilePartial& partial) {
   using Vec = VecOf<A>;
-  const TileTargetMassVectors<A> shares(tile, memory.probabilities);
+  const TileTargetMassVectors<A> masses(tile, memory.probabilities);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
-    const Vec largest = load_as<A>(part.largest + row);
+    const Vec largest = load_as<A>(partial.largest + row);
     const Vec target = load_as<A>(targets.index + row);
     LaneSums<A> sum;
     LaneSums<A> spread;
     for (int64_t c = 0; c < tile.classes; ++c) {
       const Vec is_target = target == Vec(static_cast<A>(c));
       const Vec below = largest - Vec::loadu(memory.exponentials + c * kTileRows + row);
-      const Vec share = Vec::blendv(shares.at(c, row), Vec(0), is_target);
-      sum.add(share);
+      const Vec mass = Vec::blendv(masses.at(c, row), Vec(0), is_target);
+      sum.add(mass);
       // 0 for the target, because 0 · infinity would be NaN.
-      spread.add(share * Vec::blendv(below, Vec(0), is_target));
+      spread.add(mass * Vec::blendv(below, Vec(0), is_target));
     }
-    sum.put(part.shares + row, 1);
-    spread.put(part.spread + row, 1);
+    sum.put(partial.masses + row, 1);
+    spread.put(partial.spread + row, 1);
   }
   for (int64_t row = 0; row < tile.rows; ++row) {
-    part.spread[row] +=
-        math::times_or_zero(part.shares[row], part.reference[row] - part.largest[row]);
+    partial.spread[row] +=
+        math::times_or_zero(partial.masses[row], partial.reference[row] - partial.largest[row]);
   }
 }
 
@@ -113,7 +113,7 @@ template <typename scalar_t>
 void load(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory) {
   load_tile<scalar_t>(tile.logits, tile.layout, tile.rows, tile.classes, memory.moving,
                       memory.exponentials);
-  if (tile.shares.probabilities != nullptr) load_probabilities(tile, memory);
+  if (tile.masses.probabilities != nullptr) load_probabilities(tile, memory);
 }
 
 template <typename Index>
@@ -125,7 +125,7 @@ void read_indices(const void* from, int64_t ignore_index, int64_t rows, TileNumb
   }
 }
 
-// Reads the class and share of each target; find_largest() finds its logit.
+// Reads the class and mass of each target; find_largest() finds its logit.
 template <typename A>
 void read_targets(const Tile& tile, TileTargets& targets) {
   const auto read = [&]<typename Index>() {
@@ -142,38 +142,38 @@ void read_targets(const Tile& tile, TileTargets& targets) {
   } else {
     read.template operator()<uint8_t>();
   }
-  const double share = tile.terms.of_target + tile.terms.uniform;
+  const double mass = tile.terms.of_target + tile.terms.uniform;
   for (int64_t row = 0; row < kTileRows; ++row) {
-    targets.share[row] = targets.index[row] >= 0 ? share : 0;
+    targets.mass[row] = targets.index[row] >= 0 ? mass : 0;
   }
-  const auto* const weight = static_cast<const A*>(tile.shares.weight);
+  const auto* const weight = static_cast<const A*>(tile.masses.weight);
   if (weight == nullptr) return;
   for (int64_t row = 0; row < tile.rows; ++row) {
     const auto index = static_cast<int64_t>(targets.index[row]);
-    if (index >= 0) targets.share[row] *= static_cast<double>(weight[index]);
+    if (index >= 0) targets.mass[row] *= static_cast<double>(weight[index]);
   }
 }
 
 template <typename scalar_t>
-void tile_part_of(const Tile& tile, void* bytes, TilePartial& part, TileTargets& targets,
-                  int64_t* argmax) {
+void tile_partial_of(const Tile& tile, void* bytes, TilePartial& partial, TileTargets& targets,
+                     int64_t* argmax) {
   using A = acc_t<scalar_t>;
   using Vec = VecOf<A>;
   constexpr double kUnbias = std::is_same_v<A, double> ? 1 : math::kUnbias;
   const TileMemory<A> memory(tile, bytes);
   load<scalar_t>(tile, memory);
   read_targets<A>(tile, targets);
-  find_largest(tile, memory.exponentials, targets, part.largest);
+  find_largest(tile, memory.exponentials, targets, partial.largest);
   if (argmax != nullptr) find_first_largest(tile, memory.exponentials, argmax);
   apply_softcap(tile, memory);
   math::ExpReferenceOf<Vec> references[kTileRows / Vec::size()];
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
-    references[row / Vec::size()] = reference_of_rows<A>(part.largest, row, part.reference);
+    references[row / Vec::size()] = reference_of_rows<A>(partial.largest, row, partial.reference);
   }
-  std::fill_n(part.shares, kTileRows, 0);
-  std::fill_n(part.spread, kTileRows, 0);
-  std::fill_n(part.entropy, kTileRows, 0);
-  if (tile.shares.any()) add_shares(tile, memory, targets, part);
+  std::fill_n(partial.masses, kTileRows, 0);
+  std::fill_n(partial.spread, kTileRows, 0);
+  std::fill_n(partial.entropy, kTileRows, 0);
+  if (tile.masses.any()) add_masses(tile, memory, targets, partial);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const auto& reference = references[row / Vec::size()];
     LaneSums<A> sum;
@@ -188,20 +188,20 @@ void tile_part_of(const Tile& tile, void* bytes, TilePartial& part, TileTargets&
     } else {
       LaneSums<A> entropy;
       const Vec furthest(A(1000));  // exponentials are 0 there, and 0 · infinity would be NaN
-      const Vec top = load_as<A>(part.largest + row);
+      const Vec top = load_as<A>(partial.largest + row);
       write_exponentials<scalar_t>(memory, tile.classes, reference, targets, row,
                                    [&](const Vec& z, const Vec& e, const Vec& low) {
                                      add(e, low);
                                      entropy.add(e * at::vec::minimum(top - z, furthest));
                                    });
-      entropy.put(part.entropy + row, kUnbias);
+      entropy.put(partial.entropy + row, kUnbias);
     }
     sum.add(lows);
-    sum.put(part.sum + row, kUnbias);
+    sum.put(partial.sum + row, kUnbias);
   }
   if (argmax == nullptr) return;
   for (int64_t row = 0; row < tile.rows; ++row) {
-    part.entropy[row] += part.sum[row] * (part.reference[row] - part.largest[row]);
+    partial.entropy[row] += partial.sum[row] * (partial.reference[row] - partial.largest[row]);
   }
 }
 
@@ -221,10 +221,10 @@ double sum_of(const TileNumbers& numbers) {
 
 }  // namespace
 
-void tile_partial(const Tile& tile, void* memory, TilePartial& part, TileTargets& targets,
+void tile_partial(const Tile& tile, void* memory, TilePartial& partial, TileTargets& targets,
                   int64_t* argmax) {
   with_logit_type(tile.dtype, [&]<typename scalar_t>() {
-    tile_part_of<scalar_t>(tile, memory, part, targets, argmax);
+    tile_partial_of<scalar_t>(tile, memory, partial, targets, argmax);
   });
 }
 
@@ -246,20 +246,21 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
   });
 }
 
-void tile_loss(const Tile& tile, const TilePartial& part, const TileTargets& targets,
+void tile_loss(const Tile& tile, const TilePartial& partial, const TileTargets& targets,
                bool with_metrics, TileLoss& loss) {
   using Vec = VecOf<double>;
   using L = math::Lane<Vec>;
   if (tile.rows < kTileRows) std::fill_n(loss.loss, kTileRows, 0);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const auto at = [&](const TileNumbers& numbers) { return Vec::loadu(numbers + row); };
-    const math::RowPartial<Vec> others = {at(part.largest), at(part.reference), at(part.sum),
-                                          at(part.shares),  at(part.spread),    at(part.entropy)};
+    const math::RowPartial<Vec> others = {at(partial.largest), at(partial.reference),
+                                          at(partial.sum),     at(partial.masses),
+                                          at(partial.spread),  at(partial.entropy)};
     const Vec index = at(targets.index);
     const Vec z =
         L::choose(index >= Vec(0), math::softcapped(at(targets.logit), tile.terms.softcap),
                   Vec(-kInfinity<double>));
-    const math::RowTarget<Vec> target = {tile.has_targets(), z, at(targets.share)};
+    const math::RowTarget<Vec> target = {tile.has_targets(), z, at(targets.mass)};
     const math::RowLoss<Vec> of_rows = math::row_loss(others, target, tile.terms);
     const auto put = [&](const Vec& x, TileNumbers& to) {
       L::choose_equal(index, Vec(kIgnored), Vec(0), x).store(to + row);
@@ -268,7 +269,7 @@ void tile_loss(const Tile& tile, const TilePartial& part, const TileTargets& tar
     put(of_rows.statistics.largest, loss.statistics.largest);
     put(of_rows.statistics.sum, loss.statistics.sum);
     put(of_rows.statistics.others, loss.statistics.others);
-    put(of_rows.statistics.shares, loss.statistics.shares);
+    put(of_rows.statistics.masses, loss.statistics.masses);
     if (!with_metrics) continue;
     of_rows.lse.store(loss.lse + row);
     of_rows.entropy.store(loss.entropy + row);

@@ -22,7 +22,7 @@ struct Tile {
   int64_t rows;  // at most kTileRows
   int64_t classes;
   math::LossTerms<double> terms;
-  TargetMass shares;  // points to the first row's probabilities
+  TargetMass masses;  // points to the first row's probabilities
   TileLayout probabilities;
   const void* targets;  // from the first row on; null if targets are probabilities
   c10::ScalarType target_dtype;
@@ -36,11 +36,11 @@ struct Tile {
 /// One number per row, for rows below lanes().
 using TileNumbers = double[kTileRows];
 
-/// The target of each row: its class, its logit, and its share B (math/cross_entropy.h). Vectors of
+/// The target of each row: its class, its logit, and its mass B (math/cross_entropy.h). Vectors of
 /// floats hold classes exactly up to 2²⁴. Images with more classes do not fit in memory, because
 /// they have at least a sixteenth as many positions.
 struct TileTargets {
-  TileNumbers index, logit, share;
+  TileNumbers index, logit, mass;
 };
 
 /// Values of `index` without a class. kIgnored: the row is ignored or does not exist. kNoClass: the
@@ -50,11 +50,11 @@ inline constexpr double kNoClass = -2;
 
 /// The math::RowPartial of each row.
 struct TilePartial {
-  TileNumbers largest, reference, sum, shares, spread, entropy;
+  TileNumbers largest, reference, sum, masses, spread, entropy;
 };
 
 struct TileStatistics {
-  TileNumbers largest, sum, others, shares;
+  TileNumbers largest, sum, others, masses;
 };
 
 struct TileLoss {
@@ -74,7 +74,7 @@ inline int64_t tile_bytes(const Tile& tile) {
 
 /// Computes the partial results and targets of the rows, and leaves exponentials in `memory` as
 /// row_partial does. Entropies and argmax are computed only if `argmax` is not null.
-AMPFUSE_PER_CAPABILITY(void tile_partial(const Tile& tile, void* memory, TilePartial& part,
+AMPFUSE_PER_CAPABILITY(void tile_partial(const Tile& tile, void* memory, TilePartial& partial,
                                          TileTargets& targets, int64_t* argmax))
 
 /// Computes exponentials as tile_partial does for rows whose largest z are known. Also sets
@@ -85,7 +85,7 @@ AMPFUSE_PER_CAPABILITY(void tile_exponentials(const Tile& tile, void* memory,
 
 /// Computes math::row_loss of each row. Loss and statistics of ignored rows are zeros. lse and
 /// entropy are computed only if `with_metrics`, for ignored rows, too.
-AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePartial& part,
+AMPFUSE_PER_CAPABILITY(void tile_loss(const Tile& tile, const TilePartial& partial,
                                       const TileTargets& targets, bool with_metrics,
                                       TileLoss& loss))
 

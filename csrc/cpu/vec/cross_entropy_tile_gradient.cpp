@@ -20,9 +20,9 @@ struct TileGradient {
     for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
       const auto at = [&](const TileNumbers& numbers) { return Vec::loadu(numbers + row); };
       const math::Statistics<Vec> known = {at(statistics.largest), at(statistics.sum),
-                                           at(statistics.others), at(statistics.shares)};
+                                           at(statistics.others), at(statistics.masses)};
       math::RowGradient<Vec> gradient =
-          math::row_gradient(known, at(reference), at(targets.share), tile.terms, at(factor));
+          math::row_gradient(known, at(reference), at(targets.mass), tile.terms, at(factor));
       if (tile.terms.softcap != 0) {
         gradient.of_target =
             gradient.of_target * math::softcap_slope(at(targets.logit), tile.terms.softcap);
@@ -70,9 +70,9 @@ class RowGradients {
                const TileGradient& gradient, int64_t row)
       : memory_(memory),
         row_(row),
-        has_shares_(tile.shares.any()),
+        has_masses_(tile.masses.any()),
         is_capped_(tile.terms.softcap != 0),
-        shares_(tile, memory.probabilities),
+        masses_(tile, memory.probabilities),
         factor_(factor_of_rows<A>(gradient.of_exponential + row)),
         minus_scale_(load_as<A>(gradient.scale + row).neg()),
         target_(load_as<A>(targets.index + row)),
@@ -88,7 +88,7 @@ class RowGradients {
     } else {
       g = factor_.times(e);
     }
-    if (has_shares_) g = L::multiply_add(minus_scale_, shares_.at(c, row_), g);
+    if (has_masses_) g = L::multiply_add(minus_scale_, masses_.at(c, row_), g);
     if (is_capped_) g = g * Vec::loadu(memory_.slopes + i);
     g = L::choose_equal(target_, Vec(static_cast<A>(c)), of_target_, g);
     return L::choose_equal(target_, Vec(static_cast<A>(kIgnored)), Vec(0), g);
@@ -97,9 +97,9 @@ class RowGradients {
  private:
   TileMemory<A> memory_;
   int64_t row_;
-  bool has_shares_;
+  bool has_masses_;
   bool is_capped_;
-  TileTargetMassVectors<A> shares_;
+  TileTargetMassVectors<A> masses_;
   math::BiasedFactorOf<Vec> factor_;
   Vec minus_scale_;
   Vec target_;

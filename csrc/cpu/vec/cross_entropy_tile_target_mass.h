@@ -13,19 +13,19 @@ class TileTargetMassVectors {
 
   /// `probabilities`: [classes][kTileRows]. Not used if targets are indices.
   TileTargetMassVectors(const Tile& tile, const A* probabilities)
-      : weight_(static_cast<const A*>(tile.shares.weight)),
-        probabilities_(tile.shares.probabilities == nullptr ? nullptr : probabilities),
-        of_probability_(static_cast<A>(tile.shares.of_probability)),
-        uniform_(static_cast<A>(tile.shares.uniform)) {}
+      : weight_(static_cast<const A*>(tile.masses.weight)),
+        probabilities_(tile.masses.probabilities == nullptr ? nullptr : probabilities),
+        of_probability_(static_cast<A>(tile.masses.of_probability)),
+        uniform_(static_cast<A>(tile.masses.uniform)) {}
 
   /// Returns B of class c for a vector of rows from `row` on.
   Vec at(int64_t c, int64_t row) const {
-    Vec share = uniform_;
+    Vec mass = uniform_;
     if (probabilities_ != nullptr) {
       const Vec probability = Vec::loadu(probabilities_ + c * kTileRows + row);
-      share = math::Lane<Vec>::multiply_add(of_probability_, probability, share);
+      mass = math::Lane<Vec>::multiply_add(of_probability_, probability, mass);
     }
-    return weight_ == nullptr ? share : share * Vec(weight_[c]);
+    return weight_ == nullptr ? mass : mass * Vec(weight_[c]);
   }
 
  private:
