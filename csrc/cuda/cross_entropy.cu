@@ -14,11 +14,11 @@ namespace ampfuse {
 
 namespace {
 
-// Returns the number of blocks that sum target weights, at four targets per thread. The limit is
-// kThreads blocks, since a later kernel adds up their results with one thread per block.
+// Returns the number of blocks that sum target weights, at one target per thread: further targets
+// of a thread would be read one after the other. The limit is kThreads blocks, since a later kernel
+// adds up their results with one thread per block.
 int weight_blocks(int64_t rows) {
-  return static_cast<int>(
-      std::clamp<int64_t>((rows + 4 * kThreads - 1) / (4 * kThreads), 1, kThreads));
+  return static_cast<int>(std::clamp<int64_t>((rows + kThreads - 1) / kThreads, 1, kThreads));
 }
 
 // Validates index targets and returns their weights, one TargetWeight per block. The result is

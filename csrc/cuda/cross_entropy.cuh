@@ -110,8 +110,13 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const bool with_metrics = results.argmax != nullptr;
   const bool is_first = team.index() == 0;
   double losses = 0;
+  // The index of the next row's target is requested while this row is processed. Otherwise each row
+  // would begin by waiting for it.
+  RawIndex next_index = table.raw_index(team.number());
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
-    const bool is_ignored = table.is_ignored(row);
+    const int64_t index = table.index(next_index);
+    next_index = table.raw_index(row + Team::count());
+    const bool is_ignored = table.is_ignored(index);
     if (is_ignored) {
       if (is_first && results.each_loss != nullptr) results.each_loss[row] = 0;
       if (is_first && results.statistics != nullptr) results.statistics[row] = {};
@@ -120,13 +125,20 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       }
       if (!with_metrics) continue;
     }
-    // Read the target's logit before the gradient can overwrite it.
-    const math::RowTarget<Number> target = table.template row_target<Team>(row);
-    const int target_class = table.target_class(row);
+    const int target_class = table.class_of(index);
+    // Request the target's logit together with the row, and convert it only after the row was read.
+    // kAny has no register to hold it for so long, and requests it while it is in a cache.
+    scalar_t target_logit{};
+    if (kWork == RowWork::kPlain) target_logit = table.template logit<Team>(row, target_class);
     ThreadPartial<scalar_t> partial =
-        read_row<kWork>(team, table, row, target_class, with_metrics, kept);
-    const math::RowLoss<Number> loss =
-        math::row_loss(team_partial(team, partial, kWork), target, table.terms);
+        read_row<kWork>(team, table, row, target_class, target_logit, with_metrics, kept);
+    if (kWork == RowWork::kAny) target_logit = table.template logit<Team>(row, target_class);
+    const math::RowPartial<Number> whole = team_partial(team, partial, kWork);
+    const math::RowTarget<Number> target = table.row_target(is_ignored, target_class, target_logit);
+    const auto largest = static_cast<RowAcc<scalar_t>>(whole.largest);
+    const RowExponential<scalar_t> exponential(math::is_finite(largest) ? largest : 0);
+    const math::RowLoss<Number> loss = math::row_loss(
+        whole, target, static_cast<Number>(exponential.below(target.z)), table.terms);
     if constexpr (kWork == RowWork::kAny) {
       if (with_metrics) {
         const int64_t argmax = team_argmax(team, partial);

@@ -16,16 +16,20 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
                                   const __grid_constant__ RowsAt grad_at) {
   using Number = RowNumber<scalar_t>;
   const Team team(nullptr);
+  RawIndex next_index = table.raw_index(team.number());  // as in cross_entropy_forward_kernel
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
+    const int64_t index = table.index(next_index);
+    next_index = table.raw_index(row + Team::count());
     grad_t* const out = grad + grad_at.template offset<Team>(row);
-    if (table.is_ignored(row)) {
+    if (table.is_ignored(index)) {
       write_zeros(team, out, grad_at, table.classes);
       continue;
     }
+    const int target_class = table.class_of(index);
     const auto scale = static_cast<Number>(grad_output[is_each ? row : 0] / *divisor);
     const PackGradient<kWork, scalar_t> gradient(
-        table, table.template probabilities_of<Team>(row), table.target_class(row), statistics[row],
-        table.template row_target<Team, true>(row).mass, scale);
+        table, table.template probabilities_of<Team>(row), target_class, statistics[row],
+        table.row_target(table.is_elsewhere(index), target_class, scalar_t{}).mass, scale);
     write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
                    table.classes, decltype(kept_packs<scalar_t>(team, 0)){}, out, grad_at);
   }

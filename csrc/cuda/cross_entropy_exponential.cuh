@@ -1,9 +1,12 @@
-// exp(z − reference) of a row's logits on the GPU, for sums and for gradients. The reference is the
-// largest z of the row so far, or near it.
+// exp(z − reference) of a row's logits on the GPU, for sums and for gradients. The reference is
+// near the largest z of the row, or of the row so far.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <type_traits>
+
+#include <c10/util/Half.h>
 
 #include "../math/cross_entropy.h"
 #include "../math/cross_entropy_exponential.h"
@@ -32,30 +35,49 @@ __device__ __forceinline__ float power_of_two(float x) {
 #endif
 }
 
-// The version for 16-bit logits uses power_of_two: two such exponentials per logit take less time
-// than reading its 2 bytes and writing 2.
+// The version for 16-bit logits takes one multiply-add and one power_of_two per exponential.
+//
+// exp(z − reference) is computed as 2^(z·factor − n), rounded once before the power. `factor` is
+// 1/log 2 as a float, and n is a z near the largest, times `factor` and rounded up to an integer.
+// So another reference for a sum multiplies it by a power of two, which is exact. The reference is
+// n / factor, which takes the rounding of `factor` into account: what remains is an error of
+// 2⁻²⁶·|z − reference| of an exponential, and 2⁻²⁵·|z·factor − n| for the rounding of the exponent.
+//
+// float16 ends at 2¹⁶, and bfloat16 numbers are at least 512 apart from there on, so exponentials
+// are 0 or 1. For them `factor` is a power of two by which n is at most 2¹⁸ and neighbours are
+// still 512 apart. Otherwise z·factor would overflow for the largest logits, and adding a bias to n
+// would be inexact.
 template <typename scalar_t>
 class RowExponential {
  public:
   using Term = float;
   static constexpr double kUnbias = 1;
 
-  __device__ explicit RowExponential(float largest) : largest_(largest) {}
-  __device__ double reference() const { return largest_; }
-
-  // Returns exp(z − largest) for sums, with an error of 2 + |z − largest| / 20 ulps. Rounding the
-  // product with 1/log 2 alone would cost up to |z − largest| / 2 ulps, so the result is corrected
-  // by the part that rounding lost.
-  __device__ float term(float z) const {
-    const float d = fmaxf(z - largest_, -200.0f);  // for −∞, `lost` would be NaN
-    const float power = d * kPerLog2;
-    const float lost = std::fma(power, -kLog2, d);
-    const float e = power_of_two(power);
-    return std::fma(e, lost, e);
+  __device__ explicit RowExponential(float largest) {
+    constexpr bool kMayBeFar = !std::is_same_v<scalar_t, c10::Half>;
+    const bool is_far = kMayBeFar && std::fabs(largest) >= 0x1p16f;
+    factor_ = is_far ? std::ldexp(1.0f, 17 - std::ilogb(largest)) : 1.44269502f;
+    n_ = std::ceil(largest * factor_);
   }
+  __device__ double reference() const { return static_cast<double>(n_) / factor_; }
 
-  // Returns exp(earlier reference − this one).
-  __device__ double from(float earlier) const { return term(earlier); }
+  // Returns the power of two in exp(z − reference).
+  __device__ float exponent(float z) const { return std::fma(z, factor_, -n_); }
+
+  // Returns reference − z, more precisely than by rounding the reference to a float.
+  __device__ float below(float z) const { return -exponent(z) / factor_; }
+
+  // Returns exp(z − reference) for sums.
+  __device__ float term(float z) const { return power_of_two(exponent(z)); }
+
+  // Returns exp(other reference − this one), a power of two; 0 if that is not a normal number. The
+  // other reference may be at most 127 powers of two larger.
+  __device__ float from(const RowExponential& other) const {
+    if (other.factor_ != factor_) return 0;
+    const auto power = static_cast<int>(fmaxf(other.n_ - n_, -127.0f));
+    return __builtin_bit_cast(float, static_cast<uint32_t>(power + 127) << 23);
+  }
+  __device__ float from(float earlier) const { return from(RowExponential(earlier)); }
 
   // A factor for exponentials. They are biased as in math/cross_entropy_exponential.h, for the same
   // reason, and the factor removes the bias. A factor so small that it would lose digits is used
@@ -69,18 +91,16 @@ class RowExponential {
       factor = is_small ? by : by * static_cast<float>(math::kUnbias);
     }
   };
-  // Returns exp(z − largest)·factor for gradients, which are rounded to 11 bits (fp16) or 8
+  // Returns exp(z − reference)·factor for gradients, which are rounded to 11 bits (fp16) or 8
   // (bfloat16) afterwards.
   __device__ float times(float z, const Factor& by) const {
-    const float power = power_of_two(std::fma(z - largest_, kPerLog2, by.bias));
+    const float power = power_of_two(std::fma(z, factor_, by.bias - n_));
     return math::Lane<float>::product(power, by.factor);
   }
 
  private:
-  static constexpr float kLog2 = 0.693147181f;
-  static constexpr float kPerLog2 = 1.44269502f;
-
-  float largest_;
+  float factor_;
+  float n_;
 };
 
 // The version for fp32 logits uses math/cross_entropy_exponential.h, so that the last digit of
@@ -99,6 +119,7 @@ class RowExponential<float> {
     return static_cast<double>(e.high) + e.low;
   }
 
+  __device__ double below(float z) const { return reference() - z; }
   __device__ double from(float earlier) const {
     const double below = reference() - RowExponential(earlier).reference();
     return below == 0 ? 1 : std::exp(-below);
@@ -123,6 +144,7 @@ class RowExponential<double> {
 
   __device__ explicit RowExponential(double largest) : largest_(largest) {}
   __device__ double reference() const { return largest_; }
+  __device__ double below(double z) const { return largest_ - z; }
   __device__ double term(double z) const { return std::exp(z - largest_); }
   __device__ double from(double earlier) const { return term(earlier); }
 

@@ -11,14 +11,36 @@ namespace ampfuse {
 template <typename scalar_t>
 inline constexpr int kWriteUnroll = std::is_same_v<scalar_t, double> ? 1 : 2;
 
+// Stores 16 or 8 bytes in one instruction. nvcc splits the assignment of a word that was converted
+// from an array of 16-bit numbers into up to eight stores.
+__device__ __forceinline__ void store_word(uint4* to, uint4 word) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+#else
+  *to = word;
+#endif
+}
+__device__ __forceinline__ void store_word(uint2* to, uint2 word) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(word.x),
+               "r"(word.y)
+               : "memory");
+#else
+  *to = word;
+#endif
+}
+
 // Stores a pack of a gradient. Wide teams (kPassing) rely on the L2 cache for the packs of their
 // rows that are not kept in shared memory, so the gradient should leave the cache first (__stcs).
 template <bool kPassing, typename grad_t, int kCount>
 __device__ __forceinline__ void store_gradient(grad_t* to, const Pack<grad_t, kCount>& pack) {
-  if constexpr (kPassing && sizeof(pack) == 16) {
-    __stcs(reinterpret_cast<uint4*>(to), __builtin_bit_cast(uint4, pack));
-  } else if constexpr (kPassing && sizeof(pack) == 8) {
-    __stcs(reinterpret_cast<uint2*>(to), __builtin_bit_cast(uint2, pack));
+  if constexpr (sizeof(pack) >= 8) {
+    using Word = std::conditional_t<sizeof(pack) == 16, uint4, uint2>;
+    auto* const at = reinterpret_cast<Word*>(to);
+    const auto word = __builtin_bit_cast(Word, pack);
+    kPassing ? __stcs(at, word) : store_word(at, word);
   } else {
     store_pack(to, pack);
   }
@@ -125,8 +147,8 @@ __device__ __forceinline__ void write_gradient(const Team& team,
   const int from_kept = kept_classes == 0 ? 0 : (kept_classes - pieces.head) / P::kSize;
   // Write the packs that are not in shared memory first: they were read last, so they are the most
   // likely to be still in the L2 cache.
-  each_pack<kWriteUnroll<scalar_t>>(team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept,
-                                    pieces.packs, write_pack);
+  each_pack<kWriteUnroll<scalar_t>>(
+      team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept, pieces.packs, [] {}, write_pack);
   if (kept.count == 0) return;
   // inner() is safe: a pack whose elements are all kept lies in 16-byte blocks that are kept too.
   const PacksAnywhere<scalar_t> kept_packs(kept_logits + pieces.head);

@@ -38,24 +38,23 @@ __device__ __forceinline__ Pack<scalar_t, kCount> gathered(const scalar_t* in, i
 template <RowWork kWork, typename scalar_t>
 __device__ __forceinline__ ThreadPartial<scalar_t> read_row(
     const PositionTeam&, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
-    bool with_metrics, const KeptOfPosition<scalar_t>& kept) {
+    scalar_t target_logit, bool with_metrics, const KeptOfPosition<scalar_t>& kept) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const scalar_t* const in = table.template logits_of<PositionTeam>(row);
-  const auto* const probabilities = table.template probabilities_of<PositionTeam>(row);
   const int64_t stride = table.input_at.class_stride;
-  ThreadPartial<scalar_t> partial;
-  int first = 0;
-  for (; first + kSize <= table.classes; first += kSize) {
-    const Pack<scalar_t> pack = gathered<kSize>(in, stride, first);
-    if (first / kSize < kept.count) kept.at(first / kSize) = pack;
-    add_pack<kWork>(table, probabilities, target, with_metrics, first, pack, partial);
-  }
+  const auto pass = [&](const auto& start, const auto& add) {
+    start();
+    int first = 0;
+    for (; first + kSize <= table.classes; first += kSize) {
+      const Pack<scalar_t> pack = gathered<kSize>(in, stride, first);
+      if (first / kSize < kept.count) kept.at(first / kSize) = pack;
+      add(first, pack);
+    }
 #pragma unroll 1
-  for (; first < table.classes; ++first) {
-    add_pack<kWork>(table, probabilities, target, with_metrics, first,
-                    gathered<1>(in, stride, first), partial);
-  }
-  return partial;
+    for (; first < table.classes; ++first) add(first, gathered<1>(in, stride, first));
+  };
+  return sums_of<kWork>(table, table.template probabilities_of<PositionTeam>(row), target,
+                        target_logit, with_metrics, pass);
 }
 
 template <typename scalar_t>

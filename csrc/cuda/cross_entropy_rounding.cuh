@@ -4,6 +4,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include "../math/lane.h"
 #include "vectorized.cuh"
 
 namespace ampfuse {
@@ -43,6 +44,54 @@ __device__ __forceinline__ void widen(const Pack<c10::BFloat16, kCount>& pack, f
     x[2 * i + 1] = __builtin_bit_cast(float, pairs.pair[i] & 0xffff0000u);
   }
 }
+
+// The largest of many 16-bit numbers, or NaN if any is NaN: one instruction per two numbers, whose
+// halves are joined at the end.
+template <typename T>
+class PackMaximum {
+ public:
+  template <int kCount>
+  __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
+    if constexpr (kCount == 1) {
+      add_pair(__builtin_bit_cast(uint32_t, Pack<T, 2>{{pack.value[0], pack.value[0]}}));
+    } else {
+      struct Pairs {
+        uint32_t pair[kCount / 2];
+      };
+      const auto pairs = __builtin_bit_cast(Pairs, pack);
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) add_pair(pairs.pair[i]);
+    }
+  }
+
+  // Returns −∞ if nothing was added.
+  __device__ float get() const {
+    const auto halves = __builtin_bit_cast(Pack<T, 2>, largest_);
+    return math::Lane<float>::larger(static_cast<float>(halves.value[0]),
+                                     static_cast<float>(halves.value[1]));
+  }
+
+ private:
+  __device__ __forceinline__ void add_pair(uint32_t pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    if constexpr (std::is_same_v<T, c10::Half>) {
+      asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(largest_) : "r"(pair));
+    } else {
+      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(largest_) : "r"(pair));
+    }
+#else
+    const auto so_far = __builtin_bit_cast(Pack<T, 2>, largest_);
+    auto halves = __builtin_bit_cast(Pack<T, 2>, pair);
+    for (int i = 0; i < 2; ++i) {
+      const auto x = static_cast<float>(so_far.value[i]);
+      if (x >= static_cast<float>(halves.value[i]) || x != x) halves.value[i] = so_far.value[i];
+    }
+    largest_ = __builtin_bit_cast(uint32_t, halves);
+#endif
+  }
+
+  uint32_t largest_ = std::is_same_v<T, c10::Half> ? 0xfc00fc00u : 0xff80ff80u;  // −∞ twice
+};
 
 template <typename T, typename acc_t, int kCount>
 __device__ __forceinline__ Pack<T, kCount> rounded(const acc_t (&x)[kCount]) {

@@ -55,7 +55,7 @@ struct ThreadPartial {
   int best_class = 0;
 
   __device__ void raise(acc_t to, RowWork work) {
-    const double factor = sum == 0 ? 1 : RowExponential<scalar_t>(to).from(largest);
+    const double factor = sum == 0 ? 1.0 : double(RowExponential<scalar_t>(to).from(largest));
     if (work == RowWork::kAny) {
       const double lift = static_cast<double>(to) - largest;
       spread += math::times_or_zero(masses, lift);
@@ -91,10 +91,8 @@ __device__ __forceinline__ void add_argmax(int first, const Pack<scalar_t, kCoun
   for (int e = 0; e < kCount; ++e) {
     const auto x = static_cast<RowAcc<scalar_t>>(pack.value[e]);
     const bool is_nan = x != x;
-    const bool is_above = x > partial.best || (is_nan && partial.best == partial.best);
-    // The elements after the last pack were visited first, so a later visit may have a lower index.
-    const bool is_as_high = x == partial.best || (is_nan && partial.best != partial.best);
-    if (is_above || (is_as_high && first + e < partial.best_class)) {
+    // A thread visits its classes in ascending order, so the first of equal ones stays.
+    if (x > partial.best || (is_nan && partial.best == partial.best)) {
       partial.best = x;
       partial.best_class = first + e;
     }
@@ -168,30 +166,112 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
   partial.sum += sum_in_pairs(terms);
 }
 
+// The sum over a thread's part of a row of 16-bit logits, with kPlain: 7 instructions per logit.
+//
+// The reference is fixed for a pass over the row, so that no pack waits for the largest logit of
+// those before it, and sums need not be rescaled. It is the target's logit, which costs a loss no
+// digits: the further it is below the largest logit, the larger is the loss. If it is too far from
+// the thread's largest logit, the thread repeats the pass with that one. So the choice depends on
+// the row alone, as the last bits of its sum do.
+template <typename scalar_t>
+class PlainSum {
+ public:
+  __device__ explicit PlainSum(float reference) : exponential_(reference) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void add(int first, const Pack<scalar_t, kCount>& pack, int target) {
+    largest_.add(pack);
+    float z[kCount];
+    widen(pack, z);
+    if (static_cast<unsigned>(target - first) < kCount) {
+      stay_a_branch();
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        if (first + e == target) z[e] = -HUGE_VALF;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) z[e] = exponential_.term(z[e]);
+    sum_ += sum_in_pairs(z);
+  }
+
+  __device__ float largest() const { return largest_.get(); }
+
+  // Returns true if the sum may have overflowed, or lost terms that matter, for this largest logit.
+  __device__ bool is_off(float largest) const {
+    const float power = exponential_.exponent(largest);
+    return math::is_finite(largest) && (power > 80 || power < -60);
+  }
+
+  __device__ ThreadPartial<scalar_t> partial(float largest) const {
+    ThreadPartial<scalar_t> partial;
+    partial.largest = largest;
+    if (largest == -HUGE_VALF) return partial;  // every exponential is 0
+    partial.sum = sum_ * RowExponential<scalar_t>(largest).from(exponential_);
+    return partial;
+  }
+
+ private:
+  RowExponential<scalar_t> exponential_;
+  PackMaximum<scalar_t> largest_;
+  float sum_ = 0;
+};
+
+// The sums of a pass over a row. `pass(start, add)` calls start(), and then add(index of the first
+// class, pack) for each pack.
+template <RowWork kWork, typename scalar_t, typename Pass>
+__device__ __forceinline__ ThreadPartial<scalar_t> sums_of(const CrossEntropyTable<scalar_t>& table,
+                                                           const RowAcc<scalar_t>* probabilities,
+                                                           int target, scalar_t target_logit,
+                                                           bool with_metrics, const Pass& pass) {
+  if constexpr (kWork == RowWork::kPlain && sizeof(scalar_t) == 2) {
+    PlainSum<scalar_t> sum(0);
+    bool is_second = false;
+    float largest = 0;
+#pragma unroll 1
+    do {
+      pass(
+          [&] {
+            const float reference = is_second ? largest : static_cast<float>(target_logit);
+            sum = PlainSum<scalar_t>(math::is_finite(reference) ? reference : 0);
+          },
+          [&](int first, const auto& pack) { sum.add(first, pack, target); });
+      largest = sum.largest();
+      is_second = !is_second && sum.is_off(largest);
+    } while (is_second);
+    return sum.partial(largest);
+  } else {
+    ThreadPartial<scalar_t> partial;
+    pass([] {},
+         [&](int first, const auto& pack) {
+           add_pack<kWork>(table, probabilities, target, with_metrics, first, pack, partial);
+         });
+    return partial;
+  }
+}
+
 // The first pass over a row. Packs start at the row's first class, whatever its alignment, and
 // classes after the last pack are read one by one. The last bits of a sum depend on which thread
 // adds which elements in which order; this way they are the same for equal rows.
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ ThreadPartial<scalar_t> read_row(
     const Team& team, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
-    bool with_metrics, const KeptPacks<scalar_t>& kept) {
+    scalar_t target_logit, bool with_metrics, const KeptPacks<scalar_t>& kept) {
   using P = Pack<scalar_t>;
   const scalar_t* const in = table.template logits_of<Team>(row);
-  const auto* const probabilities = table.template probabilities_of<Team>(row);
   const int packs = table.classes / P::kSize;
-  ThreadPartial<scalar_t> partial;
   static_assert(Team::kSize >= P::kSize);
   const int single = packs * P::kSize + team.index();
-  if (single < table.classes) {
-    add_pack<kWork>(table, probabilities, target, with_metrics, single,
-                    Pack<scalar_t, 1>{{in[single]}}, partial);
-  }
-  each_pack<kReadUnroll<scalar_t, Team>>(
-      team, PacksAnywhere<scalar_t>(in), 0, packs, [&](int p, const P& pack) {
-        if (p < kept.count) kept.packs[p] = pack;
-        add_pack<kWork>(table, probabilities, target, with_metrics, p * P::kSize, pack, partial);
-      });
-  return partial;
+  const auto pass = [&](const auto& start, const auto& add) {
+    each_pack<kReadUnroll<scalar_t, Team>>(team, PacksAnywhere<scalar_t>(in), 0, packs, start,
+                                           [&](int p, const P& pack) {
+                                             if (p < kept.count) kept.packs[p] = pack;
+                                             add(p * P::kSize, pack);
+                                           });
+    if (single < table.classes) add(single, Pack<scalar_t, 1>{{in[single]}});
+  };
+  return sums_of<kWork>(table, table.template probabilities_of<Team>(row), target, target_logit,
+                        with_metrics, pass);
 }
 
 // Combines the partial sums of a team's threads.

@@ -20,14 +20,22 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);
   const bool with_metrics = argmax != nullptr;
   const bool is_first = team.index() == 0;
+  RawIndex next_index = table.raw_index(team.number());  // as in cross_entropy_forward_kernel
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
-    if (table.is_ignored(row) && !with_metrics) continue;
+    const int64_t index = table.index(next_index);
+    next_index = table.raw_index(row + Team::count());
+    const bool is_ignored = table.is_ignored(index);
+    if (is_ignored && !with_metrics) continue;
+    const int target_class = table.class_of(index);
     ThreadPartial<scalar_t> mine =
-        read_row<kWork>(team, table, row, table.target_class(row), with_metrics, nothing_kept);
+        read_row<kWork>(team, table, row, target_class, scalar_t{}, with_metrics, nothing_kept);
+    const scalar_t target_logit = table.template logit<Team>(row, target_class);
     const auto others = team_partial(team, mine, kWork);
     if (is_first) {
-      partials[row] = math::shard_partial(others, table.template row_target<Team, true>(row),
-                                          table.classes, with_metrics);
+      const bool is_absent = is_ignored || table.is_elsewhere(index);
+      partials[row] =
+          math::shard_partial(others, table.row_target(is_absent, target_class, target_logit),
+                              table.classes, with_metrics);
     }
     if constexpr (kWork == RowWork::kAny) {
       if (!with_metrics) continue;
@@ -56,9 +64,10 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
   using acc_t = RowAcc<scalar_t>;
   for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < table.rows;
        row += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t index = table.index(row);
     const math::JoinedRow known =
         math::joined_row(partials + row, table.rows, shards, all_classes, table.target != nullptr,
-                         table.is_ignored(row), table.target_class(row) >= 0, table.terms);
+                         table.is_ignored(index), table.class_of(index) >= 0, table.terms);
     results.loss[row] = known.loss;
     if (results.statistics != nullptr) results.statistics[row] = known.statistics;
     if (results.argmax == nullptr) continue;

@@ -10,6 +10,12 @@ namespace ampfuse {
 
 enum class IndexType { kLong, kInt, kByte };
 
+// A target index as it was loaded. It is converted when it is used, not when it is loaded, so that
+// a thread does not wait for the load before.
+struct RawIndex {
+  uint64_t bits;
+};
+
 // The memory layout of a tensor's rows. For teams of several threads, each row is contiguous. For
 // a team of one thread, each position of a batch entry is a row, and positions are contiguous.
 struct RowsAt {
@@ -44,19 +50,33 @@ struct CrossEntropyTable {
   math::LossTerms<acc_t, Number> terms;
   bool is_shard = false;  // true: targets may be math::kElsewhere
 
-  __device__ int64_t index(int64_t row) const {
+  // Requests the target index of a row. Returns no index after the last row, or if targets are
+  // probabilities.
+  __device__ RawIndex raw_index(int64_t row) const {
+    if (target == nullptr || row >= rows) return {0};
     switch (index_type) {
       case IndexType::kLong:
-        return static_cast<const int64_t*>(target)[row];
+        return {static_cast<const uint64_t*>(target)[row]};
       case IndexType::kInt:
-        return static_cast<const int32_t*>(target)[row];
+        return {static_cast<const uint32_t*>(target)[row]};
       default:
-        return static_cast<const uint8_t*>(target)[row];
+        return {static_cast<const uint8_t*>(target)[row]};
     }
   }
+  __device__ int64_t index(RawIndex raw) const {
+    if (index_type == IndexType::kInt) return static_cast<int32_t>(raw.bits);
+    return static_cast<int64_t>(raw.bits);
+  }
+  __device__ int64_t index(int64_t row) const { return index(raw_index(row)); }
   __device__ bool is_class(int64_t index) const { return index >= 0 && index < classes; }
-  __device__ bool is_ignored(int64_t row) const {
-    return target != nullptr && index(row) == ignore_index;
+  __device__ bool is_ignored(int64_t index) const {
+    return target != nullptr && index == ignore_index;
+  }
+  // Returns the target class, or −1 if the row is ignored, its target is out of range or on another
+  // shard, or targets are probabilities.
+  __device__ int class_of(int64_t index) const {
+    return target != nullptr && index != ignore_index && is_class(index) ? static_cast<int>(index)
+                                                                         : -1;
   }
   __device__ acc_t weight_of(int64_t index) const { return weight == nullptr ? 1 : weight[index]; }
 
@@ -82,24 +102,24 @@ struct CrossEntropyTable {
 
   __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, terms.softcap); }
 
-  // Returns the target of a row. A target out of range makes the row NaN. kMayBeElsewhere is false
-  // for kernels that see all classes; this saves them registers.
-  template <typename Team, bool kMayBeElsewhere = false>
-  __device__ math::RowTarget<Number> row_target(int64_t row) const {
-    if (target == nullptr || is_ignored(row)) return {};
-    const int64_t at = index(row);
-    if (kMayBeElsewhere && is_shard && at == math::kElsewhere) return {};
-    if (!is_class(at)) return {true, NAN, NAN};
-    const auto x =
-        static_cast<Number>(static_cast<acc_t>(logits_of<Team>(row)[at * input_at.class_stride]));
-    return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
-            (static_cast<Number>(terms.of_target) + terms.uniform) * weight_of(at)};
+  __device__ bool is_elsewhere(int64_t index) const {
+    return target != nullptr && is_shard && index == math::kElsewhere;
   }
-  // Returns the target class, or −1 if the row is ignored, its target is out of range or on another
-  // shard, or targets are probabilities.
-  __device__ int target_class(int64_t row) const {
-    const int64_t at = target == nullptr || is_ignored(row) ? -1 : index(row);
-    return is_class(at) ? static_cast<int>(at) : -1;
+  // Requests the logit of a class of a row; 0 for class −1.
+  template <typename Team>
+  __device__ scalar_t logit(int64_t row, int c) const {
+    if (c < 0) return static_cast<scalar_t>(0.0f);
+    return logits_of<Team>(row)[c * input_at.class_stride];
+  }
+  // Returns the target of a row with this target class. `is_absent`: the row is ignored, or its
+  // target is on another shard. Otherwise, class −1 is a target out of range, which makes the row
+  // NaN.
+  __device__ math::RowTarget<Number> row_target(bool is_absent, int c, scalar_t logit) const {
+    if (target == nullptr || is_absent) return {};
+    if (c < 0) return {true, NAN, NAN};
+    const auto x = static_cast<Number>(static_cast<acc_t>(logit));
+    return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
+            (static_cast<Number>(terms.of_target) + terms.uniform) * weight_of(c)};
   }
 };
 

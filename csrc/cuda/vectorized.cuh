@@ -129,21 +129,23 @@ class PacksAnywhere {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Loads packs first, first + step, …, all in flight at once. The last pack of the data must not
-  // be among them unless packs are aligned.
+  // Loads packs first, first + step, …, all in flight at once. In place of packs after `last` it
+  // loads `first` again: other threads may be overwriting those. `last` must not be the last pack
+  // of the data unless packs are aligned.
   template <int kCount>
-  __device__ __forceinline__ void load(int first, int step, Words (&packs)[kCount]) const {
+  __device__ __forceinline__ void load(int first, int step, int last,
+                                       Words (&packs)[kCount]) const {
+    const auto at = [&](int u) { return first + u * step <= last ? first + u * step : first; };
     if (are_aligned()) {
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) packs[u] = block(first + u * step);
+      for (int u = 0; u < kCount; ++u) packs[u] = block(at(u));
       return;
     }
-    // Pack 0 is gathered below. Until then pack `step`, which is loaded anyway, takes its place.
-    static_assert(kCount > 1);
+    // Pack 0 is gathered below. Until then pack 1 takes its place.
     Words next[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      const int p = u == 0 && first == 0 ? step : first + u * step;
+      const int p = max(at(u), 1);
       packs[u] = block(p);
       next[u] = block(p + 1);
     }
@@ -177,22 +179,33 @@ class PacksAnywhere {
 
 // Calls visit(index of the pack, pack) for the packs [begin, end), where end − 1 is the last pack
 // of the data. Each thread visits its own packs in ascending order, with kUnroll loads in flight
-// before it uses the first.
-template <int kUnroll, typename Team, typename scalar_t, typename Visit>
+// before it uses the first. It calls start() before the first visit, while these loads are in
+// flight.
+template <int kUnroll, typename Team, typename scalar_t, typename Start, typename Visit>
 __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<scalar_t>& packs,
-                                          int begin, int end, const Visit& visit) {
+                                          int begin, int end, const Start& start,
+                                          const Visit& visit) {
   constexpr int kStep = Team::kSize;
   int p = begin + team.index();
   if constexpr (kUnroll > 1) {
-    const int inner_end = packs.are_aligned() ? end : end - 1;
-    for (; p + (kUnroll - 1) * kStep < inner_end; p += kUnroll * kStep) {
+    // All loads of a round are in flight at once, also those of the last round, which may have
+    // fewer packs. An unaligned last pack is gathered below, and in data of two packs the first
+    // one, too.
+    const int inner_end = packs.are_aligned() ? end : end > 2 && end > begin ? end - 1 : begin;
+    if (p >= inner_end) start();
+    for (const int first = p; p < inner_end; p += kUnroll * kStep) {
       Words words[kUnroll];
-      packs.load(p, kStep, words);
+      packs.load(p, kStep, inner_end - 1, words);
+      if (p == first) start();
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
+        if (u > 0 && p + u * kStep >= inner_end) break;
         visit(p + u * kStep, __builtin_bit_cast(Pack<scalar_t>, words[u]));
       }
     }
+    p -= (p - inner_end) / kStep * kStep;  // back to this thread's first pack from inner_end on
+  } else {
+    start();
   }
 #pragma unroll 1
   for (; p < end; p += kStep) visit(p, packs.any(p, end));

@@ -114,11 +114,13 @@ struct RowLoss {
   Statistics<std::conditional_t<std::is_arithmetic_v<V>, double, V>> statistics;
 };
 
+// `below` is others.reference − target.z. Callers that do not have all digits of the reference in V
+// compute it from what they have; it is not used for rows without a target.
 template <typename V, typename Terms>
 AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTarget<V>& target,
-                                        const Terms& terms) {
+                                        V below, const Terms& terms) {
   using L = Lane<V>;
-  const V below = target.exists ? others.reference - target.z : V(0);
+  if (!target.exists) below = V(0);
   const V targets = target.exists ? L::exp(V(0) - below) : V(0);
   const V sum = others.sum + targets;
   // One log1p serves both cases. log(sum) is taken as log1p(sum − 1): `sum` is above 1/2, so this
@@ -139,6 +141,12 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
           if_any(lse),
           if_any(entropy),
           {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.masses)}};
+}
+
+template <typename V, typename Terms>
+AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTarget<V>& target,
+                                        const Terms& terms) {
+  return row_loss(others, target, others.reference - target.z, terms);
 }
 
 // Returns the scale to multiply into a gradient before backward is called: `grad_scale`, or 1 if

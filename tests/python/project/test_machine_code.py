@@ -11,6 +11,7 @@ from pathlib import Path
 import ampfuse
 import pytest
 from packaging_tools import ROOT, find_tool
+from sass import shortest_turns
 
 LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
 CUOBJDUMP = find_tool("cuobjdump")
@@ -132,13 +133,39 @@ def test_positions_are_kept_in_shared_memory_16_bytes_at_a_time(code: MachineCod
             assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
 
 
+PLAIN_16_BIT = re.compile(rf"kernelIN3c10(?!.*{PLACES}).*RowWorkE0")
+
+
+def plain_16_bit_kernels(code: MachineCode) -> dict[str, str]:
+    """Return the kernels of 16-bit logits that compute only exponentials, except for positions."""
+    functions = code.functions("cross_entropy_forward_kernel")
+    found = {name: body for name, body in functions.items() if PLAIN_16_BIT.search(name)}
+    assert found
+    return found
+
+
+def test_16_bit_logits_take_at_most_15_instructions_each(code: MachineCode) -> None:
+    for name, body in plain_16_bit_kernels(code).items():
+        turns = shortest_turns(body, r"\bMUFU\.EX2")
+        for pass_stores, most in ((False, 7.5), (True, 7.7)):
+            ratios = [
+                turn.instructions / turn.counted
+                for turn in turns
+                if any("STG" in text for text in turn.loop) == pass_stores
+            ]
+            assert min(ratios) <= most, (name, pass_stores, ratios)
+
+
+def test_16_bit_gradients_are_stored_in_whole_packs(code: MachineCode) -> None:
+    # Single elements are stored before the first pack and after the last one: of zeros, and of a
+    # gradient.
+    for name, body in plain_16_bit_kernels(code).items():
+        assert len(re.findall(r"\bSTG\.E\.U16", body)) <= 6, name
+
+
 def test_16_bit_logits_need_few_instructions_in_double_precision(code: MachineCode) -> None:
     # Most GPUs have few fp64 units. A row may need a few additions and one division, no logarithm.
-    plain = re.compile(r"kernelIN3c10.*RowWorkE0")
-    found = [body for name, body in code.functions("cross_entropy_forward_kernel").items()
-             if plain.search(name)]  # fmt: skip
-    assert found
-    for body in found:
+    for body in plain_16_bit_kernels(code).values():
         assert len(re.findall(r"\bDFMA\b", body)) < 30
         assert len(re.findall(r"\bD(ADD|MUL)\b", body)) < 80
 
