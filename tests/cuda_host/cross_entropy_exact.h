@@ -1,6 +1,8 @@
 // A reference for cross-entropy in long double, and checks of batches against it.
 #pragma once
 
+#include <algorithm>
+
 #include "cross_entropy_on_host.h"
 
 #include "catch.h"
@@ -30,27 +32,32 @@ struct Exact {
       z[c] = options.softcap == 0 ? x : options.softcap * t;
       slope[c] = 1 - t * t;
     }
+    // Subtracting the largest z is exact, and keeps exponentials in range.
+    const long double largest = *std::max_element(z.begin(), z.end());
     long double sum = 0;
-    for (const long double x : z) sum += std::exp(x);
-    lse = std::log(sum);
+    for (const long double x : z) sum += std::exp(x - largest);
+    const long double log_sum = std::log(sum);
+    lse = largest + log_sum;
     long double all = 0;
     std::vector<long double> mass(classes);
+    std::vector<long double> p(classes);
     for (int c = 0; c < classes; ++c) {
-      entropy -= std::exp(z[c] - lse) * (z[c] - lse);
+      const long double minus_log = (largest - z[c]) + log_sum;
+      p[c] = std::exp(-minus_log);
+      entropy += p[c] * minus_log;
       const long double q =
           options.probabilities ? batch.probability(row, c) : batch.targets[row] == c;
       mass[c] = (1 - options.label_smoothing) * q + options.label_smoothing / classes;
       if (options.weighted) mass[c] *= batch.weight[c];
-      loss += mass[c] * (lse - z[c]);
+      loss += mass[c] * minus_log;
       all += mass[c];
     }
     loss += options.z_loss * lse * lse;
     all += 2 * options.z_loss * lse;
     const long double factor = batch.baked / batch.divisor;
     for (int c = 0; c < classes; ++c) {
-      const long double p = std::exp(z[c] - lse);
-      gradient[c] = is_ignored ? 0 : (all * p - mass[c]) * factor * slope[c];
-      largest_term[c] = (all * p + mass[c]) * factor;
+      gradient[c] = is_ignored ? 0 : (all * p[c] - mass[c]) * factor * slope[c];
+      largest_term[c] = (all * p[c] + mass[c]) * factor;
     }
     if (is_ignored) loss = 0;
   }

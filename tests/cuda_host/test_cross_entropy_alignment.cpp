@@ -81,7 +81,7 @@ TEST_CASE("equal rows of doubles give equal bits at every alignment") {
   check_all_kept<double, BlockTeam, RowWork::kPlain>(5, 2051, {});
 }
 
-TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "[addresses]", c10::BFloat16,
+TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "[asan]", c10::BFloat16,
                    float, double) {
   constexpr int kPerBlock = 16 / sizeof(TestType);
   for (int apart = 0; apart < kPerBlock; ++apart) {
@@ -103,7 +103,7 @@ TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "[address
   }
 }
 
-TEMPLATE_TEST_CASE("logits and gradients of few classes may have any two alignments", "[addresses]",
+TEMPLATE_TEST_CASE("logits and gradients of few classes may have any two alignments", "[asan]",
                    c10::BFloat16, float) {
   // The last row ends where its allocation ends, at every distance from a boundary.
   for (size_t offset = 0; offset < 16 / sizeof(TestType); ++offset) {

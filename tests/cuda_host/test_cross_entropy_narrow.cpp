@@ -36,7 +36,7 @@ TEMPLATE_TEST_CASE("16-bit gradients of float logits are the exact ones, rounded
   run_and_check<float, WidestTeam, TestType>(2, 8191, 0, in_chunks(8191));
 }
 
-TEST_CASE("float logits and their 16-bit gradients may have any two alignments", "[addresses]") {
+TEST_CASE("float logits and their 16-bit gradients may have any two alignments", "[asan]") {
   using grad_t = c10::BFloat16;
   for (int offset = 0; offset < 4; ++offset) {
     for (int grad_offset = 0; grad_offset < 8; ++grad_offset) {
