@@ -45,7 +45,7 @@ def _turns(
     last: int,
     counted: re.Pattern[str],
 ) -> list[Turn]:
-    # Of each instruction, the fewest instructions before it, by the number of counted ones.
+    # For each instruction: the fewest instructions before it, by the number of counted ones.
     reach: dict[int, dict[int, int]] = {first: {0: 0}}
     for index in range(first, last):
         to, is_conditional = jumps.get(index, (index + 1, False))
