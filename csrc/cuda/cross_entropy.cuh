@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     if (kWork == RowWork::kAny) target_logit = table.template logit<Team>(row, target_class);
     const math::RowPartial<Number> whole = team_partial(team, partial, kWork);
     const math::RowTarget<Number> target = table.row_target(is_ignored, target_class, target_logit);
-    const auto largest = static_cast<RowAcc<scalar_t>>(whole.largest);
-    const RowExponential<scalar_t> exponential(math::is_finite(largest) ? largest : 0);
+    const auto exponential =
+        row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(whole.largest));
     const math::RowLoss<Number> loss = math::row_loss(
         whole, target, static_cast<Number>(exponential.below(target.z)), table.terms);
     if constexpr (kWork == RowWork::kAny) {

@@ -158,4 +158,11 @@ class RowExponential<double> {
   double largest_;
 };
 
+// Returns the exponential for a row with this largest z. If that is NaN or infinite, the row's
+// results are NaN, and the reference may be any number.
+template <typename scalar_t>
+__device__ RowExponential<scalar_t> row_exponential(RowAcc<scalar_t> largest) {
+  return RowExponential<scalar_t>(math::is_finite(largest) ? largest : RowAcc<scalar_t>(0));
+}
+
 }  // namespace ampfuse

@@ -71,8 +71,7 @@ class PackGradient {
       : table_(table),
         probabilities_(probabilities),
         target_(target),
-        exponential_(
-            static_cast<acc_t>(math::is_finite(statistics.largest) ? statistics.largest : 0.0)),
+        exponential_(row_exponential<scalar_t>(static_cast<acc_t>(statistics.largest))),
         gradient_(math::row_gradient(statistics, static_cast<Number>(exponential_.reference()),
                                      target_mass, table.terms, scale)),
         factor_(gradient_.of_exponential) {}

@@ -74,6 +74,17 @@ __device__ __forceinline__ void stay_a_branch() {
 #endif
 }
 
+// Makes the exponential of the target class 0, if it is among these classes from `first` on.
+template <typename acc_t, int kCount>
+__device__ __forceinline__ void leave_out(int target, int first, acc_t (&z)[kCount]) {
+  if (static_cast<unsigned>(target - first) >= kCount) return;
+  stay_a_branch();
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    if (first + e == target) z[e] = -HUGE_VALF;
+  }
+}
+
 template <typename T, int kCount>
 __device__ __forceinline__ T sum_in_pairs(T (&x)[kCount]) {
 #pragma unroll
@@ -141,13 +152,7 @@ __device__ __forceinline__ void add_pack(const CrossEntropyTable<scalar_t>& tabl
     if (table.has_masses()) add_masses(table, probabilities, target, first, z, partial);
   }
   if (largest == -HUGE_VALF) return;  // every exponential so far is 0
-  if (target >= first && target < first + kCount) {
-    stay_a_branch();
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      if (first + e == target) z[e] = -HUGE_VALF;
-    }
-  }
+  leave_out(target, first, z);
   const RowExponential<scalar_t> exponential(largest);
   using Term = typename RowExponential<scalar_t>::Term;
   Term terms[kCount];
@@ -183,13 +188,7 @@ class PlainSum {
     largest_.add(pack);
     float z[kCount];
     widen(pack, z);
-    if (static_cast<unsigned>(target - first) < kCount) {
-      stay_a_branch();
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        if (first + e == target) z[e] = -HUGE_VALF;
-      }
-    }
+    leave_out(target, first, z);
 #pragma unroll
     for (int e = 0; e < kCount; ++e) z[e] = exponential_.term(z[e]);
     sum_ += sum_in_pairs(z);
@@ -285,7 +284,7 @@ __device__ __forceinline__ math::RowPartial<RowNumber<scalar_t>> team_partial(
   const bool is_finite = math::is_finite(largest);
   if (is_finite) partial.raise(largest, work);
   const double sum = team_sum(team, partial.sum) * Exponential::kUnbias;
-  const double reference = Exponential(is_finite ? largest : acc_t(0)).reference();
+  const double reference = row_exponential<scalar_t>(largest).reference();
   math::RowPartial<Number> whole;
   whole.largest = static_cast<Number>(largest);
   whole.reference = static_cast<Number>(reference);

@@ -75,8 +75,8 @@ struct CrossEntropyTable {
   // Returns the target class, or −1 if the row is ignored, its target is out of range or on another
   // shard, or targets are probabilities.
   __device__ int class_of(int64_t index) const {
-    return target != nullptr && index != ignore_index && is_class(index) ? static_cast<int>(index)
-                                                                         : -1;
+    const bool has_class = target != nullptr && index != ignore_index && is_class(index);
+    return has_class ? static_cast<int>(index) : -1;
   }
   __device__ acc_t weight_of(int64_t index) const { return weight == nullptr ? 1 : weight[index]; }
 
@@ -103,7 +103,7 @@ struct CrossEntropyTable {
   __device__ acc_t z(acc_t logit) const { return math::softcapped(logit, terms.softcap); }
 
   __device__ bool is_elsewhere(int64_t index) const {
-    return target != nullptr && is_shard && index == math::kElsewhere;
+    return is_shard && index == math::kElsewhere;
   }
   // Requests the logit of a class of a row; 0 for class −1.
   template <typename Team>

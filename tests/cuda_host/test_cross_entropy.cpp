@@ -120,7 +120,7 @@ TEMPLATE_TEST_CASE("argmax is the first of equal largest logits", "", c10::BFloa
     forward_on_host<TestType, WarpTeam, RowWork::kAny>(batch);
     return batch.argmax[0];
   };
-  // Packs and single classes are not read in the order of classes.
+  // Threads read packs in turn, and single classes after the last pack.
   for (const double value : {0.0, 7.0, double(NAN)}) {
     CAPTURE(value);
     CHECK(argmax(0, 300, value) == 0);

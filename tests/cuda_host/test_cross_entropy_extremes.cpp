@@ -5,7 +5,6 @@
 #include "cross_entropy_exact.h"
 
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "catch.h"

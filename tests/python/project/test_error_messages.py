@@ -128,7 +128,7 @@ RAISES = {
         "another optimizer?",
     ),
     "state of another shape": (
-        lambda: load_state_of_another_shape(),
+        load_state_of_another_shape,
         ValueError,
         "loaded state dict: exp_avg of parameter 0: expected shape (2, 5), got (2, 4)",
     ),
@@ -138,7 +138,7 @@ RAISES = {
         "GradScaler's state has no 'growth_factor'; it has scale. Is it the state of another",
     ),
     "sparse gradient": (
-        lambda: step_on_sparse_gradient(),
+        step_on_sparse_gradient,
         RuntimeError,
         "Adam does not support sparse gradients, please consider SparseAdam instead. The parameter "
         "has shape (10, 4)",
@@ -150,20 +150,20 @@ RAISES = {
         "remainder; use master_weights=True in a group of its own",
     ),
     "loss without scale": (
-        lambda: step_without_scaling_the_loss(),
+        step_without_scaling_the_loss,
         AssertionError,
         "Attempted step but _scale is None.  This may indicate your script did not use "
         "scaler.scale(loss or outputs)",
     ),
     "no backward": (
-        lambda: step_without_backward(),
+        step_without_backward,
         AssertionError,
         "No inf checks were recorded prior to update: no optimizer with gradients was stepped "
         "since the last update. Did you call scaler.scale(loss).backward()? If it is intended, "
         "pass GradScaler(allow_no_grads=True)",
     ),
     "no backward, torch's optimizer": (
-        lambda: step_of_torchs_optimizer_without_backward(),
+        step_of_torchs_optimizer_without_backward,
         AssertionError,
         "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
         "Did you call scaler.scale(loss).backward()?",
@@ -299,18 +299,18 @@ RAISES = {
         "multi_tensor_norm: ord: expected 1, 2 or inf, got 3",
     ),
     "graph in evaluation mode": (
-        lambda: call_in_evaluation_mode(),
+        call_in_evaluation_mode,
         RuntimeError,
         "GraphedStep: changed since the step was made: model.training; the model is in another "
         "mode: call model.train(), or make a new GraphedStep",
     ),
     "graph with a tuple": (
-        lambda: call_with_a_tuple(),
+        call_with_a_tuple,
         TypeError,
         "batch: expected 2 tensors, as in sample, got 1; call step(*batch)",
     ),
     "graph with another optimizer": (
-        lambda: call_with_the_optimizer_of_another_model(),
+        call_with_the_optimizer_of_another_model,
         RuntimeError,
         "optimizer: none of its parameters got a gradient; does it have the model's parameters?",
     ),
