@@ -202,8 +202,8 @@ SENSELESS = [
     ({"init_scale": INF}, ValueError, "init_scale: expected a finite float above 0, got inf"),
     ({"init_scale": 1e-60}, ValueError, "init_scale: expected a finite float above 0, got 1e-60"),
     ({"init_scale": 1e39}, ValueError, "init_scale: expected a finite float above 0, got 1e"),
-    ({"min_scale": 1e6}, ValueError, "init_scale: expected at least min_scale=1000000.0, got 6"),
-    ({"max_scale": 1.0}, ValueError, "init_scale: expected at most max_scale=1.0, got 65536.0"),
+    ({"min_scale": 1e6}, ValueError, "init_scale: expected at least min_scale=1"),
+    ({"max_scale": 1.0}, ValueError, "init_scale: expected at most max_scale=1"),
     ({"growth_factor": 1.0}, AssertionError, "growth factor must be > 1.0"),
     ({"growth_factor": NAN}, ValueError, "growth_factor: expected a finite number, at least 1"),
     (
