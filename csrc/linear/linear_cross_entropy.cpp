@@ -39,14 +39,19 @@ void check_all_memory(const LinearCrossEntropyArguments& arguments) {
   if (arguments.bias) check_memory(kLinearCrossEntropy, "bias", *arguments.bias);
 }
 
-// Returns the scale of half gradients for a call without grad_scale. With it, the logits' gradients
-// are no larger than 1.
+// Returns the largest factor by which class weights enlarge a gradient, at least 1.
+at::Tensor largest_class_weight(const at::Tensor& class_weight) {
+  return class_weight.abs().amax().clamp_min(1);
+}
+
+// Returns the scale of half gradients for a call without grad_scale. With it, and without the term
+// of z_loss, the logits' gradients are no larger than 1.
 at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
   const at::Tensor scale = arguments.options.is_mean()
                                ? divisor.to(at::kFloat)
                                : at::ones({}, divisor.options().dtype(at::kFloat));
   const OptionalTensor& weight = arguments.class_weight;
-  return weight ? scale / weight->abs().amax().clamp_min(1) : scale;
+  return weight ? scale / largest_class_weight(*weight) : scale;
 }
 
 // Returns the chunk's rows of a tensor that has one entry per row, or is empty.
@@ -179,8 +184,10 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   at::Tensor row_grads = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
-    // Keeps half gradients no larger than 1, as half_scale does.
-    const at::Tensor largest = row_grads.abs().amax();
+    // Keeps half gradients in range, as half_scale does.
+    const OptionalTensor& weight = arguments.class_weight;
+    at::Tensor largest = row_grads.abs().amax();
+    if (weight) largest = largest * largest_class_weight(*weight);
     const at::Tensor is_usable = at::isfinite(largest).logical_and(largest > 0);
     peak = at::where(is_usable, largest, at::ones_like(largest));
     row_grads = row_grads / *peak;
