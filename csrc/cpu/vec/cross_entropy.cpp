@@ -142,7 +142,9 @@ template <typename scalar_t>
 void add_masses(const Logits& logits, const TargetMass& masses, RowPartial& partial) {
   using Vec = AccVec<scalar_t>;
   const TargetMassVectors<acc_t<scalar_t>> classes(masses);
-  const Vec largest(static_cast<acc_t<scalar_t>>(partial.largest));
+  // If all logits are -infinity, z is subtracted from the reference, since −∞ − (−∞) would be NaN.
+  const bool is_nothing = partial.largest == math::minus_infinity<double>();
+  const double from = is_nothing ? partial.reference : partial.largest;
   Sum<scalar_t> sum;
   Sum<scalar_t> spread;
   each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t first, const Vec(&x)[kPair]) {
@@ -152,7 +154,7 @@ void add_masses(const Logits& logits, const TargetMass& masses, RowPartial& part
       const int64_t rest = std::clamp<int64_t>(logits.count - i, 0, Vec::size());
       const Vec mass = with_lane(classes.at(i, rest), logits.target - i, 0);
       const Vec z = logits.softcap == 0 ? x[k] : softcapped<scalar_t, true>(x[k], logits.softcap);
-      Vec below = largest - z;
+      Vec below = Vec(static_cast<acc_t<scalar_t>>(from)) - z;
       // 0 in lanes without a class and for the target, because 0 · infinity would be NaN.
       if (rest < Vec::size()) below = Vec::set(Vec(0), below, rest);
       below = with_lane(below, logits.target - i, 0);
@@ -161,8 +163,7 @@ void add_masses(const Logits& logits, const TargetMass& masses, RowPartial& part
     }
   });
   partial.masses = sum.get();
-  partial.spread =
-      spread.get() + math::times_or_zero(partial.masses, partial.reference - partial.largest);
+  partial.spread = spread.get() + math::times_or_zero(partial.masses, partial.reference - from);
 }
 
 template <typename scalar_t>

@@ -89,12 +89,14 @@ void add_masses(const Tile& tile, const TileMemory<A>& memory, const TileTargets
   const TileTargetMassVectors<A> masses(tile, memory.probabilities);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const Vec largest = load_as<A>(partial.largest + row);
+    // If all logits are -infinity, z is subtracted from 0, since −∞ − (−∞) would be NaN.
+    const Vec from = math::Lane<Vec>::choose_equal(largest, Vec(-kInfinity<A>), Vec(0), largest);
     const Vec target = load_as<A>(targets.index + row);
     LaneSums<A> sum;
     LaneSums<A> spread;
     for (int64_t c = 0; c < tile.classes; ++c) {
       const Vec is_target = target == Vec(static_cast<A>(c));
-      const Vec below = largest - Vec::loadu(memory.exponentials + c * kTileRows + row);
+      const Vec below = from - Vec::loadu(memory.exponentials + c * kTileRows + row);
       const Vec mass = Vec::blendv(masses.at(c, row), Vec(0), is_target);
       sum.add(mass);
       // 0 for the target, because 0 · infinity would be NaN.
@@ -104,6 +106,7 @@ void add_masses(const Tile& tile, const TileMemory<A>& memory, const TileTargets
     spread.put(partial.spread + row, 1);
   }
   for (int64_t row = 0; row < tile.rows; ++row) {
+    if (partial.largest[row] == math::minus_infinity<double>()) continue;  // the reference is 0
     partial.spread[row] +=
         math::times_or_zero(partial.masses[row], partial.reference[row] - partial.largest[row]);
   }

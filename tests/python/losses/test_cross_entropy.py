@@ -229,6 +229,30 @@ def test_rows_with_infinities_and_nans_give_torchs_results(device, dtype, paddin
     assert torch.allclose(logits.grad.double(), gradient, rtol=1e-2, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("padding", [1, 5000])
+@pytest.mark.parametrize("kind", ["smoothed", "probabilities", "probabilities of 0"])
+def test_classes_of_minus_infinity_with_a_probability_give_torchs_results(
+    device, dtype, padding, kind
+):
+    """The padding fills whole blocks of 2048 classes, which then have no finite logit."""
+    logits = torch.tensor([[1.0, 2.0] + [-INFINITY] * padding], dtype=dtype, device=device)
+    logits.requires_grad_()
+    target, smoothing = torch.tensor([1], device=device), 0.1
+    if kind != "smoothed":
+        target = torch.full_like(logits, 1 / 8).detach().to(torch.promote_types(dtype, torch.float))
+        target[0, 2:] = 0 if kind == "probabilities of 0" else 2.0**-13
+        smoothing = 0.0
+
+    options = {"label_smoothing": smoothing, "reduction": "none"}
+    loss = ampfuse.cross_entropy(logits, target, **options)
+    loss.backward()
+
+    expected, gradient = exact(logits, target, **options)
+    assert torch.allclose(loss.double(), expected, equal_nan=True)
+    assert torch.allclose(logits.grad.double(), gradient, rtol=1e-2, equal_nan=True)
+
+
 @pytest.mark.parametrize("payload", [0x7FC00001, 0x7FFFFFFF, 0xFFC12345 - 2**32])
 @pytest.mark.parametrize("index", [0, 17, 2999])
 def test_nan_with_any_payload_makes_loss_and_gradient_nan(device, payload, index):

@@ -126,6 +126,19 @@ def test_all_logits_except_one_may_be_minus_infinity(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bias_may_be_minus_infinity_for_thousands_of_classes(device, dtype, smoothing):
+    batch = head(device, dtype, rows=6, classes=5000)
+    batch.target.clamp_(min=0).remainder_(10)
+    batch.bias.detach()[10:] = -math.inf
+    options = {"label_smoothing": smoothing}
+    loss, right = batch.loss(**options), exactly(batch, **options)
+    assert torch.allclose(loss.double(), right.loss, rtol=1e-6)
+    for grad, expected in zip(batch.grads(loss), right.grads, strict=True):
+        assert off(grad, expected) <= 8e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nan_in_hidden_states_makes_the_loss_of_its_row_nan(device, dtype):
     batch = head(device, dtype)
     with torch.no_grad():

@@ -84,6 +84,22 @@ def test_logits_of_two_ranks_may_be_far_apart(outcomes, which):
     check_joined(outcomes("far_apart", which), batch)
 
 
+@scenario("tiles", "rows", "blocks")
+def smoothed(size):
+    batch, _ = whole_head(torch.float32, CLASSES[size], {})
+    with torch.no_grad():
+        batch.bias[: CLASSES[size] // 2] = -torch.inf
+        batch.target.fill_(CLASSES[size] - 1)
+    mine, how = my_shard(batch)
+    return {"loss": mine.loss(label_smoothing=0.1, **how).detach()}
+
+
+@pytest.mark.parametrize("size", ["tiles", "rows", "blocks"])
+def test_smoothed_loss_is_infinite_if_all_logits_of_a_rank_are_minus_infinity(outcomes, size):
+    for result in outcomes("smoothed", size):
+        assert result["loss"] == torch.inf
+
+
 @scenario("mean", "none")
 def uneven(reduction):
     batch, options = whole_head(torch.float32, 601, OPTIONS["all"])
