@@ -42,8 +42,9 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
                      op, ": target: expected probabilities of dtype ",
                      dtype_name(loss_dtype(input)), ", got ", dtype_name(dtype));
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_neighbours(target), op,
-                      ": target: expected probabilities of shape ", input.sym_sizes(), ", got ",
-                      target.sym_sizes());
+                      ": target: expected probabilities of shape ", input.sym_sizes(),
+                      " whose last dimension has stride 1, got shape ", target.sym_sizes(),
+                      " and strides ", target.sym_strides());
     TORCH_CHECK_VALUE(arguments.options.ignore_index < 0, op,
                       ": ignore_index is not supported for floating point target");
   } else {
@@ -76,10 +77,10 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
     TORCH_CHECK_VALUE(weight.dim() == 1 && weight.sym_size(0) == input.sym_size(1) &&
                           weight.scalar_type() == loss_dtype(input) && weight.is_contiguous() &&
                           weight.device() == input.device(),
-                      op, ": weight: expected ", dtype_name(loss_dtype(input)), " of shape [",
-                      input.sym_size(1), "] on ", input.device(), ", got ",
-                      dtype_name(weight.scalar_type()), " of shape ", weight.sym_sizes(), " on ",
-                      weight.device());
+                      op, ": weight: expected contiguous ", dtype_name(loss_dtype(input)),
+                      " of shape [", input.sym_size(1), "] on ", input.device(), ", got ",
+                      dtype_name(weight.scalar_type()), " of shape ", weight.sym_sizes(),
+                      " and strides ", weight.sym_strides(), " on ", weight.device());
   }
   arguments.options.check(op, loss_dtype(input));
 }

@@ -93,7 +93,9 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                     bias->device());
   TORCH_CHECK_TYPE(
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-      kLinearCrossEntropy, ": dtype: expected float16, bfloat16, float32 or float64, got ",
+      kLinearCrossEntropy,
+      ": hidden, weight and bias: expected float16, bfloat16, float32 or float64, or autocast to "
+      "one of these, got ",
       dtype_name(dtype));
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
   TORCH_CHECK_TYPE(weight_grad_dtype == accumulate_dtype(dtype) ||

@@ -112,10 +112,11 @@ void check_buffer(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype)
                     " of shape ", weight.sym_sizes(), " on ", weight.device(), ", got ",
                     dtype_name(buffer->scalar_type()), " of shape ", buffer->sym_sizes(), " on ",
                     buffer->device());
-  TORCH_CHECK_VALUE(
-      buffer->layout() == at::kStrided && at::has_internal_overlap(*buffer) != at::MemOverlap::Yes,
-      kLinearCrossEntropy, ": accumulate_into: expected strided memory of its own, got ",
-      buffer->layout());
+  TORCH_CHECK_VALUE(buffer->layout() == at::kStrided, kLinearCrossEntropy,
+                    ": accumulate_into: expected a strided tensor, got layout ", buffer->layout());
+  TORCH_CHECK_VALUE(at::has_internal_overlap(*buffer) != at::MemOverlap::Yes, kLinearCrossEntropy,
+                    ": accumulate_into: expected elements that share no memory, got shape ",
+                    buffer->sym_sizes(), " with strides ", buffer->sym_strides());
   for (const at::Tensor& other : {weight, call.arguments.hidden}) {
     TORCH_CHECK_VALUE(!overlap(*buffer, other), kLinearCrossEntropy,
                       ": accumulate_into: must not overlap weight or hidden");

@@ -196,7 +196,7 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
 }
 
 void refuse_backend(const char* op, at::TensorList tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": tensors: no kernel for device ",
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": no kernel for device ",
                               tensors.empty() ? c10::Device(at::kCPU) : tensors[0].device(),
                               " in this build of ampfuse");
 }

@@ -63,6 +63,20 @@ def test_backward_refuses_tensors_that_forward_cannot_have_returned(device):
             grad(**wrong)
 
 
+def test_errors_about_strides_name_the_strides(device):
+    logits, _ = rows(torch.float32, device)
+    forward = torch.ops.ampfuse.cross_entropy_forward.default
+    rest = (1, -100, 0.0, None, None, 0.0, None, 0, False)
+    classes = logits.shape[1]
+    probabilities = torch.ones(classes, len(logits), device=device).t()
+    with pytest.raises(ValueError, match=r"last dimension has stride 1, got .* strides \[1, \d+\]"):
+        forward(logits, probabilities, None, *rest)
+    weight = torch.ones(2 * classes, device=device)[::2]
+    target = torch.zeros(len(logits), dtype=torch.long, device=device)
+    with pytest.raises(ValueError, match=r"weight: expected contiguous .* and strides \[2\] on"):
+        forward(logits, target, weight, *rest)
+
+
 def test_rescale_refuses_gradients_without_rows_in_memory_of_their_own(device):
     rescale = torch.ops.ampfuse.cross_entropy_rescale_.default
     one = torch.ones((), device=device)

@@ -68,6 +68,10 @@ def test_wrong_dtypes_are_refused(batch):
         call(batch, weight=batch.weight.bfloat16())
     with pytest.raises(TypeError, match=r"or autocast, got .* weight of float32, bias of float16"):
         call(batch, bias=batch.bias.half())
+    narrow = {name: getattr(batch, name).detach() for name in ("hidden", "weight", "bias")}
+    narrow = {name: tensor.to(torch.float8_e5m2) for name, tensor in narrow.items()}
+    with pytest.raises(TypeError, match=r"hidden, weight and bias: expected .*, got float8_e5m2"):
+        call(batch, **narrow)
     with pytest.raises(TypeError, match="hidden: expected a floating dtype, got int64"):
         call(batch, **{name: getattr(batch, name).long() for name in ("hidden", "weight", "bias")})
     with pytest.raises(
@@ -148,7 +152,9 @@ def test_weight_of_one_feature_may_have_any_strides(device, dtype):
 def test_buffer_that_overlaps_itself_or_the_weight_is_refused(batch):
     weight = batch.weight.detach()
     for message, buffer in {
-        "strided memory of its own": torch.zeros(1, 24, device=weight.device).expand(101, 24),
+        r"elements that share no memory, got shape \[101, 24\] with strides \[0, 1\]": (
+            torch.zeros(1, 24, device=weight.device).expand(101, 24)
+        ),
         "must not overlap weight or hidden": weight,
     }.items():
         with pytest.raises(ValueError, match=message):
