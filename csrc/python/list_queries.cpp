@@ -26,6 +26,13 @@ void for_each_tensor(const py::list& list, const Visit& visit) {
   }
 }
 
+// Returns None for an undefined tensor.
+py::object wrapped(const at::Tensor& tensor) {
+  PyObject* const object = THPVariable_Wrap(tensor);
+  if (object == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
+
 }  // namespace
 
 py::tuple grads_and_kinds(const py::list& params) {
@@ -34,9 +41,7 @@ py::tuple grads_and_kinds(const py::list& params) {
   std::string kinds(params.size(), '\0');
   for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
     const at::Tensor& grad = param.grad();
-    PyObject* const wrapped = THPVariable_Wrap(grad);  // None if undefined
-    if (wrapped == nullptr) throw py::error_already_set();
-    PyList_SET_ITEM(grads.ptr(), i, wrapped);
+    PyList_SET_ITEM(grads.ptr(), i, wrapped(grad).release().ptr());
     kinds[i] =
         static_cast<char>(static_cast<int>(param.scalar_type()) | (grad.defined() ? 0 : kNoGrad));
   });
@@ -66,7 +71,7 @@ py::tuple ordinary_grads(const py::list& params, bool allow_half) {
     if (found == devices.end())
       found = devices.insert(found, OfDevice{grad.device(), py::list(), py::list()});
     found->params.append(py::handle(PyList_GET_ITEM(params.ptr(), i)));
-    found->grads.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));
+    found->grads.append(wrapped(grad));
   });
   py::list by_device;
   for (const OfDevice& of_device : devices) {
