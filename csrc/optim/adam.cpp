@@ -7,6 +7,7 @@
 #include "../tensors/capture.h"
 #include "../tensors/device_scalars.h"
 #include "../tensors/host_copy.h"
+#include "../tensors/tensor_list.h"
 #include "adam_clip.h"
 #include "adam_state.h"
 
@@ -79,24 +80,49 @@ void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
              options);
 }
 
-// Returns the addresses of the parameters that a step writes, with a null after each call's.
-std::vector<const void*> addresses(const std::vector<AdamGroup>& groups) {
-  std::vector<const void*> addresses;
-  for (const AdamGroup& group : groups) {
-    for (const AdamLists& lists : group.lists) {
-      for (const at::Tensor& param : lists.params) addresses.push_back(param.const_data_ptr());
-      addresses.push_back(nullptr);
-    }
-  }
-  return addresses;
-}
-
-// If the step takes several calls of the op, makes each call as a skipped step first, which only
-// checks. A call that throws writes nothing, but the calls before it would already have stepped.
-void check_before_writing(const std::vector<AdamGroup>& groups) {
+size_t number_of_calls(const std::vector<AdamGroup>& groups) {
   size_t calls = 0;
   for (const AdamGroup& group : groups) calls += group.lists.size();
-  if (calls < 2) return;
+  return calls;
+}
+
+// Returns the properties of a tensor for which the op may throw, as the bits of one number.
+uintptr_t kind_of(const at::Tensor& tensor) {
+  const bool is_strided = tensor.layout() == at::kStrided;
+  const bool is_dense = is_strided && tensor.is_non_overlapping_and_dense();
+  const bool is_allocated = is_strided && has_memory(tensor);
+  return static_cast<uintptr_t>(tensor.scalar_type()) << 3 | static_cast<uintptr_t>(is_strided) |
+         static_cast<uintptr_t>(is_dense) << 1 | static_cast<uintptr_t>(is_allocated) << 2;
+}
+
+// Returns what may make the op throw and may change from step to step: kinds and addresses of the
+// tensors, with a 0 after each call's. Most gradients have a new address at each step. It counts
+// only if the op writes them, since they must not share memory then.
+std::vector<uintptr_t> checked_properties(const std::vector<AdamGroup>& groups) {
+  std::vector<uintptr_t> properties;
+  const auto add = [&](const std::vector<at::Tensor>& tensors, bool with_address) {
+    for (const at::Tensor& tensor : tensors) {
+      properties.push_back(kind_of(tensor));
+      if (!with_address || tensor.layout() != at::kStrided) continue;
+      properties.push_back(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()));
+    }
+  };
+  for (const AdamGroup& group : groups) {
+    for (const AdamLists& lists : group.lists) {
+      for (const auto* state : {&lists.params, &lists.exp_avgs, &lists.exp_avg_sqs,
+                                &lists.max_exp_avg_sqs, &lists.state_steps, &lists.masters}) {
+        add(*state, /*with_address=*/true);
+      }
+      add(lists.grads, group.settings.write_back_grads);
+      properties.push_back(0);
+    }
+  }
+  return properties;
+}
+
+// Makes each call as a skipped step, which only checks. A call that throws writes nothing, but the
+// calls before it would already have stepped.
+void check_before_writing(const std::vector<AdamGroup>& groups) {
   for (const AdamGroup& group : groups) {
     for (const AdamLists& lists : group.lists) {
       FusedAdamOptions options = step_options(group.settings);
@@ -164,10 +190,10 @@ at::Tensor Adam::step(LossClosure closure) {
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(optim::read_group(param_groups_[i], settings[i], state_));
   }
-  auto stepped = addresses(groups);
-  if (stepped != stepped_) {
-    check_before_writing(groups);
-    stepped_ = std::move(stepped);
+  if (number_of_calls(groups) > 1) {
+    auto properties = checked_properties(groups);
+    if (properties != checked_) check_before_writing(groups);
+    checked_ = std::move(properties);
   }
   if (max_grad_norm && !grad_norm_.defined()) {
     grad_norm_ = at::zeros({}, first_param_options(param_groups_).dtype(at::kFloat));

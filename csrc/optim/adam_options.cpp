@@ -1,5 +1,7 @@
 #include <torch/serialize/archive.h>
 
+#include <cmath>
+
 #include "../tensors/dtype_name.h"
 #include "adam_checked_options.h"
 
@@ -86,6 +88,8 @@ AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, siz
   TORCH_CHECK_VALUE(checked.beta2 >= 0 && checked.beta2 < 1,
                     "Invalid beta parameter at index 1: ", checked.beta2);
   TORCH_CHECK_VALUE(checked.eps >= 0, "Invalid epsilon value: ", checked.eps);
+  TORCH_CHECK_VALUE(!std::isnan(checked.weight_decay),
+                    "Invalid weight_decay value: ", checked.weight_decay);
   TORCH_CHECK_VALUE(checked.state_dtype == at::kFloat || checked.state_dtype == at::kBFloat16,
                     "state_dtype: expected float32 or bfloat16, got ",
                     dtype_name(checked.state_dtype));

@@ -92,6 +92,45 @@ TEST_CASE("gradients that the op refuses in one group leave all groups unchanged
   check_same_bits(params, before);
 }
 
+TEST_CASE("a later step that the op refuses in one group leaves all groups unchanged") {
+  const auto params = parameters(torch::kCPU);
+  const torch::Tensor& last = params[2];
+  ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{last}});
+  train(optimizer, params, 1, 2);
+  const auto before = copies(params);
+  auto& options = static_cast<AdamWOptions&>(optimizer.param_groups()[1].options());
+  std::string message;
+  feed(params, 3);
+
+  SECTION("a NaN weight decay") {
+    options.weight_decay(std::numeric_limits<double>::quiet_NaN());
+    message = "Invalid weight_decay value: nan";
+  }
+  SECTION("a gradient of another dtype") {
+    last.mutable_grad() = last.grad().to(torch::kDouble);
+    message = "grads[0]: expected float16, bfloat16 or";
+  }
+  SECTION("a gradient without memory") {
+    last.grad().storage().unsafeGetStorageImpl()->set_data_ptr({});
+    message = "grads[0]: its storage is empty";
+  }
+  SECTION("a gradient that is written and overlaps itself") {
+    options.write_back_grads(true);
+    last.mutable_grad() = torch::ones({1}).expand(last.sizes());
+    message = "grads[0]: more than one element refers to the same memory";
+  }
+  SECTION("state of another dtype") {
+    auto& state = state_of(optimizer, last);
+    state.exp_avg_sq(state.exp_avg_sq().to(torch::kBFloat16));
+    message = "exp_avg_sqs[0]: expected dtype float32 as exp_avgs[0], got bfloat16";
+  }
+
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring(message));
+    check_same_bits(params, before);
+  }
+}
+
 TEST_CASE("loading a model without syncing masters warns once") {
   Warnings warnings;
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);

@@ -170,7 +170,7 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
       const std::function<void(const at::Tensor& param, const at::Tensor& master)>& visit) const;
 
   at::Tensor grad_norm_;
-  std::vector<const void*> stepped_;  // addresses of the parameters in the last step
+  std::vector<uintptr_t> checked_;  // properties of the tensors that the op has accepted
   std::optional<ParamWrites> writes_after_step_;
   std::shared_ptr<HostCopy> written_over_;  // copy of the flag that parameters were written
   bool warned_ = false;

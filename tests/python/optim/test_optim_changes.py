@@ -153,6 +153,10 @@ def set_betas(param, group):
     group["betas"] = (0.9, 1.5)
 
 
+def set_nan_weight_decay(param, group):
+    group["weight_decay"] = float("nan")
+
+
 def set_double_gradient(param, group):
     param.grad = None
     param.grad_dtype = None
@@ -163,7 +167,9 @@ def set_sparse_gradient(param, group):
     param.grad = torch.ones(3, device=param.device).to_sparse()
 
 
-@pytest.mark.parametrize("spoil", [set_betas, set_double_gradient, set_sparse_gradient])
+@pytest.mark.parametrize(
+    "spoil", [set_betas, set_nan_weight_decay, set_double_gradient, set_sparse_gradient]
+)
 def test_step_refused_for_its_second_group_does_not_step_the_first(device, spoil):
     params, optimizer = two_groups(device)
     before = everything(params, optimizer)
