@@ -51,10 +51,9 @@ std::optional<at::ScalarType> master_dtype(const at::Tensor& param, const AdamSe
   return settings.master_weights == MasterWeights::kRemainder ? at::kShort : at::kFloat;
 }
 
-void ensure_moment(at::Tensor& moment, const at::Tensor& param, const AdamSettings& settings) {
+void ensure_moment(at::Tensor& moment, const at::Tensor& param, at::ScalarType dtype) {
   if (moment.defined()) return;
-  moment = at::zeros_like(param, param.options().dtype(moment_dtype(param, settings)),
-                          at::MemoryFormat::Preserve);
+  moment = at::zeros_like(param, param.options().dtype(dtype), at::MemoryFormat::Preserve);
 }
 
 // Returns a copy with the memory layout of the parameter, or undefined if nothing was saved.
@@ -122,9 +121,11 @@ at::Tensor whole_master(const at::Tensor& param, const at::Tensor& master_param)
 
 void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSettings& settings) {
   if (!state.step().defined()) state.step(at::zeros({}, param.options().dtype(at::kFloat)));
-  ensure_moment(state.exp_avg(), param, settings);
-  ensure_moment(state.exp_avg_sq(), param, settings);
-  if (settings.amsgrad) ensure_moment(state.max_exp_avg_sq(), param, settings);
+  ensure_moment(state.exp_avg(), param, moment_dtype(param, settings));
+  // All moments have one dtype, even if `state_dtype` was changed after the first step.
+  const at::ScalarType dtype = state.exp_avg().scalar_type();
+  ensure_moment(state.exp_avg_sq(), param, dtype);
+  if (settings.amsgrad) ensure_moment(state.max_exp_avg_sq(), param, dtype);
   const auto of_master = master_dtype(param, settings);
   if (of_master && !state.master_param().defined()) {
     state.master_param(new_master(param, *of_master));

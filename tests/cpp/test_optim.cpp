@@ -133,6 +133,23 @@ TEST_CASE("state_dtype sets the dtype of moments, but moments of doubles stay do
   CHECK(state_of(optimizer, params[1]).max_exp_avg_sq().scalar_type() == torch::kDouble);
 }
 
+TEST_CASE("amsgrad and state_dtype may be set after the first step") {
+  const auto params = parameters(torch::kCPU);
+  const auto others = copies(params);
+  ampfuse::Adam optimizer(params);
+  ampfuse::Adam reference(others);
+  train(optimizer, params, 1, 1);
+  train(reference, others, 1, 1);
+  auto& options = static_cast<ampfuse::AdamOptions&>(optimizer.param_groups()[0].options());
+  options.amsgrad(true).state_dtype(torch::kBFloat16);
+  static_cast<ampfuse::AdamOptions&>(reference.param_groups()[0].options()).amsgrad(true);
+  train(optimizer, params, 2, 3);
+  train(reference, others, 2, 3);
+
+  check_same_bits(params, others);
+  CHECK(state_of(optimizer, params[0]).max_exp_avg_sq().scalar_type() == torch::kFloat);
+}
+
 TEST_CASE("complex parameters step like pairs of real ones") {
   const auto complex = torch::randn({5}, torch::kComplexFloat).requires_grad_();
   const auto real = torch::view_as_real(complex.detach()).clone().requires_grad_();

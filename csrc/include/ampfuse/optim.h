@@ -40,7 +40,8 @@ struct AMPFUSE_API AdamOptionsOf
   TORCH_ARG(bool, amsgrad) = false;
   TORCH_ARG(bool, maximize) = false;
   TORCH_ARG(MasterWeights, master_weights) = MasterWeights::kAuto;
-  TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;  // dtype of moments: kFloat or kBFloat16
+  /// Dtype of the moments that steps and load() create: kFloat or kBFloat16.
+  TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;
   /// Clips the unscaled gradients as torch::nn::utils::clip_grad_norm_ does. In the options of an
   /// optimizer, this limits the norm over all groups without their own limit. In the options of a
   /// group, it limits the norm of that group (infinity: no clipping).
