@@ -250,6 +250,7 @@ Adam::ParamWrites Adam::param_writes() const {
 void Adam::adopt_written_params() {
   const auto then = std::exchange(writes_after_step_, std::nullopt);
   if (first_param_options(param_groups_).device().is_cuda() && is_capturing()) return;
+  warn_of_written_params();
   // ParamWrites can be compared only if the number of masters is the same.
   const ParamWrites now = param_writes();
   if (then && then->masters == now.masters && *then != now) {
@@ -257,7 +258,8 @@ void Adam::adopt_written_params() {
     for_each_master([&](const at::Tensor& param, const at::Tensor& master) {
       written_over.push_back(optim::adopt_param(param, master));
     });
-    if (!written_over.empty() && !warned_) {
+    // Do not start a new copy while one is on its way: replaced each time, none would ever arrive.
+    if (!written_over.empty() && !warned_ && !written_over_) {
       written_over_ = std::make_shared<HostCopy>();
       written_over_->send(largest(written_over, written_over[0].device()));
     }

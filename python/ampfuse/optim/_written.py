@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from ampfuse import _C
 from ampfuse._graphs import is_capturing
@@ -44,10 +43,10 @@ class WrittenParams:
         """Detect and adopt writes since the last step. Call this before a step."""
         if is_capturing():
             return
+        self._warn_if_arrived()
         if have_changed(self._after_step, writes(columns)):
             self._adopt(columns)
-        if self._on_its_way is not None:
-            self._warn(self._on_its_way.latest())
+            self._warn_if_arrived()  # on a CPU it has
 
     def _adopt(self, columns: list[list[Columns]]) -> None:
         flags = [
@@ -55,11 +54,13 @@ class WrittenParams:
             for part in with_float_masters(columns)
             for param, master in zip(part.params, part.masters, strict=True)
         ]
-        if not self._has_warned:
+        # Do not start a new copy while one is on its way: replaced each time, none would arrive.
+        if not self._has_warned and self._on_its_way is None:
             self._on_its_way = HostCopy()
             self._on_its_way.send(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
-    def _warn(self, was_written_over: Tensor | None) -> None:
+    def _warn_if_arrived(self) -> None:
+        was_written_over = None if self._on_its_way is None else self._on_its_way.latest()
         if was_written_over is None:
             return
         self._on_its_way = None

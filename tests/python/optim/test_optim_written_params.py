@@ -332,3 +332,26 @@ def test_parameters_that_share_a_version_counter_are_compared_only_if_written(de
     train(optimizer, params, range(5))
 
     assert compared == []
+
+
+class LateCopy:
+    """A copy of a flag that has not arrived when it is first looked at, as on a busy GPU."""
+
+    def send(self, tensor):
+        self.value, self.looks = tensor, 0
+
+    def latest(self):
+        self.looks += 1
+        return self.value if self.looks > 1 else None
+
+
+def test_writes_before_every_step_are_warned_about_although_copies_arrive_late(device, monkeypatch):
+    monkeypatch.setattr("ampfuse.optim._written.HostCopy", LateCopy)
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16, device=device))
+    optimizer = still([param])
+    no_grad_copy(param, 2 * torch.ones_like(param))
+    optimizer.step()
+    no_grad_copy(param, 3 * torch.ones_like(param))
+
+    with pytest.warns(UserWarning, match="written by something else than the optimizer"):
+        optimizer.step()
