@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "../cpu/bfloat16_product.h"
+#include "../tensors/is_16bit.h"
 
 // MKL's product. torch's CPU library contains it on x86, but has no operator for it. On Intel
 // processors with bfloat16 instructions it is many times as fast as a product that widens the
@@ -21,10 +22,6 @@ extern "C" [[gnu::weak]] void cblas_gemm_bf16bf16f32(int layout, int a_is_transp
 namespace ampfuse {
 
 namespace {
-
-bool is_16bit(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
-}
 
 // A matrix as BLAS describes it: contiguous rows, or columns, that start `stride` elements apart.
 struct BlasMatrix {
@@ -87,20 +84,18 @@ void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   const std::optional<at::Tensor>& plus) {
   if (a.scalar_type() == out.scalar_type()) {
     plus ? at::addmm_out(out, *plus, a, b) : at::mm_out(out, a, b);
-  } else if (out.is_cuda()) {
+    return;
+  }
+  // These products add to `out` only: on a GPU, some of torch's products with an added vector
+  // refuse results of another dtype.
+  if (plus && !plus->is_same(out)) out.copy_(*plus);
+  if (out.is_cuda()) {
     const at::ScalarType dtype = out.scalar_type();
-    // Some of torch's products with an added vector refuse results of another dtype, so `plus` is
-    // copied to `out` before.
-    if (plus && !plus->is_same(out)) out.copy_(*plus);
     plus ? at::addmm_outf(out, a, b, dtype, 1, 1, out) : at::mm_outf(a, b, dtype, out);
-  } else {
-    if (plus && !plus->is_same(out)) out.copy_(*plus);
-    if (out.numel() == 0) return;
-    if (a.size(1) == 0) {
-      if (!plus) out.zero_();
-      return;
-    }
+  } else if (out.numel() > 0 && a.size(1) > 0) {
     narrow_product(out, a, b, plus.has_value());
+  } else if (!plus) {
+    out.zero_();
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "../math/cross_entropy.h"
 #include "../tensors/dtype_name.h"
+#include "../tensors/is_16bit.h"
 #include "../tensors/tensor_list.h"
 #include "registration.h"
 
@@ -37,10 +38,10 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
                     input.device(), ", got ", target.device());
   if (arguments.has_probabilities()) {
     const at::ScalarType dtype = target.scalar_type();
-    TORCH_CHECK_TYPE(dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat &&
-                                                    (dtype == at::kHalf || dtype == at::kBFloat16)),
-                     op, ": target: expected probabilities of dtype ",
-                     dtype_name(loss_dtype(input)), ", got ", dtype_name(dtype));
+    TORCH_CHECK_TYPE(
+        dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat && is_16bit(dtype)), op,
+        ": target: expected probabilities of dtype ", dtype_name(loss_dtype(input)), ", got ",
+        dtype_name(dtype));
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_neighbours(target), op,
                       ": target: expected probabilities of shape ", input.sym_sizes(),
                       " whose last dimension has stride 1, got shape ", target.sym_sizes(),
@@ -60,10 +61,10 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
 
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments) {
   const at::Tensor& input = arguments.input;
-  TORCH_CHECK_TYPE(input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16 ||
-                       input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble,
-                   op, ": input: expected dtype float16, bfloat16, float32 or float64, got ",
-                   dtype_name(input.scalar_type()));
+  const at::ScalarType dtype = input.scalar_type();
+  TORCH_CHECK_TYPE(is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble, op,
+                   ": input: expected dtype float16, bfloat16, float32 or float64, got ",
+                   dtype_name(dtype));
   TORCH_CHECK_VALUE(
       input.layout() == at::kStrided && (input.dim() == 2 || input.dim() == 3) &&
           has_neighbours(input),

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "../tensors/dtype_name.h"
+#include "../tensors/is_16bit.h"
 #include "../tensors/tensor_list.h"
 #include "fused_adam_kernels.h"
 
@@ -21,19 +22,16 @@ constexpr std::array<const char*, math::kAdamColumns> kNames = {
 // Returns "" if the column may have `dtype` for a parameter of dtype `param`; otherwise the dtypes
 // that it may have, for a message.
 const char* wanted_dtype(int column, at::ScalarType param, at::ScalarType dtype) {
-  const bool is_16bit = param == at::kHalf || param == at::kBFloat16;
   switch (column) {
     case math::kParam:
-      return is_16bit || param == at::kFloat || param == at::kDouble
+      return is_16bit(param) || param == at::kFloat || param == at::kDouble
                  ? ""
                  : "float16, bfloat16, float32 or float64";
     case math::kGrad:
       if (param == at::kDouble) return dtype == at::kDouble ? "" : "float64, as the parameter is";
-      return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat
-                 ? ""
-                 : "float16, bfloat16 or float32";
+      return is_16bit(dtype) || dtype == at::kFloat ? "" : "float16, bfloat16 or float32";
     case math::kMaster:
-      if (!is_16bit) return "no master, since the parameter is not 16-bit";
+      if (!is_16bit(param)) return "no master, since the parameter is not 16-bit";
       if (dtype == at::kFloat || (dtype == at::kShort && param == at::kBFloat16)) return "";
       return param == at::kBFloat16 ? "float32, or int16 for remainders" : "float32";
     default:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../tensors/dtype_name.h"
+#include "../tensors/is_16bit.h"
 #include "registration.h"
 
 namespace ampfuse {
@@ -67,7 +68,7 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
 }
 
 at::ScalarType accumulate_dtype(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+  return is_16bit(dtype) ? at::kFloat : dtype;
 }
 
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
@@ -92,8 +93,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                     dtype_name(bias->scalar_type()), " of shape ", bias->sym_sizes(), " on ",
                     bias->device());
   TORCH_CHECK_TYPE(
-      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-      kLinearCrossEntropy,
+      is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble, kLinearCrossEntropy,
       ": hidden, weight and bias: expected float16, bfloat16, float32 or float64, or autocast to "
       "one of these, got ",
       dtype_name(dtype));

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
 
+#include "../tensors/is_16bit.h"
+
 namespace ampfuse {
 
 // Steps are written as integers, as torch writes them, so that torch's AdamW can read them.
@@ -35,19 +37,17 @@ namespace optim {
 
 namespace {
 
-bool is_16bit(const at::Tensor& param) {
-  return param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
-}
-
 // Moments of double and complex parameters have the parameter's dtype.
 at::ScalarType moment_dtype(const at::Tensor& param, const AdamSettings& settings) {
-  const bool is_float = is_16bit(param) || param.scalar_type() == at::kFloat;
-  return is_float ? settings.state_dtype : param.scalar_type();
+  const at::ScalarType dtype = param.scalar_type();
+  return is_16bit(dtype) || dtype == at::kFloat ? settings.state_dtype : dtype;
 }
 
 // Returns nullopt if the parameter needs no master.
 std::optional<at::ScalarType> master_dtype(const at::Tensor& param, const AdamSettings& settings) {
-  if (!is_16bit(param) || settings.master_weights == MasterWeights::kOff) return std::nullopt;
+  if (!is_16bit(param.scalar_type()) || settings.master_weights == MasterWeights::kOff) {
+    return std::nullopt;
+  }
   return settings.master_weights == MasterWeights::kRemainder ? at::kShort : at::kFloat;
 }
 
@@ -144,7 +144,7 @@ NewState new_state(const AdamParamState& saved, const at::Tensor& param,
   at::Tensor master = saved.master_param();
   if (!master.defined()) return made;
   const auto of_master = master_dtype(param, settings);
-  if (of_master || !is_16bit(param)) made.param = master;
+  if (of_master || !is_16bit(param.scalar_type())) made.param = master;
   if (!of_master) return made;
   if (*of_master == at::kShort) {
     const SplitTensor split = split_master(master.to(param.device(), at::kFloat));

@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "cpu": {"cpu/vec", "math", "ops", "tensors"},
     "cpu/vec": {"cpu", "math"},
     "cuda": {"math", "ops", "tensors"},
-    "linear": {"cpu", "math", "ops"},
+    "linear": {"cpu", "math", "ops", "tensors"},
     "meta": {"ops", "tensors"},
     "autograd": {"ops"},
     "optim": {"ops", "tensors"},
