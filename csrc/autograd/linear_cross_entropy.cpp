@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
-#include <vector>
 
 #include "../ops/cross_entropy_inputs.h"
 #include "../ops/registration.h"

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
 
 #include "lane.h"
 #include "multi_tensor_clip.h"

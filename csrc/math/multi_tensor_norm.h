@@ -11,7 +11,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "complex.h"
 #include "lane.h"

@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 
 #include <cmath>
+#include <vector>
 
 #include "../tensors/device_scalars.h"
 #include "../tensors/tensor_list.h"

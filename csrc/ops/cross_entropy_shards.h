@@ -6,8 +6,6 @@
 #include <ampfuse/vocab_shard.h>
 
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "cross_entropy.h"
 

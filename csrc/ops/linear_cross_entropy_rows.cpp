@@ -5,7 +5,6 @@
 #include <ampfuse/linear_cross_entropy.h>
 #include <c10/core/GradMode.h>
 
-#include <string>
 #include <utility>
 
 #include "../tensors/dtype_name.h"

@@ -3,8 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ampfuse/export.h>
 
-#include <vector>
-
 namespace ampfuse {
 
 /// Returns the norm of all `tensors` taken as one vector: a 0-dim tensor on the first tensor's
