@@ -125,10 +125,12 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   const int64_t growth_tracker =
       count("_growth_tracker", state.torchs("_growth_tracker"), std::numeric_limits<int>::max());
   amp::ScaleMemory::Counts counts = state_->memory.counts();
-  auto* const next = counts.data();
-  state.ours("_hysteresis_tracker", [&](auto key, auto& value) { next[0] = count(key, value); });
-  state.ours("_consecutive_skips", [&](auto key, auto& value) { next[1] = count(key, value); });
-  state.ours("_updates", [&](auto key, auto& value) { next[2] = count(key, value); });
+  const auto load = [&](const char* key, math::ScaleCounter counter) {
+    state.ours(key, [&](auto, auto& value) { counts[counter] = count(key, value); });
+  };
+  load("_hysteresis_tracker", math::kHysteresisTracker);
+  load("_consecutive_skips", math::kConsecutiveSkips);
+  load("_updates", math::kUpdates);
 
   state_->options = options;
   state_->set_scale(scale, growth_tracker);

@@ -10,6 +10,8 @@ namespace ampfuse {
 
 namespace {
 
+static_assert(kIgnored == kIgnoredTarget, "rows and tiles mark ignored rows alike");
+
 void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);

@@ -50,7 +50,8 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   if (factor != 1) dense.write_back();
   const NormOutputs outputs = empty_norm_outputs(tensors, dtype);
   write_norms(type, chunks, partials, outputs);
-  if (*std::get<2>(outputs).const_data_ptr<float>() != 0) found_inf.fill_(1);
+  const auto& [total_norm, norms, is_nonfinite, first_nonfinite, nonfinite_count] = outputs;
+  if (*is_nonfinite.const_data_ptr<float>() != 0) found_inf.fill_(1);
   return unscaled(outputs);
 }
 

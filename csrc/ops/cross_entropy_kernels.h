@@ -48,12 +48,13 @@ CrossEntropyInPlaceOutputs in_place(const NamedArguments& named) {
   check_cross_entropy_in_place(named.tensor("input"));
   // Inference tensors skip the autograd kernel, so the arguments are converted here too.
   const CrossEntropyRows rows(CrossEntropyCall::from(named));
-  const auto& [arguments, grad_scale, denominator, with_metrics, is_twice] = rows.call();
+  const CrossEntropyCall& call = rows.call();
+  const CrossEntropyArguments& arguments = call.arguments;
   TORCH_CHECK_VALUE(!arguments.options.is_per_row(),
                     "cross_entropy_: reduction: expected mean or sum, got none");
   const CrossEntropyOutputs outputs = {
-      empty_loss_outputs(arguments, ForBackward::kGradient, with_metrics), arguments.input};
-  kKernels.forward(arguments, grad_scale, denominator, outputs);
+      empty_loss_outputs(arguments, ForBackward::kGradient, call.with_metrics), arguments.input};
+  kKernels.forward(arguments, call.grad_scale, call.denominator, outputs);
   return {outputs.loss, outputs.baked_scale};
 }
 

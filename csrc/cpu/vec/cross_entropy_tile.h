@@ -47,6 +47,7 @@ struct TileTargets {
 /// target is a distribution, or is on another shard (math::kElsewhere).
 inline constexpr double kIgnored = -1;
 inline constexpr double kNoClass = -2;
+static_assert(kNoClass == math::kElsewhere);
 
 /// The math::RowPartial of each row.
 struct TilePartial {
