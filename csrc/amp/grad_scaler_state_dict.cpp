@@ -77,7 +77,7 @@ GradScalerOptions loaded_options(GradScalerOptions options, const Reader& state)
   state.ours("max_scale", [&](auto key, auto& value) { options.max_scale(limit(key, value)); });
   state.ours("hysteresis", [&](auto key, auto& value) { options.hysteresis(count(key, value)); });
   state.ours("hysteresis_refill", [&](auto key, auto& value) {
-    if (!value.isString()) refuse(key, "a word", value);
+    if (!value.isString()) refuse(key, "a string", value);
     options.hysteresis_refill(value.toStringRef());
   });
   state.ours("dynamic", [&](auto key, auto& value) {

@@ -40,7 +40,7 @@ at::Tensor once_differentiable(const char* op, const char* instead, const at::Te
   torch::autograd::Variable result = grad;
   torch::autograd::create_gradient_edge(
       result, make_error<NodePointer>(
-                  std::string("ampfuse::") + op + " has no second derivative: " + instead + " has",
+                  std::string("ampfuse::") + op + " has no second derivative; use " + instead,
                   std::move(edges)));
   return result;
 }

@@ -8,10 +8,10 @@
 # nvcc is searched for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and in the
 # CUDA packages of pip: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
 
-set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders called nvidia, in which pip's CUDA packages are")
+set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders named nvidia that contain CUDA packages of pip")
 set(AMPFUSE_GPUS "" CACHE STRING "Compute capabilities of the GPUs that torch sees (9.0;8.6)")
 set(AMPFUSE_TORCH_ARCHS "" CACHE STRING "What torch was built for, as torch._C._cuda_getArchFlags()")
-option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages where there is none of torch's CUDA" OFF)
+option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages if none has torch's CUDA version" OFF)
 set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
 
@@ -40,7 +40,7 @@ macro(_ampfuse_find_nvcc)
       execute_process(COMMAND "${_ampfuse_nvcc}" --version OUTPUT_VARIABLE _ampfuse_text ERROR_QUIET)
       string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${_ampfuse_text}")
       set(_ampfuse_version "${CMAKE_MATCH_1}")
-      list(APPEND _ampfuse_seen "${_ampfuse_nvcc} is of CUDA ${_ampfuse_version}")
+      list(APPEND _ampfuse_seen "${_ampfuse_nvcc} has CUDA ${_ampfuse_version}")
       if(_ampfuse_version MATCHES "${_ampfuse_wanted}")
         set(AMPFUSE_NVCC "${_ampfuse_nvcc}")
         set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
@@ -109,7 +109,7 @@ elseif(NOT _ampfuse_refusal)
     set(_ampfuse_refusal
         "torch ${AMPFUSE_TORCH_VERSION} is built for CUDA ${AMPFUSE_TORCH_CUDA}, but ${_ampfuse_seen}")
   elseif(AMPFUSE_CUDA_VERSION VERSION_LESS 12.6)
-    set(_ampfuse_refusal "CUDA 12.6 or newer is needed, but ${AMPFUSE_NVCC} is of CUDA ${AMPFUSE_CUDA_VERSION}")
+    set(_ampfuse_refusal "CUDA 12.6 or newer is needed, but ${AMPFUSE_NVCC} has CUDA ${AMPFUSE_CUDA_VERSION}")
   endif()
 endif()
 
@@ -160,8 +160,8 @@ else()
     string(APPEND _ampfuse_remedies "\n  - have nvcc fetched from Python packages: AMPFUSE_FETCH_NVCC=ON")
   endif()
   if(AMPFUSE_TORCH_CUDA)
-    string(APPEND _ampfuse_remedies "\n  - install the toolkit of CUDA ${AMPFUSE_TORCH_CUDA}; "
-                                    "CUDA_HOME says where it is")
+    string(APPEND _ampfuse_remedies "\n  - install the toolkit of CUDA ${AMPFUSE_TORCH_CUDA}, "
+                                    "and set CUDA_HOME to its folder")
   endif()
   string(APPEND _ampfuse_remedies "\n  - leave the kernels out: AMPFUSE_WITH_CUDA=OFF")
   message(FATAL_ERROR "ampfuse: CUDA kernels are wanted, since ${_ampfuse_because}, but "

@@ -22,8 +22,8 @@ if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQU
     endif()
     if(NOT _ampfuse_number IN_LIST _ampfuse_compilable)
       list(JOIN _ampfuse_compilable ", " _ampfuse_compilable)
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: ${_ampfuse_arch} is not among what CUDA "
-                          "${AMPFUSE_CUDA_VERSION} compiles for: ${_ampfuse_compilable}")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: expected architectures that CUDA "
+                          "${AMPFUSE_CUDA_VERSION} supports (${_ampfuse_compilable}), got ${_ampfuse_arch}")
     endif()
     list(APPEND _ampfuse_wanted "${_ampfuse_number}${_ampfuse_kind}")
   endforeach()

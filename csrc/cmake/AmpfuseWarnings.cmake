@@ -25,7 +25,7 @@ function(ampfuse_in_batches target)
   math(EXPR size "(${count} + ${batches} - 1) / ${batches}")
   set(folder ${PROJECT_BINARY_DIR}/batches)
   file(MAKE_DIRECTORY ${folder})
-  file(REAL_PATH ${folder} folder)  # behind a link, "../" is not the parent in the path
+  file(REAL_PATH ${folder} folder)  # if it is a link, "../" leads elsewhere
   foreach(number RANGE 1 ${batches})
     math(EXPR start "(${number} - 1) * ${size}")
     list(SUBLIST batched ${start} ${size} sources)

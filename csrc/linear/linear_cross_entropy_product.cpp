@@ -36,7 +36,10 @@ struct BlasMatrix {
     is_transposed = has_rows ? kAsItIs : kTransposed;
     const int64_t length = matrix.size(has_rows ? 1 : 0);
     const int64_t apart = std::max({matrix.stride(has_rows ? 0 : 1), length, int64_t{1}});
-    TORCH_CHECK_VALUE(apart <= std::numeric_limits<int>::max(), "rows are too far apart: ", apart);
+    constexpr int64_t kFurthest = std::numeric_limits<int>::max();
+    TORCH_CHECK_VALUE(apart <= kFurthest,
+                      "linear_cross_entropy: hidden and weight: expected rows at most ", kFurthest,
+                      " elements apart, got ", apart);
     stride = static_cast<int>(apart);
   }
 };

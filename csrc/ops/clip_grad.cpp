@@ -54,8 +54,8 @@ at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_i
   const at::Tensor total = measured_norm(tensors, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()),
               "The total norm of order ", norm_type,
-              " for gradients from `parameters` is non-finite, so it cannot be clipped; with "
-              "error_if_nonfinite=false they would be scaled by it all the same");
+              " for gradients from `parameters` is non-finite, so it cannot be clipped. To scale "
+              "them by this norm nevertheless, set error_if_nonfinite=false");
   return total;
 }
 

@@ -266,9 +266,8 @@ AMPFUSE_OPERATORS(m) {
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "int ignore_index, float label_smoothing, Tensor? grad_scale, Tensor? denominator, "
       "float z_loss, float? softcap, int for_backward, bool with_metrics) -> (Tensor loss, "
-      "Tensor grad, Tensor baked_scale, Tensor statistics, Tensor divisor, Tensor lse, Tensor "
-      "entropy, "
-      "Tensor argmax)",
+      "Tensor grad, Tensor baked_scale, Tensor statistics, Tensor divisor, Tensor lse, "
+      "Tensor entropy, Tensor argmax)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "

@@ -76,7 +76,7 @@ at::Tensor backward(const NamedArguments& named) {
 template <const CrossEntropyKernels& kKernels>
 void rescale(const at::Tensor& grad, const at::Tensor& baked_scale, const at::Tensor& grad_output) {
   TORCH_CHECK_VALUE(has_memory_of_its_own(grad) && grad.is_floating_point(),
-                    "cross_entropy_rescale_: grad: expected rows with memory of their own, got ",
+                    "cross_entropy_rescale_: grad: expected rows that share no memory, got ",
                     dtype_name(grad.scalar_type()), " of shape ", grad.sym_sizes(), " and strides ",
                     grad.sym_strides());
   check_cross_entropy_scalar("cross_entropy_rescale_", "baked_scale", baked_scale, at::kFloat,

@@ -53,7 +53,8 @@ torch::jit::Stack call_by_name(const c10::OperatorHandle& op, NamedValues values
     stack.push_back(value != values.end() ? std::move(value->second)
                                           : argument.default_value().value());
   }
-  TORCH_INTERNAL_ASSERT(used == values.size(), op.schema().name(), " lacks a named argument");
+  TORCH_INTERNAL_ASSERT(used == values.size(), op.schema().name(),
+                        " was called with a name that none of its arguments has");
   op.callBoxed(stack);
   return stack;
 }

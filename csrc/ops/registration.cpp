@@ -35,8 +35,9 @@ bool is_only_build() {
   static const bool is_only = [] {
     if (!c10::Dispatcher::singleton().findSchema({"ampfuse::update_scale", ""})) return true;
     TORCH_WARN("two builds of ampfuse are loaded in one process: ", other_path(), ", and then ",
-               own_path(), ". The operators are those of the first. Build what links the second ",
-               "against the first, or load it in another process");
+               own_path(),
+               ". Only the operators of the first one are used. Link all code against the ",
+               "first one, or load the second one in another process");
     return false;
   }();
   return is_only;

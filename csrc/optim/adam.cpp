@@ -258,7 +258,8 @@ void Adam::adopt_written_params() {
     for_each_master([&](const at::Tensor& param, const at::Tensor& master) {
       written_over.push_back(optim::adopt_param(param, master));
     });
-    // Do not start a new copy while one is on its way: replaced each time, none would ever arrive.
+    // A new copy is started only when the last one has arrived. If each step replaced it, the host
+    // might never receive one.
     if (!written_over.empty() && !warned_ && !written_over_) {
       written_over_ = std::make_shared<HostCopy>();
       written_over_->send(largest(written_over, written_over[0].device()));
@@ -274,9 +275,9 @@ void Adam::warn_of_written_params() {
   if (!arrived->item<bool>()) return;
   warned_ = true;
   TORCH_WARN(
-      "parameters were written by something else than the optimizer since its last step. Their "
-      "float masters have taken over what was written, which has no more bits than the parameters. "
-      "After loading a model call sync_masters_from_model(). This warning is given once");
+      "parameters were written by code other than the optimizer since its last step. Their float "
+      "masters were set to the written values, which have no more bits than the parameters. After "
+      "loading a model call sync_masters_from_model(). This warning is given once");
 }
 
 void Adam::for_each_master(

@@ -22,8 +22,8 @@ void AdamOptionsOf<kDecoupledWeightDecay>::serialize(torch::serialize::InputArch
   bool decoupled = kDecoupledWeightDecay;  // torch's archives lack this entry
   read(archive, "decoupled_weight_decay", decoupled);
   TORCH_CHECK_VALUE(kDecoupledWeightDecay || !decoupled,
-                    "decoupled_weight_decay: expected an archive of Adam's options, whose weight "
-                    "decay joins the gradient, got AdamW's; load them into AdamWOptions");
+                    "decoupled_weight_decay: expected an archive of AdamOptions, got one of "
+                    "AdamWOptions; load it into AdamWOptions");
   read(archive, "lr", lr());
   read(archive, "betas", betas());
   read(archive, "eps", eps());

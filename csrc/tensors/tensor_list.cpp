@@ -115,8 +115,8 @@ void check_allocated(const char* op, const char* list, size_t index, const at::T
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": ", list, "[",
                     index,
-                    "]: more than one element refers to the same memory location, so it "
-                    "can't be written; clone() it first");
+                    "]: more than one element refers to the same memory location, so the "
+                    "tensor cannot be written; clone() it first");
 }
 
 bool is_lazy_clone(const at::Tensor& tensor) {
@@ -146,7 +146,7 @@ const void* written_storage(const at::Tensor& tensor) {
 
 void check_disjoint(const char* op, const char* list, const std::vector<const void*>& storages,
                     const std::function<const at::Tensor&(size_t)>& tensor) {
-  constexpr size_t kListed = SIZE_MAX;  // replaces a first tensor that is already in `sharing`
+  constexpr size_t kListed = SIZE_MAX;  // replaces the index of a tensor that `sharing` contains
   ska::flat_hash_map<const void*, size_t> first_of;
   first_of.reserve(storages.size());
   std::vector<Extent> sharing;

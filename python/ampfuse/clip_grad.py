@@ -147,8 +147,8 @@ def get_total_norm(
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
-            "so it cannot be clipped; with error_if_nonfinite=False they would be scaled by it "
-            "all the same"
+            "so it cannot be clipped. To scale them by this norm nevertheless, set "
+            "error_if_nonfinite=False"
         )
     return total_norm
 

@@ -54,7 +54,7 @@ class WrittenParams:
             for part in with_float_masters(columns)
             for param, master in zip(part.params, part.masters, strict=True)
         ]
-        # Do not start a new copy while one is on its way: replaced each time, none would arrive.
+        # If each step replaced a copy that is on its way, the host might never receive one.
         if not self._has_warned and self._on_its_way is None:
             self._on_its_way = HostCopy()
             self._on_its_way.send(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
@@ -67,8 +67,8 @@ class WrittenParams:
         if was_written_over.item():
             self._has_warned = True
             warn_caller(
-                "parameters were written by something else than the optimizer since its last step. "
-                "Their float32 masters have taken over what was written, which has no more bits "
+                "parameters were written by code other than the optimizer since its last step. "
+                "Their float32 masters were set to the written values, which have no more bits "
                 "than the parameters. After loading a model call "
                 "optimizer.sync_masters_from_model(). This warning is given once"
             )

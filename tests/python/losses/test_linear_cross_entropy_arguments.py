@@ -162,7 +162,7 @@ def test_buffer_that_overlaps_itself_or_the_weight_is_refused(batch):
 
 
 def test_vocab_shard_without_a_group_is_refused(batch):
-    with pytest.raises(ValueError, match="vocab_shard: expected a group"):
+    with pytest.raises(ValueError, match="group: expected the name of a process group"):
         torch.ops.ampfuse.linear_cross_entropy(
             batch.hidden, batch.weight, batch.target, vocab_shard=[2, 0, 202]
         )

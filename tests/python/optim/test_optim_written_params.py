@@ -122,7 +122,7 @@ def test_writes_visible_on_the_host_warn_once(device, write):
     optimizer = still([param])
 
     write(param, torch.full_like(param, 3.0).detach())
-    with pytest.warns(UserWarning, match="written by something else") as caught:
+    with pytest.warns(UserWarning, match="written by code other") as caught:
         train(optimizer, [param], range(2))
 
     assert len(caught) == 1
@@ -353,5 +353,5 @@ def test_writes_before_every_step_are_warned_about_although_copies_arrive_late(d
     optimizer.step()
     no_grad_copy(param, 3 * torch.ones_like(param))
 
-    with pytest.warns(UserWarning, match="written by something else than the optimizer"):
+    with pytest.warns(UserWarning, match="written by code other than the optimizer"):
         optimizer.step()

@@ -286,7 +286,7 @@ RAISES = {
         lambda: clip(torch.ones(1).expand(4)),
         ValueError,
         "multi_tensor_clip: tensors[0]: more than one element refers to the same memory location, "
-        "so it can't be written; clone() it first",
+        "so the tensor cannot be written; clone() it first",
     ),
     "ord as text": (
         lambda: ops.multi_tensor_norm([torch.ones(2)], ord="fro"),
