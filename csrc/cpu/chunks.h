@@ -9,7 +9,7 @@
 
 namespace ampfuse {
 
-/// At most `size` consecutive elements of one tensor.
+/// Consecutive elements of one tensor, `size` of them.
 struct Chunk {
   void* data;
   int64_t size;

@@ -47,7 +47,7 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
   loss_.gradient_limit = arguments.gradient_limit();
   const at::ScalarType grad_dtype = head_.gradient_dtype();
   const bool is_apart = grad_dtype != head_.logits_dtype() && !kernels.narrows_in_place;
-  // The same with and without gradients, so that the loss has the same bits.
+  // Chunks have the same size with and without gradients, so that the loss has the same bits.
   const size_t bytes =
       c10::elementSize(head_.logits_dtype()) + (is_apart ? c10::elementSize(grad_dtype) : 0);
   rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
@@ -59,8 +59,8 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
   const auto memory_for_rows = [&](at::ScalarType dtype) {
     const auto options = arguments.hidden.options().dtype(dtype);
     const at::Tensor rows = at::empty({std::min(rows_, count()), stride}, options);
-    // Not done for the weight's gradient: it is written much later, so this costs more than it
-    // saves.
+    // The memory of the weight's gradient is not prepared: it is written so much later that the
+    // preparation would take more time than it saves.
     prepare_fresh_memory(rows);
     return rows;
   };
@@ -72,7 +72,8 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
   }
   const at::Tensor grad = is_apart ? memory_for_rows(grad_dtype) : logits.view(grad_dtype);
   grad_ = grad.narrow(1, 0, classes);
-  // Products on a GPU read the padding after the gradient's classes, but do not use it.
+  // Products on a GPU read whole vectors, also of the padding after the gradient's classes. The
+  // results do not depend on it, but it must not be undefined.
   if (grad.is_cuda()) grad.narrow(1, classes, stride - classes).zero_();
 }
 

@@ -87,10 +87,11 @@ struct LossTerms {
   T softcap;  // 0 without a softcap
 };
 
-// The target class of a row, or the target classes of a vector of rows.
+// The target class of a row, or the target classes of a vector of rows. In a vector, a row without
+// a target class has z = −∞ and mass 0.
 template <typename V>
 struct RowTarget {
-  bool exists = false;  // false if targets are distributions
+  bool exists = false;  // false for a distribution, an ignored row or a target on another shard
   V z = 0;
   V mass = 0;  // B of the target class
 };

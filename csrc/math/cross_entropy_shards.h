@@ -36,7 +36,7 @@ struct WholeRow {
   int64_t argmax = -1;
 };
 
-/// Combines the parts of `count` shards, which are `stride` elements apart. The row becomes NaN
+/// Combines the partials of `count` shards, which are `stride` elements apart. The row becomes NaN
 /// unless the shards have `all_classes` classes in total and, for an index target (`is_index`),
 /// exactly one of them has the target.
 AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* partials, int64_t stride, int count,
@@ -75,9 +75,9 @@ struct JoinedRow {
   int64_t argmax;
 };
 
-/// Returns the results of a row from the parts of all shards; see join_shards for the arguments.
-/// `is_here`: true if the target is on this shard. For the gradient here, a target on another shard
-/// is one of the other classes, so its B is added to statistics.masses.
+/// Returns the results of a row from the partials of all shards; see join_shards for the arguments.
+/// `is_here`: true if the target is on this shard. If it is on another shard, its B is added to
+/// statistics.masses, since the gradient of this shard has no target class.
 template <typename Terms>
 AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPartial* partials, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,

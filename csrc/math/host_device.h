@@ -1,9 +1,9 @@
 #pragma once
 
-// Marks arithmetic under math/, which nvcc compiles for the GPU and the host compiler for the CPU.
-// On the CPU it must always be inlined. The CPU kernels are compiled once per instruction set, and
-// of several out-of-line copies the linker would keep any one, possibly the AVX-512 copy on a
-// machine without AVX-512.
+// Marks functions that are compiled by nvcc for the GPU and by the host compiler for the CPU. On
+// the CPU they must be inlined: the CPU kernels are compiled once per instruction set, and if a
+// function had a copy in each of them, the linker would keep only one. That could be the AVX-512
+// copy, which crashes on a machine without AVX-512.
 #if defined(__CUDACC__)
 #define AMPFUSE_HOST_DEVICE __host__ __device__ __forceinline__
 #else

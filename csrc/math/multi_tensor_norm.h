@@ -52,8 +52,9 @@ AMPFUSE_HOST_DEVICE double norm_finish(double sum) {
 // every element is finite. An overflowed sum is not accurate and proves nothing. A sum of squares
 // is inaccurate if squares underflowed. Each of kNormChunk squares may lose up to 2⁻¹⁴⁹ in fp32
 // (2⁻¹⁰⁷⁴ in fp64), which could show in a sum below 2⁻¹⁰⁰ (2⁻¹⁰⁰⁰). A double sum of narrower
-// elements has no such limit, since a double holds their squares exactly. norm_exact reads the
-// elements again if their sum is out of range; this includes zeros if squares can underflow.
+// elements has no such limit, since a double holds their squares exactly. If the sum is out of
+// range, norm_exact reads the elements again. Where squares can underflow, a sum of 0 is out of
+// range, too.
 template <NormType kNorm, typename scalar_t, typename acc_t>
 AMPFUSE_HOST_DEVICE bool norm_in_range(double sum) {
   if (!is_finite(sum)) return false;
@@ -111,8 +112,8 @@ struct OneWorker {
   }
 };
 
-// Returns the norm of `count` parts, correct for every magnitude that a double can hold. It reads
-// the parts twice, so it is used only for the rare sums outside norm_in_range.
+// Returns the norm of `count` partials, correct for every magnitude that a double can hold. It
+// reads the partials twice, so it is used only for the rare sums outside norm_in_range.
 template <NormType kNorm, typename Partial, typename Workers>
 AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Partial& partial,
                                            const Workers& workers) {
@@ -138,7 +139,7 @@ AMPFUSE_HOST_DEVICE NormPartial norm_exact(int64_t count, const Partial& partial
   return {norm_finish<kNorm>(sum) / scale, nonfinite != 0 ? 1 : 0};
 }
 
-// Returns the norm of `count` parts. One read is enough if the sum stays in range; otherwise
+// Returns the norm of `count` partials. One read is enough if the sum stays in range; otherwise
 // norm_exact reads them again.
 template <NormType kNorm, typename Partial, typename Workers>
 AMPFUSE_HOST_DEVICE NormPartial norm_of_partials(int64_t count, const Partial& partial,

@@ -40,7 +40,7 @@ class ShardSums {
   at::Tensor whole_;
 };
 
-/// The results for one shard. parts: [rows, math::kShardPartial] double, which the caller fills
+/// The results for one shard. partials: [rows, math::kShardPartial] double, which the caller fills
 /// with NaN. argmax: [rows], numbered among the shard's classes, or [0] if it is not wanted.
 /// Ignored rows are computed only if argmax is wanted.
 struct ShardOutputs {
@@ -62,7 +62,7 @@ struct JoinedOutputs {
 struct VocabShardKernels {
   /// Fills `outputs` from the logits of this rank's shard.
   void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
-  /// Combines the shards' `parts`: [shards, rows, math::kShardPartial].
+  /// Combines the shards' `partials`: [shards, rows, math::kShardPartial].
   void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& partials,
                const JoinedOutputs& outputs);
 };

@@ -1,4 +1,5 @@
-// Tensors on several devices: lists sorted by device, and 0-dim tensors copied between devices.
+// Tensors on several devices: one list per device, copies of scalars on other devices, and scalars
+// of several devices combined.
 #pragma once
 
 #include <ATen/core/Tensor.h>

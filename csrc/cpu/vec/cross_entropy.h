@@ -37,8 +37,8 @@ struct TargetMass {
 constexpr int64_t kExponentials = 2 * kClassBlock;
 
 /// Returns the partial results of these logits. Writes exp(z - reference) to `exponentials`, with
-/// the reference of the returned part, and 0 for the target. Exponentials are biased, except those
-/// of double logits (math/cross_entropy_exponential.h).
+/// the reference of the returned RowPartial, and 0 for the target. Exponentials are biased, except
+/// those of double logits (math/cross_entropy_exponential.h).
 AMPFUSE_PER_CAPABILITY(math::RowPartial<double> row_partial(const Logits& logits,
                                                             const TargetMass& masses,
                                                             bool with_entropy, void* exponentials))
