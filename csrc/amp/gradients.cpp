@@ -27,7 +27,8 @@ struct Gradients {
 // Returns the tensor to unscale: the gradient, or the values of a sparse one.
 at::Tensor dense_part(const at::Tensor& param) {
   if (!param.grad().is_sparse()) return param.grad();
-  // Entries of one index may overflow only in their sum, most likely in fp16: coalesce these first.
+  // Several entries may have the same index. Finite ones may have a sum that overflows, most likely
+  // in fp16, so these are added first.
   if (param.grad().scalar_type() == at::kHalf) param.mutable_grad() = param.grad().coalesce();
   return param.grad()._values();
 }

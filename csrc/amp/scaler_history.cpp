@@ -71,7 +71,8 @@ int64_t ScaleMemory::skips_in_a_row() {
   if (is_capturing()) return skips_in_a_row_;
   const auto arrived = counters_copy_.latest();
   if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
-  // Do not start a new copy while one is on its way: replaced each time, none would ever arrive.
+  // A new copy is started only when the last one has arrived. If each call replaced it, the host
+  // might never receive one.
   if (arrived || counters_copy_.is_idle()) counters_copy_.send(counters_);
   return skips_in_a_row_;
 }

@@ -1,6 +1,6 @@
-// The gradient of a cross-entropy is formed in forward if possible (can_form_gradient_in_forward),
-// in the read of the logits that the loss needs anyway: 4 bytes per 16-bit logit in all. Otherwise
-// backward forms it, from the logits and a few numbers per row: 6 bytes.
+// If possible (can_form_gradient_in_forward), forward computes the gradient together with the loss.
+// It reads the logits once and writes the gradient: 4 bytes per 16-bit logit. Otherwise backward
+// computes the gradient from the logits, which it reads again, and a few numbers per row: 6 bytes.
 #include "../ops/cross_entropy.h"
 
 #include <ATen/SavedTensorHooks.h>
@@ -46,8 +46,9 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
   return {without_derivative(rescaled(saved[0], saved[1], grad_output), grad_output), at::Tensor()};
 }
 
-// Callers detach the metrics: compiled autograd does not support outputs without derivatives.
-// Backward allocates no zeros for their gradients.
+// Returns the loss and the metrics. They are all outputs with a derivative, since compiled autograd
+// does not support others; callers detach the metrics. Backward allocates no zeros as their
+// gradients.
 variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
   context->set_materialize_grads(false);
   return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};

@@ -10,9 +10,10 @@ namespace ampfuse {
 /// Returns the gradient of the logits, computed by torch's function and differentiable.
 at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments, const at::Tensor& grad_output);
 
-/// Keeps the arguments of a loss whose gradient was formed in forward, in case it is differentiated
-/// twice. That is rare, so they are not saved like tensors for backward: until then the logits may
-/// be overwritten, and a backward that does not retain the graph releases them.
+/// Keeps the arguments of a loss whose gradient was computed in forward, in case the loss is
+/// differentiated twice. This is rare, so they are not saved as tensors for backward, which would
+/// forbid programs to overwrite the logits. A backward that does not retain the graph releases
+/// them.
 class ForAnotherTime {
  public:
   explicit ForAnotherTime(torch::autograd::AutogradContext* context) : data_(context->saved_data) {}

@@ -1,7 +1,7 @@
-// The gradients of a linear cross-entropy are formed in forward, which has the logits, for the
-// upstream gradient that is expected. With reduction none, backward forms them, from logits that it
-// computes once more. The autograd engine rounds gradients in float to the dtype of the tensor that
-// they are added to.
+// Forward computes the gradients of a linear cross-entropy, since it has the logits, for an
+// upstream gradient of grad_scale. With reduction none, backward computes the logits again, and the
+// gradients from them. If a gradient is float and its tensor is not, the autograd engine rounds the
+// gradient.
 #include "../ops/linear_cross_entropy.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

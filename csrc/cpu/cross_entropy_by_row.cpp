@@ -24,8 +24,9 @@ void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
 }
 
 // Calls visit(row, in_parallel, memory) for each row, with `scratch` bytes of memory. `in_parallel`
-// is true if several threads share the blocks of the row. They do not if `is_narrowed`: a narrower
-// gradient that overwrites the logits lies over earlier blocks, which must have been read before.
+// is true if several threads share the blocks of the row. This is not possible if `is_narrowed`:
+// a narrower gradient overwrites the logits, so that the gradient of a block then overwrites
+// earlier blocks, which must have been read.
 template <typename Visit>
 void each_row(const CpuRows& rows, bool is_narrowed, int64_t scratch, const Visit& visit) {
   c10::Allocator* const allocator = c10::GetCPUAllocator();

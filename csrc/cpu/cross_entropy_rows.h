@@ -184,8 +184,8 @@ class CpuRows {
   }
 
  private:
-  // For far more classes, moving the rows of a tile into lanes and back takes longer than
-  // processing them row by row.
+  // Rows with at most this many classes are processed in tiles. For far more classes, moving a tile
+  // into lanes and back takes longer than processing it row by row.
   static constexpr int64_t kFewClasses = 128;
 
   // Calls visit(pointer to the targets from `row` on) if targets are indices.

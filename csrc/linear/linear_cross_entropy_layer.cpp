@@ -12,9 +12,9 @@ namespace ampfuse {
 
 namespace {
 
-// The number of classes that a CPU processes at a time. Their weights may be widened, here or
-// inside a product that the processor has no instructions for; blocks avoid a second copy of all
-// weights.
+// The number of classes that a CPU processes at a time. If the processor has no instructions for a
+// 16-bit product, their weights are copied to float, by this class or by the product. With blocks,
+// the copy is much smaller than the whole weight.
 constexpr int64_t kBlockClasses = 8192;
 
 // Size in bytes of a product that is rounded one block of classes at a time.

@@ -24,7 +24,8 @@ struct CrossEntropyArguments {
   at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
   std::optional<at::Tensor> weight;  // [classes], of dtype loss_dtype(input)
   LossOptions options = {};
-  // True if targets were validated with a larger batch, whose total weight `denominator` holds.
+  // True if these rows are part of a batch whose targets were checked before. The total weight of
+  // that batch is then passed as `denominator`.
   bool is_weighed = false;
   // Number of classes of all shards, if `input` is one shard: targets may be math::kElsewhere then.
   std::optional<int64_t> all_classes = {};

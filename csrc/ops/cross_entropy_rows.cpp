@@ -27,7 +27,7 @@ c10::SymInt positions_of(const at::Tensor& tensor) {
   return positions;
 }
 
-// True if the classes of a row are far apart in memory and are read in place all the same. This
+// True if the logits are read in place although the classes of a row are far apart in memory. This
 // does not depend on the size of the batch, because no result may depend on it.
 bool has_positions(const at::Tensor& tensor) {
   if (tensor.dim() < 3 || tensor.sym_stride(1) == 1) return false;

@@ -1,5 +1,5 @@
-// The pybind11 module ampfuse._C: what the dispatcher cannot carry. All computation on tensors is
-// in ops; list_queries.h reads attributes of many tensors in one call.
+// The pybind11 module ampfuse._C: functions that are not operators. They compute nothing from the
+// elements of tensors. Those of list_queries.h read attributes of many tensors in one call.
 #include <ampfuse/build_info.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

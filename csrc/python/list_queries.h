@@ -14,8 +14,8 @@ namespace ampfuse {
 /// its dtype and a flag if it has no gradient.
 pybind11::tuple grads_and_kinds(const pybind11::list& params);
 
-/// Returns the ordinary gradients as one (device, parameters, gradients) per device, and the
-/// indices of the parameters with other gradients: sparse ones, subclasses, and fp16 ones unless
+/// Returns a tuple (device, parameters, gradients) for each device, and the indices of the
+/// parameters whose gradients are left out: sparse ones, subclasses, and fp16 ones unless
 /// `allow_half`.
 pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
 

@@ -1,8 +1,8 @@
 // Visits thousands of small tensors, which are scattered over memory. A tensor's header takes four
-// cache lines, and that of its storage another. Reading them is nearly all waiting, so each is
-// prefetched some tensors before its turn. Threads would not pay: waking them costs as much as
-// visiting some hundred tensors, and a time slice of milliseconds if other processes keep the cores
-// busy.
+// cache lines, and that of its storage another. Most of the time is spent waiting for them, so each
+// is prefetched some tensors before its turn. More threads would not help: waking them takes as
+// long as visiting some hundred tensors, or a time slice of milliseconds if other processes keep
+// the cores busy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,13 +22,13 @@ inline void prefetch_storage(const at::Tensor& tensor) {
   if (header->has_storage()) __builtin_prefetch(header->unsafe_storage().unsafeGetStorageImpl());
 }
 
-/// Calls visit(t) for t < count in order, and prefetch(t, use) for later t, in which prefetch calls
-/// `use` on each tensor of index t.
-template <typename Prefetch, typename Visit>
-void for_each_index(size_t count, const Prefetch& prefetch, const Visit& visit) {
+/// Calls visit(t) for each t below `count`, in order. Before that, it calls touch(t, prefetch) with
+/// a function `prefetch`, which `touch` must call for each tensor of index t.
+template <typename Touch, typename Visit>
+void for_each_index(size_t count, const Touch& touch, const Visit& visit) {
   for (size_t t = 0; t < count; ++t) {
-    if (t + 8 < count) prefetch(t + 8, prefetch_header);
-    if (t + 4 < count) prefetch(t + 4, prefetch_storage);
+    if (t + 8 < count) touch(t + 8, prefetch_header);
+    if (t + 4 < count) touch(t + 4, prefetch_storage);
     visit(t);
   }
 }

@@ -63,10 +63,10 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                   std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors,
                   const char* list = "tensors");
 
-/// Throws for arguments that reached an op without a kernel for them. The dispatcher sends sparse
-/// tensors, and devices that this build does not support, to the ops' kernels for no particular
-/// backend. Those check their arguments as all kernels do, which names a sparse one, and then call
-/// this.
+/// Throws for tensors for which an op has no kernel. The dispatcher passes sparse tensors, and
+/// tensors on a device that this build does not support, to the op's kernel for all other backends.
+/// That kernel first checks the arguments, so that the error for a sparse tensor names it, and then
+/// calls this function.
 [[noreturn]] void refuse_backend(const char* op, at::TensorList tensors);
 
 /// Returns float64 if any tensor is double or complex double, else float32.

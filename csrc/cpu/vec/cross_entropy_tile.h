@@ -36,9 +36,9 @@ struct Tile {
 /// One number per row, for rows below lanes().
 using TileNumbers = double[kTileRows];
 
-/// The target of each row: its class, its logit, and its mass B (math/cross_entropy.h). Vectors of
-/// floats hold classes exactly up to 2²⁴. Images with more classes do not fit in memory, because
-/// they have at least a sixteenth as many positions.
+/// The target of each row: its class, its logit, and its mass B (math/cross_entropy.h). Floats hold
+/// class indices exactly up to 2²⁴. Images with more classes do not fit in memory: they are read in
+/// tiles only if they have at least a sixteenth as many positions as classes.
 struct TileTargets {
   TileNumbers index, logit, mass;
 };

@@ -24,7 +24,7 @@ struct Lane<at::vec::Vectorized<T>> {
   }
   static AMPFUSE_HOST_DEVICE V exp(const V& x) { return x.exp(); }
   static AMPFUSE_HOST_DEVICE V log(const V& x) { return x.log(); }
-  // Requires finite doubles from -1/2 on.
+  // Requires finite doubles that are at least -1/2.
   static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return CPU_CAPABILITY::finite_log1p(x); }
   static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return x.tanh(); }
   static AMPFUSE_HOST_DEVICE V choose(const V& is, const V& yes, const V& no) {

@@ -20,8 +20,7 @@ struct AMPFUSE_API CrossEntropyOptions {
   TORCH_ARG(double, label_smoothing) = 0.0;
   /// The upstream gradient that backward will receive, for example a loss scale: one element, on
   /// the logits' device. The gradient is multiplied by it before it is rounded to the logits'
-  /// dtype; without this, most gradients of half logits would round to
-  /// zero.
+  /// dtype; without this, most gradients of half logits would round to zero.
   TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
   /// The number that "mean" divides by, instead of the total weight of the batch: one element. If
   /// all micro-batches use the same one, their gradients add up to the gradient of the whole batch.

@@ -18,9 +18,10 @@ struct FusedAdamTensors {
   at::TensorList exp_avg_sqs;      ///< like exp_avgs
   at::TensorList max_exp_avg_sqs;  ///< like exp_avgs with amsgrad, else empty
   at::TensorList state_steps;      ///< float, one element: number of steps taken so far; written
-  at::TensorList masters;  ///< empty; or float masters of 16-bit parameters, which are the masters
-                           ///< rounded; or short remainders, the 16 bits of the masters that
-                           ///< bfloat16 parameters lack; written
+  /// Empty; or the float masters of 16-bit parameters, each of which equals its master rounded; or
+  /// the remainders of bfloat16 parameters, of dtype short: the 16 bits of each master that the
+  /// parameter lacks. Written.
+  at::TensorList masters;
 };
 
 struct FusedAdamOptions {
@@ -38,9 +39,9 @@ struct FusedAdamOptions {
   std::optional<at::Tensor> total_norm;  ///< norm of the scaled gradients; requires max_norm
   std::optional<double> max_norm;  ///< unscaled gradients are clipped to it; requires total_norm
   std::optional<at::Tensor> grad_norm;  ///< output: the unscaled norm; float, one element
-  /// Before the step, float masters adopt the elements that other code wrote into their parameters:
-  /// those in which the parameter differs from its rounded master. A GPU compares one element in
-  /// 128 and the last of each 2048; if one of them differs, it compares all of its 2048.
+  /// Before the step, float masters adopt the elements that other code wrote into their parameters.
+  /// Such an element differs from its rounded master. A GPU first compares one element in 128, and
+  /// the last one of every chunk of 2048. If one of these differs, it compares the whole chunk.
   bool adopt_params = false;
 };
 

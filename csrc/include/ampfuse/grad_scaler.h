@@ -39,7 +39,8 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
   TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // lower limit of backing off
   TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // upper limit of growth
-  TORCH_ARG(int64_t, hysteresis) = 1;  // forgives hysteresis - 1 overflows, then lowers the scale
+  /// The number of overflows after which the scale is lowered. Earlier ones only skip their steps.
+  TORCH_ARG(int64_t, hysteresis) = 1;
   /// The event that restores the hysteresis: "growth" of the scale, or any "clean_step".
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
   TORCH_ARG(bool, dynamic) = true;  // false: the scale never changes
@@ -127,8 +128,7 @@ class AMPFUSE_API GradScaler {
   GradScalerOptions& options();  ///< factors, interval, limits and policy may be changed
 
   at::Tensor step_skipped() const;  ///< bool, 0-dim, on the device: the last step was skipped
-  bool was_skipped();  ///< the same for the optimizer that was stepped last, on the host, which
-                       ///< waits for the step
+  bool was_skipped();               ///< the same as a bool; the host waits for the step
 
   std::vector<ScaleRecord> history() const;  ///< oldest first; makes one copy to the host
 

@@ -20,7 +20,8 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(double, label_smoothing) = 0.0;
   /// The upstream gradient that backward will receive. If it receives another one, an extra pass
   /// multiplies the gradients by the ratio and rounds 16-bit gradients a second time. Without
-  /// grad_scale, half gradients are computed from losses that have not been divided yet.
+  /// grad_scale, half gradients are computed for the sum of the losses and divided afterwards, so
+  /// that they do not underflow.
   TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, denominator) = std::nullopt;
   TORCH_ARG(double, z_loss) = 0.0;
@@ -45,10 +46,10 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
 /// [..., features], the weight [classes, features], the bias [classes]. Targets are class indices
 /// (int64, int32, uint8) of shape [...] or probabilities of shape [..., classes].
 ///
-/// Hidden states, weight and bias must have the same dtype. Under autocast they are cast to its
-/// dtype, once. If products are in half or bfloat16, the logits are float. The weight's gradient is
-/// then summed in float and rounded to the weight's dtype, or not rounded if weight.grad_dtype() is
-/// float. The loss is float (double for double tensors).
+/// Hidden states, weight and bias must have the same dtype. Autocast casts them to its dtype before
+/// the first chunk. If products are in half or bfloat16, the logits are float. The weight's
+/// gradient is then summed in float and rounded to the weight's dtype, or not rounded if
+/// weight.grad_dtype() is float. The loss is float (double for double tensors).
 ///
 /// With reductions "mean" and "sum", forward computes the gradients, and backward only rescales
 /// them if the upstream gradient requires it. With "none", backward computes the logits again. A

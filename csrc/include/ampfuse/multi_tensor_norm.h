@@ -12,9 +12,8 @@ struct MultiTensorNorm {
   at::Tensor total_norm;  ///< 0-dim; float32, float64 if any tensor is double or complex double
   at::Tensor norms;       ///< [tensors], one norm each, dtype of total_norm
   at::Tensor found_inf;   ///< 0-dim float32: 1 if any element is NaN or infinite, else 0
-  at::Tensor
-      first_nonfinite;  ///< 0-dim int64: index of the first tensor with such an element, or -1
-  at::Tensor nonfinite_count;  ///< 0-dim int64: number of such tensors
+  at::Tensor first_nonfinite;  ///< 0-dim int64: the first tensor with a non-finite element, or -1
+  at::Tensor nonfinite_count;  ///< 0-dim int64: number of tensors with non-finite elements
 };
 
 /// Returns the norm of a list of tensors taken as one vector.

@@ -125,19 +125,21 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   /// Resets all masters to their parameters. The bits that the parameters lack are lost.
   void sync_masters_from_model();
 
-  /// Writes what torch::optim::AdamW writes and more: each class loads the other's archives, and
-  /// Python reads and writes them (ampfuse.load_cpp_optimizer_state). Parameters are not saved;
-  /// remainders are saved as the float masters that they represent.
+  /// Writes the entries that torch::optim::AdamW writes, and further ones. Each class loads
+  /// archives of the other, and Python reads and writes them, too
+  /// (ampfuse.load_cpp_optimizer_state, ampfuse.save_cpp_optimizer_state). Parameters are not
+  /// saved; remainders are saved as the float masters that they represent.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`.
   /// Existing tensors of the right dtype are overwritten in place. If the archive has no masters,
-  /// the next step creates them from the parameters; if it has masters, the parameters are set,
-  /// too. If groups or shapes differ, throws and loads nothing.
+  /// the next step creates them from the parameters; if it has masters, the parameters are set
+  /// to them, except 16-bit parameters with kOff. If groups or shapes differ, throws and loads
+  /// nothing.
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// Limit of the norm over all groups without their own limit. The constructor removes it from its
-  /// options; otherwise each group that gets these as defaults would have its own limit.
+  /// Limit of the joint norm of all groups that have no limit of their own. The constructor moves
+  /// it here from the options, since groups without options get those as their own.
   std::optional<double> max_grad_norm;
 
   /// Loss scaling, set around step() by the code that scales the losses. Gradients are divided by

@@ -25,7 +25,7 @@ struct UpdateScaleOptions {
   int64_t growth_interval = 2000;
   std::optional<double> min_scale = std::nullopt;  ///< lower limit of backing off, above 0
   std::optional<double> max_scale = std::nullopt;  ///< upper limit of growth, above 0
-  int64_t hysteresis = 1;  ///< hysteresis - 1 overflows are forgiven, the next lowers the scale
+  int64_t hysteresis = 1;  ///< number of overflows after which the scale is lowered
   std::string hysteresis_refill = "growth";  ///< the event that restores the hysteresis: "growth"
                                              ///< of the scale, or any "clean_step"
   bool dynamic = true;                       ///< false: the scale never changes
