@@ -17,10 +17,10 @@ using RowPartial = math::RowPartial<double>;
 // Calls visit(block) for each block, on several threads or on this one.
 template <typename Visit>
 void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
-  const auto some = [&](int64_t begin, int64_t end) {
+  const auto visit_range = [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) visit(block);
   };
-  in_parallel ? at::parallel_for(0, blocks, 1, some) : some(0, blocks);
+  in_parallel ? at::parallel_for(0, blocks, 1, visit_range) : visit_range(0, blocks);
 }
 
 // Calls visit(row, in_parallel, memory) for each row, with `scratch` bytes of memory. `in_parallel`
@@ -48,10 +48,10 @@ int64_t argmax_of(const CpuRows& rows, int64_t row) {
   const auto argmax_of_block = AMPFUSE_CHOOSE(row_argmax);
   int64_t argmax = 0;
   for (int64_t block = 0; block < rows.blocks(); ++block) {
-    const int64_t here = block * kClassBlock + argmax_of_block(rows.logits(row, block));
-    const double x = rows.logit(row, here);
+    const int64_t candidate = block * kClassBlock + argmax_of_block(rows.logits(row, block));
+    const double x = rows.logit(row, candidate);
     const double best = rows.logit(row, argmax);
-    if (x > best || (std::isnan(x) && !std::isnan(best))) argmax = here;
+    if (x > best || (std::isnan(x) && !std::isnan(best))) argmax = candidate;
   }
   return argmax;
 }

@@ -26,9 +26,9 @@ struct BackwardInputs {
   const math::RowStatistics* statistics;
   const double* grad_output;  // one number, or one per row if `is_each`
   bool is_each;
-  double divide_by;
+  double divisor;
 
-  double scale(int64_t row) const { return grad_output[is_each ? row : 0] / divide_by; }
+  double scale(int64_t row) const { return grad_output[is_each ? row : 0] / divisor; }
 };
 
 /// Outputs for the rows of a shard: partial results, and the index of the largest logit among the

@@ -13,9 +13,9 @@ namespace ampfuse {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kSomePages = 256 << 10;     // bytes; a call for fewer is not worth it
-constexpr int64_t kHoldsLargePage = 4 << 20;  // bytes; has a whole page of 2 MiB wherever it begins
-constexpr int64_t kStaysInCache = 16 << 20;   // bytes; more leaves the cache before it is written
+constexpr int64_t kFewestBytes = 256 << 10;   // bytes; a call for fewer is not worth it
+constexpr int64_t kLargePageBytes = 4 << 20;  // bytes; has a whole page of 2 MiB wherever it begins
+constexpr int64_t kCachedBytes = 16 << 20;    // bytes; more leaves the cache before it is written
 
 // Both kinds of advice are optional: if the system refuses one, nothing changes.
 [[maybe_unused]] void advise(char* begin, int64_t size, int advice) {
@@ -28,17 +28,17 @@ constexpr int64_t kStaysInCache = 16 << 20;   // bytes; more leaves the cache be
 
 void prepare_fresh_memory(const at::Tensor& fresh) {
   const auto size = static_cast<int64_t>(fresh.nbytes());
-  if (!fresh.is_cpu() || size < kSomePages) return;
+  if (!fresh.is_cpu() || size < kFewestBytes) return;
   auto* const data = static_cast<char*>(fresh.mutable_data_ptr());
   const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % kPage);
   [[maybe_unused]] char* const first = data + (past == 0 ? 0 : kPage - past);
   [[maybe_unused]] const int64_t pages = (data + size - first) / kPage;
 #if defined(MADV_HUGEPAGE)
-  if (size >= kHoldsLargePage) advise(first, pages * kPage, MADV_HUGEPAGE);
+  if (size >= kLargePageBytes) advise(first, pages * kPage, MADV_HUGEPAGE);
 #endif
 #if defined(MADV_POPULATE_WRITE)
-  if (size >= kStaysInCache) return;
-  at::parallel_for(0, pages, kSomePages / kPage, [&](int64_t begin, int64_t end) {
+  if (size >= kCachedBytes) return;
+  at::parallel_for(0, pages, kFewestBytes / kPage, [&](int64_t begin, int64_t end) {
     advise(first + begin * kPage, (end - begin) * kPage, MADV_POPULATE_WRITE);
   });
 #endif

@@ -156,8 +156,8 @@ class CpuRows {
             target >= 0 && target < count ? target : -1, terms_.softcap};
   }
 
-  TargetMass masses(int64_t row, int64_t block) const {
-    TargetMass masses = masses_;
+  ClassMasses masses(int64_t row, int64_t block) const {
+    ClassMasses masses = masses_;
     const int64_t first = block * kClassBlock;
     if (masses.weight != nullptr) {
       masses.weight = static_cast<const char*>(masses.weight) + first * number_bytes_;
@@ -218,7 +218,7 @@ class CpuRows {
   RowLayout probability_layout_;
   int64_t ignore_index_;
   math::LossTerms<double> terms_;
-  TargetMass masses_;
+  ClassMasses masses_;
 };
 
 }  // namespace ampfuse

@@ -11,12 +11,12 @@ namespace ampfuse::CPU_CAPABILITY {
 template <typename scalar_t>
 void widen(const scalar_t* from, float* to, int64_t count) {
   using Vec = at::vec::Vectorized<scalar_t>;
-  constexpr int64_t kHalf = Vec::size() / 2;
+  constexpr int64_t kHalfVector = Vec::size() / 2;
   for (int64_t i = 0; i < count; i += Vec::size()) {
     const int64_t rest = std::min<int64_t>(Vec::size(), count - i);
     const auto [low, high] = at::vec::convert_to_float(Vec::loadu(from + i, rest));
-    low.store(to + i, std::min(kHalf, rest));
-    if (rest > kHalf) high.store(to + i + kHalf, rest - kHalf);
+    low.store(to + i, std::min(kHalfVector, rest));
+    if (rest > kHalfVector) high.store(to + i + kHalfVector, rest - kHalfVector);
   }
 }
 
@@ -25,11 +25,12 @@ template <typename scalar_t>
 void narrow(const float* from, scalar_t* to, int64_t count) {
   using Vec = at::vec::Vectorized<scalar_t>;
   using Wide = at::vec::Vectorized<float>;
-  constexpr int64_t kHalf = Vec::size() / 2;
+  constexpr int64_t kHalfVector = Vec::size() / 2;
   for (int64_t i = 0; i < count; i += Vec::size()) {
     const int64_t rest = std::min<int64_t>(Vec::size(), count - i);
-    const Wide low = Wide::loadu(from + i, std::min(kHalf, rest));
-    const Wide high = rest > kHalf ? Wide::loadu(from + i + kHalf, rest - kHalf) : Wide(0);
+    const Wide low = Wide::loadu(from + i, std::min(kHalfVector, rest));
+    const Wide high =
+        rest > kHalfVector ? Wide::loadu(from + i + kHalfVector, rest - kHalfVector) : Wide(0);
     at::vec::convert_from_float<scalar_t>(low, high).store(to + i, rest);
   }
 }

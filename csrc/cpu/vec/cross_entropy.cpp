@@ -4,8 +4,8 @@
 #include "cross_entropy.h"
 
 #include "../../math/cross_entropy_exponential.h"
+#include "cross_entropy_class_masses.h"
 #include "cross_entropy_logits.h"
-#include "cross_entropy_target_mass.h"
 #include "lane.h"
 #include "to_double.h"
 
@@ -110,7 +110,7 @@ void write_exponentials_of(const Logits& logits, const Reference& reference, acc
     for (int k = 0; k < kPair; ++k) {
       Vec z = softcapped<scalar_t, kCapped>(x[k], logits.softcap);
       // Lanes without a class, and the target's, were -infinity before the softcap: restore this.
-      if constexpr (kCapped) z = without_others(logits, i + k * Vec::size(), z);
+      if constexpr (kCapped) z = without_target(logits, i + k * Vec::size(), z);
       acc_t<scalar_t>* const to = out + i + k * Vec::size();
       if constexpr (std::is_same_v<scalar_t, double>) {
         const Vec e = (z - Vec(reference.value())).exp();
@@ -139,9 +139,9 @@ void write_exponentials(const Logits& logits, const Reference& reference, acc_t<
 
 // Computes `masses` and `spread` of a block, without its target.
 template <typename scalar_t>
-void add_masses(const Logits& logits, const TargetMass& masses, RowPartial& partial) {
+void add_masses(const Logits& logits, const ClassMasses& masses, RowPartial& partial) {
   using Vec = AccVec<scalar_t>;
-  const TargetMassVectors<acc_t<scalar_t>> classes(masses);
+  const ClassMassVectors<acc_t<scalar_t>> classes(masses);
   // If all logits are -infinity, z is subtracted from the reference, since −∞ − (−∞) would be NaN.
   const bool is_nothing = partial.largest == math::minus_infinity<double>();
   const double from = is_nothing ? partial.reference : partial.largest;
@@ -167,7 +167,7 @@ void add_masses(const Logits& logits, const TargetMass& masses, RowPartial& part
 }
 
 template <typename scalar_t>
-RowPartial row_partial(const Logits& logits, const TargetMass& masses, bool with_entropy,
+RowPartial row_partial(const Logits& logits, const ClassMasses& masses, bool with_entropy,
                        acc_t<scalar_t>* exponentials) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
@@ -210,7 +210,7 @@ RowPartial row_partial(const Logits& logits, const TargetMass& masses, bool with
 
 }  // namespace
 
-math::RowPartial<double> row_partial(const Logits& logits, const TargetMass& masses,
+math::RowPartial<double> row_partial(const Logits& logits, const ClassMasses& masses,
                                      bool with_entropy, void* exponentials) {
   return with_logit_type(logits.dtype, [&]<typename scalar_t>() {
     return row_partial<scalar_t>(logits, masses, with_entropy,

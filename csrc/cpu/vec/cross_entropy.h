@@ -22,7 +22,7 @@ struct Logits {
 };
 
 /// B of these classes (math/cross_entropy.h): weight · (of_probability · probability + uniform).
-struct TargetMass {
+struct ClassMasses {
   const void* weight = nullptr;  // numbers of the arithmetic's type; null: 1 for all
   const void* probabilities = nullptr;
   c10::ScalarType dtype = c10::ScalarType::Undefined;  // dtype of the probabilities
@@ -40,7 +40,7 @@ constexpr int64_t kExponentials = 2 * kClassBlock;
 /// the reference of the returned RowPartial, and 0 for the target. Exponentials are biased, except
 /// those of double logits (math/cross_entropy_exponential.h).
 AMPFUSE_PER_CAPABILITY(math::RowPartial<double> row_partial(const Logits& logits,
-                                                            const TargetMass& masses,
+                                                            const ClassMasses& masses,
                                                             bool with_entropy, void* exponentials))
 
 /// Returns the index of the largest logit, the first one if several are equal. A NaN is larger than
@@ -58,7 +58,7 @@ AMPFUSE_PER_CAPABILITY(double row_reference(c10::ScalarType dtype, double larges
 /// Writes the gradient in the logits' dtype or, for float logits, also in 16 bits. It may overwrite
 /// the logits; a narrower one then starts where the row starts. `gradient.of_exponential`
 /// multiplies exp(z - reference) without the bias; `gradient.of_target` is for the target.
-AMPFUSE_PER_CAPABILITY(void row_gradient(const Logits& logits, const TargetMass& masses,
+AMPFUSE_PER_CAPABILITY(void row_gradient(const Logits& logits, const ClassMasses& masses,
                                          const void* exponentials,
                                          const math::RowGradient<double>& gradient, void* out,
                                          c10::ScalarType out_dtype))

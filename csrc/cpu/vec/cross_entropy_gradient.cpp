@@ -1,8 +1,8 @@
 // Computes the gradient of a row from its exponentials. The gradient is rounded once.
 #include "../../math/cross_entropy_exponential.h"
 #include "cross_entropy.h"
+#include "cross_entropy_class_masses.h"
 #include "cross_entropy_logits.h"
-#include "cross_entropy_target_mass.h"
 #include "lane.h"
 
 namespace ampfuse::CPU_CAPABILITY {
@@ -69,7 +69,7 @@ class OfExponentials {
 };
 
 template <typename scalar_t, typename out_t>
-void row_gradient(const Logits& logits, const TargetMass& masses, const void* exponentials,
+void row_gradient(const Logits& logits, const ClassMasses& masses, const void* exponentials,
                   const math::RowGradient<double>& gradient, out_t* out) {
   using A = acc_t<scalar_t>;
   using Vec = AccVec<scalar_t>;
@@ -80,7 +80,7 @@ void row_gradient(const Logits& logits, const TargetMass& masses, const void* ex
   }
   const OfExponentials<scalar_t> of_exponentials(exponentials, gradient.of_exponential);
   if (masses.any() || logits.softcap != 0) {
-    const TargetMassVectors<A> classes(masses);
+    const ClassMassVectors<A> classes(masses);
     const Vec minus_scale(static_cast<A>(-gradient.scale));
     write_each(out, logits.count, [&](int64_t i) {
       const int64_t rest = std::min<int64_t>(Vec::size(), logits.count - i);
@@ -98,7 +98,7 @@ void row_gradient(const Logits& logits, const TargetMass& masses, const void* ex
 
 }  // namespace
 
-void row_gradient(const Logits& logits, const TargetMass& masses, const void* exponentials,
+void row_gradient(const Logits& logits, const ClassMasses& masses, const void* exponentials,
                   const math::RowGradient<double>& gradient, void* out, c10::ScalarType out_dtype) {
   with_logit_type(logits.dtype, [&]<typename scalar_t>() {
     with_gradient_type<scalar_t>(out_dtype, [&]<typename out_t>() {

@@ -49,10 +49,10 @@ Vec with_lane(const Vec& x, int64_t lane, typename Vec::value_type value) {
 /// Returns `x`, a vector of numbers for the logits from i on, with -infinity in lanes without a
 /// logit and in the target's lane.
 template <typename Vec>
-Vec without_others(const Logits& logits, int64_t i, const Vec& x) {
+Vec without_target(const Logits& logits, int64_t i, const Vec& x) {
   using A = typename Vec::value_type;
-  const Vec some = logits.count - i < Vec::size() ? without_lanes_from(x, logits.count - i) : x;
-  return with_lane(some, logits.target < 0 ? -1 : logits.target - i,
+  const Vec inside = logits.count - i < Vec::size() ? without_lanes_from(x, logits.count - i) : x;
+  return with_lane(inside, logits.target < 0 ? -1 : logits.target - i,
                    -std::numeric_limits<A>::infinity());
 }
 

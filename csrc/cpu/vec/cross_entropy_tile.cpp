@@ -4,9 +4,9 @@
 #include "cross_entropy_tile.h"
 
 #include "cross_entropy_lane_sums.h"
+#include "cross_entropy_tile_class_masses.h"
 #include "cross_entropy_tile_exponentials.h"
 #include "cross_entropy_tile_memory.h"
-#include "cross_entropy_tile_target_mass.h"
 #include "lane.h"
 
 namespace ampfuse::CPU_CAPABILITY {
@@ -22,9 +22,9 @@ void find_first_largest(const Tile& tile, const A* x, int64_t* argmax) {
     Vec best(-kInfinity<A>);
     Vec at(A(0));
     for (int64_t c = 0; c < tile.classes; ++c) {
-      const Vec here = Vec::loadu(x + c * kTileRows + row);
-      const Vec is_above = (here > best) | ((here != here) & (best == best));
-      best = Vec::blendv(best, here, is_above);
+      const Vec value = Vec::loadu(x + c * kTileRows + row);
+      const Vec is_above = (value > best) | ((value != value) & (best == best));
+      best = Vec::blendv(best, value, is_above);
       at = Vec::blendv(at, Vec(static_cast<A>(c)), is_above);
     }
     A numbers[Vec::size()];
@@ -43,9 +43,9 @@ void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumber
     Vec found(-kInfinity<A>);
     Vec own(-kInfinity<A>);
     for (int64_t c = 0; c < tile.classes; ++c) {
-      const Vec here = Vec::loadu(x + c * kTileRows + row);
-      found = at::vec::clamp_min(here, found);
-      own = math::Lane<Vec>::choose_equal(target, Vec(static_cast<A>(c)), here, own);
+      const Vec value = Vec::loadu(x + c * kTileRows + row);
+      found = at::vec::clamp_min(value, found);
+      own = math::Lane<Vec>::choose_equal(target, Vec(static_cast<A>(c)), value, own);
     }
     put_each<A>(own, targets.logit + row);
     put_each<A>(math::softcapped(found, static_cast<A>(tile.terms.softcap)), largest + row);
@@ -86,7 +86,7 @@ template <typename A>
 void add_masses(const Tile& tile, const TileMemory<A>& memory, const TileTargets& targets,
                 TilePartial& partial) {
   using Vec = VecOf<A>;
-  const TileTargetMassVectors<A> masses(tile, memory.probabilities);
+  const TileClassMassVectors<A> masses(tile, memory.probabilities);
   for (int64_t row = 0; row < tile.lanes(); row += Vec::size()) {
     const Vec largest = load_as<A>(partial.largest + row);
     // If all logits are -infinity, z is subtracted from 0, since −∞ − (−∞) would be NaN.

@@ -22,7 +22,7 @@ struct Tile {
   int64_t rows;  // at most kTileRows
   int64_t classes;
   math::LossTerms<double> terms;
-  TargetMass masses;  // points to the first row's probabilities
+  ClassMasses masses;  // points to the first row's probabilities
   TileLayout probabilities;
   const void* targets;  // from the first row on; null if targets are probabilities
   c10::ScalarType target_dtype;

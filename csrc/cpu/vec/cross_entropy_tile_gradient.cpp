@@ -2,8 +2,8 @@
 #include "../../math/cross_entropy_exponential.h"
 #include "cross_entropy_lane_sums.h"
 #include "cross_entropy_tile.h"
+#include "cross_entropy_tile_class_masses.h"
 #include "cross_entropy_tile_memory.h"
-#include "cross_entropy_tile_target_mass.h"
 #include "lane.h"
 
 namespace ampfuse::CPU_CAPABILITY {
@@ -99,7 +99,7 @@ class RowGradients {
   int64_t row_;
   bool has_masses_;
   bool is_capped_;
-  TileTargetMassVectors<A> masses_;
+  TileClassMassVectors<A> masses_;
   math::BiasedFactorOf<Vec> factor_;
   Vec minus_scale_;
   Vec target_;

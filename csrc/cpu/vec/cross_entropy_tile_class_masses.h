@@ -7,12 +7,12 @@
 namespace ampfuse::CPU_CAPABILITY {
 
 template <typename A>
-class TileTargetMassVectors {
+class TileClassMassVectors {
  public:
   using Vec = at::vec::Vectorized<A>;
 
   /// `probabilities`: [classes][kTileRows]. Not used if targets are indices.
-  TileTargetMassVectors(const Tile& tile, const A* probabilities)
+  TileClassMassVectors(const Tile& tile, const A* probabilities)
       : weight_(static_cast<const A*>(tile.masses.weight)),
         probabilities_(tile.masses.probabilities == nullptr ? nullptr : probabilities),
         of_probability_(static_cast<A>(tile.masses.of_probability)),

@@ -7,11 +7,11 @@
 namespace ampfuse::CPU_CAPABILITY {
 
 template <typename A>
-class TargetMassVectors {
+class ClassMassVectors {
  public:
   using Vec = at::vec::Vectorized<A>;
 
-  explicit TargetMassVectors(const TargetMass& masses)
+  explicit ClassMassVectors(const ClassMasses& masses)
       : masses_(masses),
         of_probability_(static_cast<A>(masses.of_probability)),
         uniform_(static_cast<A>(masses.uniform)) {}
@@ -48,7 +48,7 @@ class TargetMassVectors {
     return Vec::loadu(values);
   }
 
-  const TargetMass& masses_;
+  const ClassMasses& masses_;
   Vec of_probability_;
   Vec uniform_;
 };
