@@ -1,4 +1,4 @@
-// Rows whose classes are divided among ranks: look() computes the partial results of this rank's
+// Rows whose classes are divided among ranks: inspect() computes the partial results of this rank's
 // classes, join() joins those of all ranks.
 #include "../ops/cross_entropy_shards.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 static_assert(kIgnored == kIgnoredTarget, "rows and tiles mark ignored rows alike");
 
-void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
+void inspect(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
   const ShardResults results = {
@@ -50,6 +50,6 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
 
 }  // namespace
 
-constexpr VocabShardKernels kVocabShardsCpu = {look, join};
+constexpr VocabShardKernels kVocabShardsCpu = {inspect, join};
 
 }  // namespace ampfuse

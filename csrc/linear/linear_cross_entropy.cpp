@@ -11,8 +11,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ampfuse/autocast.h>
 
 #include <cmath>
 #include <numeric>
@@ -29,10 +28,6 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 using LinearChunk = LinearChunks::Chunk;
 
-// Autocast must not change products: their dtype was chosen before.
-const c10::DispatchKeySet kAutocastKeys({c10::DispatchKey::AutocastCPU,
-                                         c10::DispatchKey::AutocastCUDA});
-
 void check_all_memory(const LinearCrossEntropyArguments& arguments) {
   check_memory(kLinearCrossEntropy, "hidden", arguments.hidden);
   check_memory(kLinearCrossEntropy, "weight", arguments.weight);
@@ -46,7 +41,7 @@ at::Tensor largest_class_weight(const at::Tensor& class_weight) {
 
 // Returns the scale of half gradients for a call without grad_scale. With it, and without the term
 // of z_loss, the logits' gradients are no larger than 1.
-at::Tensor half_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
+at::Tensor fp16_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
   const at::Tensor scale = arguments.options.is_mean()
                                ? divisor.to(at::kFloat)
                                : at::ones({}, divisor.options().dtype(at::kFloat));
@@ -126,7 +121,7 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
     const at::Tensor partials = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
-    shard_kernels.look(chunk.loss, {partials, best});
+    shard_kernels.inspect(chunk.loss, {partials, best});
     if (best.numel() > 0)
       partials.select(1, math::kShardPartial - 1).copy_(best + shard.first_class);
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
@@ -146,7 +141,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
     const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
     const LinearCrossEntropyArguments& arguments, const OptionalTensor& grad_scale,
     const OptionalTensor& denominator, const LinearGradientMask& wanted, bool with_metrics) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
+  const NoAutocastGuard no_autocast;  // the dtype of products was chosen before
   auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
   const at::Tensor& loss = outputs.loss;
   const at::Tensor& divisor = outputs.divisor;
@@ -157,7 +152,7 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   kernels.weigh(arguments.loss(), total);
   if (denominator) total = *denominator;
   OptionalTensor scale = grad_scale;
-  if (!scale && any(now) && arguments.dtype == at::kHalf) scale = half_scale(arguments, total);
+  if (!scale && any(now) && arguments.dtype == at::kHalf) scale = fp16_scale(arguments, total);
   if (chunks.number() == 0) {
     put_baked(arguments, std::nullopt, total, outputs);
     outputs.gradients = chunks.each(now, [](const LinearChunk&) {});
@@ -176,7 +171,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     const CrossEntropyKernels& kernels, const at::Tensor& grad_output,
     const LinearCrossEntropyArguments& arguments, const at::Tensor& statistics,
     const at::Tensor& divisor, const LinearGradientMask& wanted) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
+  const NoAutocastGuard no_autocast;  // the dtype of products was chosen before
   check_all_memory(arguments);
   LinearChunks chunks(kernels, arguments, /*with_gradient=*/true);
   // Checks the targets again, because they may have been written since forward.
@@ -184,7 +179,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   at::Tensor row_grads = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
-    // Keeps half gradients in range, as half_scale does.
+    // Keeps half gradients in range, as fp16_scale does.
     const OptionalTensor& weight = arguments.class_weight;
     at::Tensor largest = row_grads.abs().amax();
     if (weight) largest = largest * largest_class_weight(*weight);

@@ -42,10 +42,10 @@ void LinearHead::each_block(const Visit& visit) const {
 }
 
 template <typename Visit>
-void LinearHead::each_block_of(int64_t most, const Visit& visit) const {
+void LinearHead::each_block_of(int64_t block_classes, const Visit& visit) const {
   const int64_t classes = weight_.size(0);
-  for (int64_t first = 0; first < classes; first += most) {
-    visit(first, std::min(most, classes - first));
+  for (int64_t first = 0; first < classes; first += block_classes) {
+    visit(first, std::min(block_classes, classes - first));
   }
 }
 
@@ -64,10 +64,10 @@ at::Tensor LinearHead::rows(const at::Tensor& hidden, int64_t first, int64_t cou
 
 void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
   each_block([&](int64_t first, int64_t count) {
-    at::Tensor some = out.narrow(1, first, count);
+    at::Tensor block = out.narrow(1, first, count);
     std::optional<at::Tensor> bias;
     if (bias_) bias = bias_->narrow(0, first, count);
-    wide_product(some, rows, weight_of(first, count).t(), bias);
+    wide_product(block, rows, weight_of(first, count).t(), bias);
   });
 }
 
@@ -90,23 +90,23 @@ void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
     return rounded_weight_gradient(grad, rows, sum);
   }
   each_block([&](int64_t first, int64_t count) {
-    at::Tensor some = sum.narrow(0, first, count);
+    at::Tensor block = sum.narrow(0, first, count);
     std::optional<at::Tensor> before;
-    if (!is_first) before = some;
-    wide_product(some, grad.narrow(1, first, count).t(), rows, before);
+    if (!is_first) before = block;
+    wide_product(block, grad.narrow(1, first, count).t(), rows, before);
   });
 }
 
 void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
                                          at::Tensor& out) const {
   const int64_t class_bytes = std::max<int64_t>(1, rows.size(1)) * at::elementSize(logits_dtype_);
-  const int64_t most = std::max<int64_t>(256, kBlockBytes / class_bytes);
-  const at::Tensor block =
-      at::empty({std::min(most, out.size(0)), out.size(1)}, out.options().dtype(logits_dtype_));
-  each_block_of(most, [&](int64_t first, int64_t count) {
-    at::Tensor some = block.narrow(0, 0, count);
-    wide_product(some, grad.narrow(1, first, count).t(), rows, std::nullopt);
-    out.narrow(0, first, count).copy_(some);
+  const int64_t block_classes = std::max<int64_t>(256, kBlockBytes / class_bytes);
+  const at::Tensor memory = at::empty({std::min(block_classes, out.size(0)), out.size(1)},
+                                      out.options().dtype(logits_dtype_));
+  each_block_of(block_classes, [&](int64_t first, int64_t count) {
+    at::Tensor block = memory.narrow(0, 0, count);
+    wide_product(block, grad.narrow(1, first, count).t(), rows, std::nullopt);
+    out.narrow(0, first, count).copy_(block);
   });
 }
 
@@ -119,8 +119,8 @@ void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_
     wide_product(row, at::ones({1, grad.size(0)}, grad.options()), grad, before);
     return;
   }
-  const at::Tensor here = grad.sum(0, /*keepdim=*/false, logits_dtype_);
-  is_first ? sum.copy_(here) : sum.add_(here);
+  const at::Tensor of_rows = grad.sum(0, /*keepdim=*/false, logits_dtype_);
+  is_first ? sum.copy_(of_rows) : sum.add_(of_rows);
 }
 
 }  // namespace ampfuse

@@ -37,7 +37,7 @@ class LinearHead {
   template <typename Visit>
   void each_block(const Visit& visit) const;
   template <typename Visit>
-  void each_block_of(int64_t most, const Visit& visit) const;
+  void each_block_of(int64_t block_classes, const Visit& visit) const;
   // True if products can be computed in the dtype of `out`.
   bool is_product_of(const at::Tensor& out) const;
   void rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,

@@ -25,7 +25,7 @@ namespace {
 
 // A matrix as BLAS describes it: contiguous rows, or columns, that start `stride` elements apart.
 struct BlasMatrix {
-  int is_transposed;
+  int layout;
   int stride;
 
   explicit BlasMatrix(const at::Tensor& matrix) {
@@ -33,7 +33,7 @@ struct BlasMatrix {
     constexpr int kTransposed = 112;
     const bool has_rows = matrix.size(1) <= 1 || matrix.stride(1) == 1;
     TORCH_INTERNAL_ASSERT(has_rows || matrix.stride(0) == 1);
-    is_transposed = has_rows ? kAsItIs : kTransposed;
+    layout = has_rows ? kAsItIs : kTransposed;
     const int64_t length = matrix.size(has_rows ? 1 : 0);
     const int64_t apart = std::max({matrix.stride(has_rows ? 0 : 1), length, int64_t{1}});
     constexpr int64_t kFurthest = std::numeric_limits<int>::max();
@@ -60,11 +60,10 @@ void mkl_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, floa
   constexpr int kRowMajor = 101;
   const BlasMatrix a_matrix(a);
   const BlasMatrix b_matrix(b);
-  cblas_gemm_bf16bf16f32(kRowMajor, a_matrix.is_transposed, b_matrix.is_transposed,
-                         static_cast<int>(a.size(0)), static_cast<int>(b.size(1)),
-                         static_cast<int>(a.size(1)), 1, a.const_data_ptr(), a_matrix.stride,
-                         b.const_data_ptr(), b_matrix.stride, beta, out.mutable_data_ptr<float>(),
-                         BlasMatrix(out).stride);
+  cblas_gemm_bf16bf16f32(kRowMajor, a_matrix.layout, b_matrix.layout, static_cast<int>(a.size(0)),
+                         static_cast<int>(b.size(1)), static_cast<int>(a.size(1)), 1,
+                         a.const_data_ptr(), a_matrix.stride, b.const_data_ptr(), b_matrix.stride,
+                         beta, out.mutable_data_ptr<float>(), BlasMatrix(out).stride);
 }
 
 void narrow_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool add) {

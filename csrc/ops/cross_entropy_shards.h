@@ -61,7 +61,7 @@ struct JoinedOutputs {
 /// The functions that a backend implements besides CrossEntropyKernels.
 struct VocabShardKernels {
   /// Fills `outputs` from the logits of this rank's shard.
-  void (*look)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
+  void (*inspect)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
   /// Combines the shards' `partials`: [shards, rows, math::kShardPartial].
   void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& partials,
                const JoinedOutputs& outputs);
