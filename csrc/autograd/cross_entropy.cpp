@@ -57,7 +57,8 @@ variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& 
 struct GradientInForward : Function<GradientInForward> {
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
                                const CrossEntropyCall& call) {
-    if (call.is_twice_differentiable) ForAnotherTime(context).keep(call.on(input).arguments);
+    if (call.is_twice_differentiable)
+      SecondDerivativeInputs(context).keep(call.on(input).arguments);
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto outputs = cross_entropy_forward(call.on(input), ForBackward::kGradient);
     context->save_for_backward({outputs.grad, outputs.baked_scale});
@@ -65,12 +66,12 @@ struct GradientInForward : Function<GradientInForward> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    ForAnotherTime another(context);
+    SecondDerivativeInputs another(context);
     if (c10::GradMode::is_enabled() && another.is_kept() && grad_outputs[0].defined()) {
       return {another.gradient(grad_outputs[0]), at::Tensor()};
     }
     variable_list grads = baked_gradients(context, grad_outputs[0]);
-    if (!torch::autograd::get_current_graph_task_keep_graph()) another.let_go();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) another.release();
     return grads;
   }
 };
@@ -124,7 +125,7 @@ struct GradientInBackward : Function<GradientInBackward> {
     auto& data = context->saved_data;
     // Saved-tensor hooks may have returned the rows with other strides.
     const auto in_rows = [](const at::Tensor& rows) {
-      return has_neighbours(rows) ? rows : rows.contiguous();
+      return has_contiguous_last_dim(rows) ? rows : rows.contiguous();
     };
     const at::Tensor target = saved[1].dim() == 1 ? saved[1].contiguous() : in_rows(saved[1]);
     OptionalTensor weight;
@@ -159,8 +160,8 @@ bool can_form_gradient_in_forward(const CrossEntropyCall& call) {
   const CrossEntropyArguments& arguments = call.arguments;
   return arguments.input.requires_grad() && !arguments.target.requires_grad() &&
          !arguments.options.is_per_row() && !is_traced_or_subclass(arguments.input) &&
-         // Saved-tensor hooks, such as those of a checkpoint, would not see what ForAnotherTime
-         // keeps.
+         // Saved-tensor hooks, such as those of a checkpoint, would not see what
+         // SecondDerivativeInputs keeps.
          !(call.is_twice_differentiable && at::SavedTensorDefaultHooks::get_hooks()) &&
          // fp16 gradients of a mean would be mostly zeros without the loss scale.
          (call.grad_scale || arguments.input.scalar_type() != at::kHalf);

@@ -23,7 +23,7 @@ at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments,
                                /*create_graph=*/true)[0];
 }
 
-void ForAnotherTime::keep(const CrossEntropyArguments& arguments) {
+void SecondDerivativeInputs::keep(const CrossEntropyArguments& arguments) {
   data_["input"] = arguments.input;
   data_["version"] = static_cast<int64_t>(arguments.input._version());
   data_["target"] = arguments.target;
@@ -31,7 +31,7 @@ void ForAnotherTime::keep(const CrossEntropyArguments& arguments) {
   save(arguments.options.named(), data_);
 }
 
-at::Tensor ForAnotherTime::gradient(const at::Tensor& grad_output) const {
+at::Tensor SecondDerivativeInputs::gradient(const at::Tensor& grad_output) const {
   const at::Tensor input = data_.at("input").toTensor();
   TORCH_CHECK(static_cast<int64_t>(input._version()) == data_.at("version").toInt(),
               "one of the variables needed for gradient computation has been modified by an "

@@ -14,14 +14,15 @@ at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments, const at::T
 /// differentiated twice. This is rare, so they are not saved as tensors for backward, which would
 /// forbid programs to overwrite the logits. A backward that does not retain the graph releases
 /// them.
-class ForAnotherTime {
+class SecondDerivativeInputs {
  public:
-  explicit ForAnotherTime(torch::autograd::AutogradContext* context) : data_(context->saved_data) {}
+  explicit SecondDerivativeInputs(torch::autograd::AutogradContext* context)
+      : data_(context->saved_data) {}
 
   void keep(const CrossEntropyArguments& arguments);
   bool is_kept() const { return data_.find("input") != data_.end(); }
   at::Tensor gradient(const at::Tensor& grad_output) const;
-  void let_go() { data_.clear(); }
+  void release() { data_.clear(); }
 
  private:
   ska::flat_hash_map<std::string, at::IValue>& data_;

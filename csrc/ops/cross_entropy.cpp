@@ -18,7 +18,7 @@ at::ScalarType loss_dtype(const at::Tensor& input) {
 }
 
 // The strides of a tensor without elements mean nothing.
-bool has_neighbours(const at::Tensor& rows) {
+bool has_contiguous_last_dim(const at::Tensor& rows) {
   return rows.sym_size(-1) <= 1 || rows.sym_stride(-1) == 1 || rows.sym_numel() == 0;
 }
 
@@ -42,8 +42,8 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
         dtype == loss_dtype(input) || (loss_dtype(input) == at::kFloat && is_16bit(dtype)), op,
         ": target: expected probabilities of dtype ", dtype_name(loss_dtype(input)), ", got ",
         dtype_name(dtype));
-    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_neighbours(target), op,
-                      ": target: expected probabilities of shape ", input.sym_sizes(),
+    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes() && has_contiguous_last_dim(target),
+                      op, ": target: expected probabilities of shape ", input.sym_sizes(),
                       " whose last dimension has stride 1, got shape ", target.sym_sizes(),
                       " and strides ", target.sym_strides());
     TORCH_CHECK_VALUE(arguments.options.ignore_index < 0, op,
@@ -67,7 +67,7 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
                    dtype_name(dtype));
   TORCH_CHECK_VALUE(
       input.layout() == at::kStrided && (input.dim() == 2 || input.dim() == 3) &&
-          has_neighbours(input),
+          has_contiguous_last_dim(input),
       op,
       ": input: expected strided logits of shape [rows, classes] or [batch, classes, positions] "
       "whose last dimension has stride 1, got shape ",
@@ -86,15 +86,15 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
   arguments.options.check(op, loss_dtype(input));
 }
 
-bool has_memory_of_its_own(const at::Tensor& rows) {
+bool has_disjoint_elements(const at::Tensor& rows) {
   if (rows.layout() != at::kStrided || rows.is_neg()) return false;
   if (rows.dim() == 3) return rows.is_contiguous();
-  return rows.dim() == 2 && has_neighbours(rows) &&
+  return rows.dim() == 2 && has_contiguous_last_dim(rows) &&
          (rows.sym_size(0) <= 1 || rows.sym_stride(0) >= rows.sym_size(1));
 }
 
 void check_cross_entropy_in_place(const at::Tensor& input) {
-  TORCH_CHECK_VALUE(input.dim() == 2 && has_memory_of_its_own(input),
+  TORCH_CHECK_VALUE(input.dim() == 2 && has_disjoint_elements(input),
                     "cross_entropy_: input: expected logits of shape [batch, classes] whose class "
                     "dimension has stride 1 and which share no memory, got shape ",
                     input.sym_sizes(), " and strides ", input.sym_strides());

@@ -57,10 +57,10 @@ void check_class_dtype(const char* op, const at::Tensor& target);
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments);
 
 /// True if the elements along the last dimension are contiguous.
-bool has_neighbours(const at::Tensor& rows);
+bool has_contiguous_last_dim(const at::Tensor& rows);
 
 /// True if `rows`, with or without positions, may be overwritten: no two elements share memory.
-bool has_memory_of_its_own(const at::Tensor& rows);
+bool has_disjoint_elements(const at::Tensor& rows);
 
 /// Throws for logits that cannot be overwritten with their gradient.
 void check_cross_entropy_in_place(const at::Tensor& input);

@@ -75,7 +75,7 @@ at::Tensor backward(const NamedArguments& named) {
 
 template <const CrossEntropyKernels& kKernels>
 void rescale(const at::Tensor& grad, const at::Tensor& baked_scale, const at::Tensor& grad_output) {
-  TORCH_CHECK_VALUE(has_memory_of_its_own(grad) && grad.is_floating_point(),
+  TORCH_CHECK_VALUE(has_disjoint_elements(grad) && grad.is_floating_point(),
                     "cross_entropy_rescale_: grad: expected rows that share no memory, got ",
                     dtype_name(grad.scalar_type()), " of shape ", grad.sym_sizes(), " and strides ",
                     grad.sym_strides());

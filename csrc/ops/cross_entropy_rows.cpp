@@ -41,10 +41,10 @@ at::Tensor rows_of(const at::Tensor& tensor, bool by_position) {
   if (by_position) {
     const at::Tensor positions =
         tensor.reshape_symint({tensor.sym_size(0), tensor.sym_size(1), positions_of(tensor)});
-    return has_neighbours(positions) ? positions : positions.contiguous();
+    return has_contiguous_last_dim(positions) ? positions : positions.contiguous();
   }
   // Most logits are rows already. A view of them would add a node to the graph.
-  if (tensor.dim() == 2) return has_neighbours(tensor) ? tensor : tensor.contiguous();
+  if (tensor.dim() == 2) return has_contiguous_last_dim(tensor) ? tensor : tensor.contiguous();
   const at::Tensor last = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.movedim(1, -1);
   const c10::SymInt classes = last.sym_size(-1);
   c10::SymInt rows = 1;
