@@ -124,7 +124,7 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   }
   const int64_t growth_tracker =
       count("_growth_tracker", state.torchs("_growth_tracker"), std::numeric_limits<int>::max());
-  amp::ScaleMemory::Counts counts = state_->memory.counts();
+  amp::ScalerHistory::Counts counts = state_->memory.counts();
   const auto load = [&](const char* key, math::ScaleCounter counter) {
     state.ours(key, [&](auto, auto& value) { counts[counter] = count(key, value); });
   };

@@ -48,7 +48,7 @@ Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
                         "an optimizer that has masters");
       const at::Tensor grad = dense_part(param);
       all.are_whole = all.are_whole && grad.is_same(param.grad());
-      DeviceGradients& part = part_for(all.parts, grad.device());
+      DeviceGradients& part = entry_for_device(all.parts, grad.device());
       part.params.push_back(param);
       part.grads.push_back(grad);
     }

@@ -18,7 +18,7 @@ constexpr size_t kRemembered = 16;  // number of steps that a report can look ba
 
 }  // namespace
 
-const at::Tensor& ScaleMemory::counters(at::Device device) {
+const at::Tensor& ScalerHistory::counters(at::Device device) {
   if (!counters_.defined() || counters_.device() != device) {
     const Counts now = counts();
     const auto options = at::TensorOptions(device);
@@ -29,15 +29,15 @@ const at::Tensor& ScaleMemory::counters(at::Device device) {
   return counters_;
 }
 
-ScaleMemory::Counts ScaleMemory::counts() const {
+ScalerHistory::Counts ScalerHistory::counts() const {
   if (!counters_.defined()) return first_counts_;
-  const at::Tensor here = counters_.cpu();
+  const at::Tensor on_host = counters_.cpu();
   Counts counts;
-  std::copy_n(here.const_data_ptr<int64_t>(), counts.size(), counts.begin());
+  std::copy_n(on_host.const_data_ptr<int64_t>(), counts.size(), counts.begin());
   return counts;
 }
 
-void ScaleMemory::set_counts(const Counts& counts) {
+void ScalerHistory::set_counts(const Counts& counts) {
   first_counts_ = counts;
   counters_copy_ = HostCopy();
   skips_in_a_row_ = counts[math::kConsecutiveSkips];
@@ -47,7 +47,7 @@ void ScaleMemory::set_counts(const Counts& counts) {
   }
 }
 
-void ScaleMemory::note_step(const at::Tensor& found_inf, const Inspection& inspection) {
+void ScalerHistory::note_step(const at::Tensor& found_inf, const Inspection& inspection) {
   found_inf_ = found_inf;
   is_replayed_ = found_inf.is_cuda() && is_capturing();
   if (found_inf_copy_ && !is_replayed_) found_inf_copy_->send(found_inf);
@@ -55,18 +55,18 @@ void ScaleMemory::note_step(const at::Tensor& found_inf, const Inspection& inspe
   if (steps_.size() > kRemembered) steps_.pop_front();
 }
 
-at::Tensor ScaleMemory::step_skipped() const {
+at::Tensor ScalerHistory::step_skipped() const {
   return found_inf_.defined() ? at::ne(found_inf_, 0) : at::scalar_tensor(false, at::kBool);
 }
 
-bool ScaleMemory::was_skipped() {
+bool ScalerHistory::was_skipped() {
   if (!found_inf_.defined()) return false;
   if (is_replayed_) return found_inf_.item<float>() != 0;  // may have been replayed since
   if (!found_inf_copy_) found_inf_copy_.emplace().send(found_inf_);
   return found_inf_copy_->wait().item<float>() != 0;
 }
 
-int64_t ScaleMemory::skips_in_a_row() {
+int64_t ScalerHistory::skips_in_a_row() {
   if (!counters_.defined() || !counters_.is_cuda()) return counts()[math::kConsecutiveSkips];
   if (is_capturing()) return skips_in_a_row_;
   const auto arrived = counters_copy_.latest();
@@ -77,7 +77,7 @@ int64_t ScaleMemory::skips_in_a_row() {
   return skips_in_a_row_;
 }
 
-std::vector<ScaleRecord> ScaleMemory::records() const {
+std::vector<ScaleRecord> ScalerHistory::records() const {
   if (!history_) return {};
   const at::Tensor copied =
       at::cat({history_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
@@ -91,7 +91,7 @@ std::vector<ScaleRecord> ScaleMemory::records() const {
   return records;
 }
 
-std::vector<at::Tensor> ScaleMemory::offenders() const {
+std::vector<at::Tensor> ScalerHistory::offenders() const {
   const auto skipped = std::find_if(steps_.rbegin(), steps_.rend(), [](const Step& step) {
     return step.found_inf.item<float>() != 0;
   });

@@ -13,13 +13,13 @@
 namespace ampfuse::amp {
 
 /// The state of a scaler except the scale and its growth tracker.
-class ScaleMemory {
+class ScalerHistory {
  public:
   /// Indexed by math::ScaleCounter: the hysteresis tracker (1 if the next overflow lowers the
   /// scale), the skips in a row, and the number of updates.
   using Counts = std::array<int64_t, math::kScaleCounters>;
 
-  ScaleMemory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}
+  ScalerHistory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}
 
   /// Returns the counters on `device`, the scale's. Creates them, and the history, on first use.
   const at::Tensor& counters(at::Device device);

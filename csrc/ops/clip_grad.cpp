@@ -24,7 +24,7 @@ struct DeviceList {
 std::vector<DeviceList> by_device(at::TensorList tensors) {
   std::vector<DeviceList> lists;
   for (const at::Tensor& tensor : tensors) {
-    part_for(lists, tensor.device()).tensors.push_back(tensor);
+    entry_for_device(lists, tensor.device()).tensors.push_back(tensor);
   }
   return lists;
 }

@@ -135,8 +135,8 @@ void check_before_writing(const std::vector<AdamGroup>& groups) {
 void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
                  const at::Tensor& grad_norm, const std::vector<at::Tensor>& known_norms) {
   const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
-  const auto clips =
-      optim::measure_clips(groups, optimizer.max_grad_norm, grad_norm, find_inf, known_norms);
+  const auto clips = optim::inspect_for_clipping(groups, optimizer.max_grad_norm, grad_norm,
+                                                 find_inf, known_norms);
   const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const AdamLists& lists : groups[i].lists) {
@@ -248,12 +248,12 @@ Adam::ParamWrites Adam::param_writes() const {
 }
 
 void Adam::adopt_written_params() {
-  const auto then = std::exchange(writes_after_step_, std::nullopt);
+  const auto before = std::exchange(writes_after_step_, std::nullopt);
   if (first_param_options(param_groups_).device().is_cuda() && is_capturing()) return;
   warn_of_written_params();
   // ParamWrites can be compared only if the number of masters is the same.
   const ParamWrites now = param_writes();
-  if (then && then->masters == now.masters && *then != now) {
+  if (before && before->masters == now.masters && *before != now) {
     std::vector<at::Tensor> written_over;
     for_each_master([&](const at::Tensor& param, const at::Tensor& master) {
       written_over.push_back(optim::adopt_param(param, master));

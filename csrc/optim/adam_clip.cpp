@@ -11,7 +11,7 @@ namespace ampfuse::optim {
 
 namespace {
 
-struct Measured {
+struct GradInspection {
   at::Tensor total_norm;
   at::Tensor found_inf;
 };
@@ -26,15 +26,15 @@ std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& gr
   std::vector<DeviceGrads> all;
   for (const AdamGroup* group : groups) {
     for (const AdamLists& lists : group->lists) {
-      std::vector<at::Tensor>& grads = part_for(all, lists.device).grads;
+      std::vector<at::Tensor>& grads = entry_for_device(all, lists.device).grads;
       grads.insert(grads.end(), lists.grads.begin(), lists.grads.end());
     }
   }
   return all;
 }
 
-// Measures all gradients as one vector. The results are on the device of the first gradient.
-Measured measure(const std::vector<const AdamGroup*>& groups) {
+// Inspects all gradients as one vector. The results are on the device of the first gradient.
+GradInspection inspect(const std::vector<const AdamGroup*>& groups) {
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> flags;
   for (const DeviceGrads& part : grads_by_device(groups)) {
@@ -49,13 +49,13 @@ Measured measure(const std::vector<const AdamGroup*>& groups) {
 
 }  // namespace
 
-Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                    const at::Tensor& grad_norm, bool find_inf,
-                    const std::vector<at::Tensor>& known_norms) {
+Clips inspect_for_clipping(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
+                           const at::Tensor& grad_norm, bool find_inf,
+                           const std::vector<at::Tensor>& known_norms) {
   // Known norms cover all gradients, so they are used only if all groups are measured together.
-  const auto measured_norm = [&](const std::vector<const AdamGroup*>& measured) {
-    const bool is_known = !known_norms.empty() && !find_inf && measured.size() == groups.size();
-    return is_known ? Measured{joined_norm(known_norms), {}} : measure(measured);
+  const auto inspect_groups = [&](const std::vector<const AdamGroup*>& members) {
+    const bool is_known = !known_norms.empty() && !find_inf && members.size() == groups.size();
+    return is_known ? GradInspection{joined_norm(known_norms), {}} : inspect(members);
   };
   Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
   std::vector<const AdamGroup*> sharing;
@@ -67,18 +67,18 @@ Clips measure_clips(const std::vector<AdamGroup>& groups, std::optional<double> 
       sharing.push_back(&groups[i]);
       any_shared = any_shared || !groups[i].lists.empty();
     } else if (find_inf || !std::isinf(*limit)) {
-      const Measured measured = measured_norm({&groups[i]});
-      clips.of_groups[i] = {measured.total_norm, *limit, {}};
-      flags.push_back(measured.found_inf);
+      const GradInspection inspection = inspect_groups({&groups[i]});
+      clips.of_groups[i] = {inspection.total_norm, *limit, {}};
+      flags.push_back(inspection.found_inf);
     }
   }
   if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
   if (shared_limit || (find_inf && any_shared)) {
-    const Measured measured = measured_norm(sharing);
-    flags.push_back(measured.found_inf);
+    const GradInspection inspection = inspect_groups(sharing);
+    flags.push_back(inspection.found_inf);
     for (size_t i = 0; i < groups.size() && shared_limit; ++i) {
       if (groups[i].settings.max_grad_norm) continue;
-      clips.of_groups[i] = {measured.total_norm, *shared_limit, grad_norm};
+      clips.of_groups[i] = {inspection.total_norm, *shared_limit, grad_norm};
     }
   }
   if (find_inf && !flags.empty()) clips.found_inf = largest(flags, flags[0].device());

@@ -65,12 +65,12 @@ at::Tensor converted(const at::Tensor& saved, const at::Tensor& param, at::Scala
 
 // Copies the value into the existing tensor if shape and dtype agree: a captured CUDA graph may
 // write that tensor.
-void put(at::Tensor& there, const at::Tensor& value) {
-  if (there.defined() && value.defined() && there.scalar_type() == value.scalar_type() &&
-      there.sizes() == value.sizes()) {
-    there.copy_(value);
+void put(at::Tensor& existing, const at::Tensor& value) {
+  if (existing.defined() && value.defined() && existing.scalar_type() == value.scalar_type() &&
+      existing.sizes() == value.sizes()) {
+    existing.copy_(value);
   } else {
-    there = value;
+    existing = value;
   }
 }
 
@@ -100,9 +100,9 @@ at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype) {
 }
 
 at::Tensor adopt_param(const at::Tensor& param, const at::Tensor& master) {
-  const at::Tensor then = master.to(param.scalar_type());
-  const at::Tensor both_nan = then.isnan() & param.isnan();
-  const at::Tensor is_written_over = then.ne(param) & both_nan.logical_not();
+  const at::Tensor rounded = master.to(param.scalar_type());
+  const at::Tensor both_nan = rounded.isnan() & param.isnan();
+  const at::Tensor is_written_over = rounded.ne(param) & both_nan.logical_not();
   master.copy_(at::where(is_written_over, param.detach().to(at::kFloat), master));
   return is_written_over.any();
 }
@@ -155,12 +155,12 @@ NewState new_state(const AdamParamState& saved, const at::Tensor& param,
   return made;
 }
 
-void put_state(AdamParamState& there, const NewState& made, const at::Tensor& param) {
-  put(there.step(), made.state.step());
-  put(there.exp_avg(), made.state.exp_avg());
-  put(there.exp_avg_sq(), made.state.exp_avg_sq());
-  put(there.max_exp_avg_sq(), made.state.max_exp_avg_sq());
-  put(there.master_param(), made.state.master_param());
+void put_state(AdamParamState& existing, const NewState& made, const at::Tensor& param) {
+  put(existing.step(), made.state.step());
+  put(existing.exp_avg(), made.state.exp_avg());
+  put(existing.exp_avg_sq(), made.state.exp_avg_sq());
+  put(existing.max_exp_avg_sq(), made.state.max_exp_avg_sq());
+  put(existing.master_param(), made.state.master_param());
   if (made.param.defined()) param.copy_(made.param);
 }
 

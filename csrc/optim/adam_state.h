@@ -20,7 +20,7 @@ NewState new_state(const AdamParamState& saved, const at::Tensor& param,
 
 /// Stores new state and the new value. Existing tensors of the same dtype and shape keep their
 /// memory.
-void put_state(AdamParamState& there, const NewState& made, const at::Tensor& param);
+void put_state(AdamParamState& existing, const NewState& made, const at::Tensor& param);
 
 /// Returns a master that equals the parameter. `dtype` is float, or short for a remainder, which is
 /// 0 because a bfloat16 parameter has no more bits.

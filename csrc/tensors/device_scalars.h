@@ -17,7 +17,7 @@ inline at::Tensor on_device(const at::Tensor& scalar, at::Device device) {
 /// Returns the element of `all` for this device, and appends one if it is missing: elements are in
 /// order of first appearance. OfDevice is a struct whose first member is `device`.
 template <typename OfDevice>
-OfDevice& part_for(std::vector<OfDevice>& all, at::Device device) {
+OfDevice& entry_for_device(std::vector<OfDevice>& all, at::Device device) {
   for (OfDevice& part : all) {
     if (part.device == device) return part;
   }
