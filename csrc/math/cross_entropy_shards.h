@@ -48,10 +48,10 @@ AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* partials, int64_t s
   for (int shard = 0; shard < count; ++shard) {
     const ShardPartial partial = partials[shard * stride];
     const double best = whole.others.largest;
-    const double here = partial.others.largest;
+    const double largest = partial.others.largest;
     // argmax is the first class with the largest logit; NaN is larger than every number.
-    const bool is_above = here > best || (here != here && best == best);
-    const bool is_as_high = here == best || (here != here && best != best);
+    const bool is_above = largest > best || (largest != largest && best == best);
+    const bool is_as_high = largest == best || (largest != largest && best != best);
     if (shard == 0 || is_above || (is_as_high && !(partial.argmax > argmax)))
       argmax = partial.argmax;
     whole.others = join(whole.others, partial.others);

@@ -52,8 +52,8 @@ at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
   const at::Tensor wide = targets.to(at::kLong);
   const at::Tensor among = wide - shard.first_class;
   const at::Tensor is_here = among.ge(0).logical_and(among.lt(classes));
-  const at::Tensor here = at::where(is_here, among, math::kElsewhere);
-  return at::where(wide.eq(ignore_index), kIgnoredTarget, here);
+  const at::Tensor renumbered = at::where(is_here, among, math::kElsewhere);
+  return at::where(wide.eq(ignore_index), kIgnoredTarget, renumbered);
 }
 
 at::Tensor gather(const VocabShard& shard, const at::Tensor& mine) {

@@ -10,7 +10,7 @@ namespace ampfuse {
 namespace {
 
 template <typename Prefetch>
-void prefetch(const FusedAdamArguments& arguments, size_t t, const Prefetch& prefetch) {
+void touch(const FusedAdamArguments& arguments, size_t t, const Prefetch& prefetch) {
   for (int column = 0; column < math::kAdamColumns; ++column) {
     if (arguments.has(column)) prefetch(arguments.tensor(column, t));
   }
@@ -78,7 +78,7 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(argumen
   std::vector<const void*> params(tensors_.size());
   std::vector<const void*> grads(writes_grads ? tensors_.size() : 0);
   for_each_index(
-      tensors_.size(), [&](size_t t, const auto& use) { prefetch(arguments, t, use); },
+      tensors_.size(), [&](size_t t, const auto& prefetch) { touch(arguments, t, prefetch); },
       [&](size_t t) {
         tensors_[t] = look_at(arguments, t);
         params[t] = written_storage(arguments.tensor(math::kParam, t));

@@ -57,14 +57,14 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
 }
 
 CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
-  CrossEntropyArguments here = loss();
-  if (!shard) return here;
-  here.all_classes = shard->num_classes;
-  if (here.has_probabilities()) return here;
-  here.target = targets_of_shard(*shard, target, options.ignore_index, weight.size(0));
-  here.options.ignore_index = kIgnoredTarget;
-  if (class_weight) here.weight = class_weight->narrow(0, shard->first_class, weight.size(0));
-  return here;
+  CrossEntropyArguments of_shard = loss();
+  if (!shard) return of_shard;
+  of_shard.all_classes = shard->num_classes;
+  if (of_shard.has_probabilities()) return of_shard;
+  of_shard.target = targets_of_shard(*shard, target, options.ignore_index, weight.size(0));
+  of_shard.options.ignore_index = kIgnoredTarget;
+  if (class_weight) of_shard.weight = class_weight->narrow(0, shard->first_class, weight.size(0));
+  return of_shard;
 }
 
 at::ScalarType accumulate_dtype(at::ScalarType dtype) {
