@@ -13,9 +13,9 @@ namespace ampfuse {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kFewestBytes = 256 << 10;   // bytes; a call for fewer is not worth it
-constexpr int64_t kLargePageBytes = 4 << 20;  // bytes; has a whole page of 2 MiB wherever it begins
-constexpr int64_t kCachedBytes = 16 << 20;    // bytes; more leaves the cache before it is written
+constexpr int64_t kFewestBytes = 256 << 10;   // a call for fewer is not worth it
+constexpr int64_t kLargePageBytes = 4 << 20;  // has a whole page of 2 MiB wherever it begins
+constexpr int64_t kCachedBytes = 16 << 20;    // more leaves the cache before it is written
 
 // Both kinds of advice are optional: if the system refuses one, nothing changes.
 [[maybe_unused]] void advise(char* begin, int64_t size, int advice) {
