@@ -15,12 +15,14 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
     at::Tensor kept;
     const auto table = table_of<scalar_t>(arguments, kept);
     const auto launch = [&]<typename Team, RowWork kWork>() {
-      const int64_t warps = (table.rows * Team::kSize + kWarp - 1) / kWarp;
+      const int blocks =
+          resident_blocks<scalar_t, Team, kWork>(stream.multiprocessors(), table.rows);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
-        stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork, grad_t>, warps, table,
-                      static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
-                      divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
-                      grad_output.dim() == 1, grad.mutable_data_ptr<grad_t>(), rows_at(grad));
+        stream.launch_blocks(
+            cross_entropy_backward_kernel<scalar_t, Team, kWork, grad_t>, blocks, Team::kBlock, 0,
+            table, static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
+            divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
+            grad_output.dim() == 1, grad.mutable_data_ptr<grad_t>(), rows_at(grad));
       });
     };
     const bool plain = is_plain(arguments);
@@ -33,11 +35,11 @@ void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked_
                                 const at::Tensor& grad_output) {
   const LaunchStream stream(grad);
   // Elements that a warp takes at a time from a contiguous gradient, whatever its row length.
-  constexpr int64_t kPart = 4096;
-  const bool in_parts = grad.is_contiguous();
-  const int64_t stride = in_parts ? kPart : grad.stride(0);
-  const int64_t count = in_parts ? kPart : grad.size(1);
-  const int64_t extent = in_parts ? grad.numel() : grad.size(0) * stride;
+  constexpr int64_t kChunk = 4096;
+  const bool in_chunks = grad.is_contiguous();
+  const int64_t stride = in_chunks ? kChunk : grad.stride(0);
+  const int64_t count = in_chunks ? kChunk : grad.size(1);
+  const int64_t extent = in_chunks ? grad.numel() : grad.size(0) * stride;
   dispatch_real(grad.scalar_type(), [&]<typename scalar_t>() {
     stream.launch(
         cross_entropy_rescale_kernel<scalar_t>, stride == 0 ? 0 : (extent + stride - 1) / stride,

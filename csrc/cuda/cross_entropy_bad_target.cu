@@ -28,12 +28,15 @@ BadTargets::BadTargets(c10::Device device) {
 }
 
 void BadTargets::raise_earlier() {
+  const std::lock_guard lock(mutex_);
   volatile BadTarget& bad_target = *bad_target_;
   if (bad_target.is_set == 0) return;
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Cleared first: a kernel may report another target from now on. If it does so during the next
+  // two lines, the message may have its row with the earlier target.
+  bad_target.is_set = 0;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   const int64_t row = bad_target.row;
   const int64_t target = bad_target.target;
-  bad_target.is_set = 0;
   TORCH_CHECK_INDEX(false, "Target ", target, " is out of bounds: it was in row ", row,
                     " of an earlier call, whose loss is NaN");
 }
@@ -56,7 +59,7 @@ void raise_all() {
   for (auto& [device, bad_targets] : all.of_devices) bad_targets.raise_earlier();
 }
 
-[[maybe_unused]] const bool is_set = (set_target_check(raise_all), true);
+[[maybe_unused]] const bool is_registered = (set_target_check(raise_all), true);
 
 }  // namespace
 

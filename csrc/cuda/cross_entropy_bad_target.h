@@ -4,6 +4,8 @@
 
 #include <c10/core/Device.h>
 
+#include <mutex>
+
 #include "cross_entropy_table.cuh"
 
 namespace ampfuse {
@@ -12,7 +14,7 @@ class BadTargets {
  public:
   explicit BadTargets(c10::Device device);
 
-  /// Throws if an earlier call has reported a bad target, once per report.
+  /// Throws if an earlier call has reported a bad target; only one host thread throws for a report.
   void raise_earlier();
 
   BadTarget* on_device() const { return bad_target_; }
@@ -21,6 +23,7 @@ class BadTargets {
   bool are_fatal() const { return are_fatal_; }
 
  private:
+  std::mutex mutex_;
   BadTarget* bad_target_ = nullptr;  // pinned; never freed, since a kernel may still write to it
   bool are_fatal_;
 };

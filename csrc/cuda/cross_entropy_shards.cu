@@ -34,8 +34,10 @@ void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   auto* const argmax = data_or_null<int64_t>(outputs.argmax);
   with_table(arguments, [&]<typename scalar_t>(const CrossEntropyTable<scalar_t>& table) {
     const auto launch = [&]<typename Team, RowWork kWork>() {
-      stream.launch(cross_entropy_shards_inspect_kernel<scalar_t, Team, kWork>,
-                    (table.rows * Team::kSize + kWarp - 1) / kWarp, table, partials, argmax);
+      const int blocks =
+          resident_blocks<scalar_t, Team, kWork>(stream.multiprocessors(), table.rows);
+      stream.launch_blocks(cross_entropy_shards_inspect_kernel<scalar_t, Team, kWork>, blocks,
+                           Team::kBlock, 0, table, partials, argmax);
     };
     for_backward_rows(table.classes * int64_t{sizeof(scalar_t)},
                       is_plain(arguments) && argmax == nullptr, launch);

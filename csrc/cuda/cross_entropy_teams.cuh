@@ -9,10 +9,10 @@
 
 namespace ampfuse {
 
-/// A warp takes rows of at most kWarpBytes, and kFewLanes lanes take rows of at most kFewClasses
-/// classes. A warp combines its partial sums without waiting for other warps, and a multiprocessor
-/// has 32 rows in flight, compared with 4 for blocks. An H100 moves rows of 4 KiB with warps at
-/// 63 % of the rate of a copy, and rows of 8 KiB with blocks at 39 %.
+/// A warp takes rows of at most kWarpBytes. With kPlain, kFewLanes lanes take rows of at most
+/// kFewClasses classes. A warp combines its partial sums without waiting for other warps, and a
+/// multiprocessor has 32 rows in flight, compared with 4 for blocks. An H100 moves rows of 4 KiB
+/// with warps at 63 % of the rate of a copy, and rows of 8 KiB with blocks at 39 %.
 inline constexpr int64_t kWarpBytes = 8192;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;
@@ -25,13 +25,13 @@ struct DeviceRoom {
   int64_t l2;                // bytes
 
   /// Returns the bytes of shared memory for each block if this many blocks share a multiprocessor.
-  /// CUDA reserves 1 KiB of each.
+  /// CUDA reserves 1 KiB of shared memory for each block.
   int64_t of_block(int blocks) const {
     return most_shared(std::min(shared_per_block, shared / blocks - 1024));
   }
 };
 
-/// The resources of each team if teams of this kind fill a device.
+/// The resources that each team has when teams of this kind fill a device.
 template <typename scalar_t, typename Team, RowWork kWork>
 struct TeamRoom {
   static constexpr int kBlocks = kRowBlocks<kWork, scalar_t, Team>;  // per multiprocessor
@@ -46,13 +46,21 @@ struct TeamRoom {
 
   /// Returns true if the L2 cache has room for the parts of rows that are not kept, for all rows in
   /// flight at a time. The limit is half of the cache. The cache also holds other data, and
-  /// consists of two halves that each hold what their own multiprocessors read: of 37 MB in the
-  /// 50 MB of an H100, nearly all had to be read from memory again.
+  /// consists of two halves that each hold what their own multiprocessors read. When rows left 37
+  /// MB to the 50 MB cache of an H100, nearly all of them were read from memory again.
   bool l2_holds_rest(int64_t row_bytes) const {
     const int64_t rest = std::max<int64_t>(row_bytes - pieces() * kPiece, 0);
     return device.multiprocessors * kBlocks * Team::kTeams * rest <= device.l2 / 2;
   }
 };
+
+/// Returns the number of blocks for these rows: at most as many as are resident at a time.
+template <typename scalar_t, typename Team, RowWork kWork>
+int resident_blocks(int64_t multiprocessors, int64_t rows) {
+  const int64_t wanted = (rows + Team::kTeams - 1) / Team::kTeams;
+  const int64_t most = multiprocessors * kRowBlocks<kWork, scalar_t, Team>;
+  return static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
+}
 
 /// The launch shape of the forward kernel.
 struct RowLaunch {
@@ -67,10 +75,9 @@ RowLaunch row_launch(const DeviceRoom& room, int64_t rows, int64_t classes, bool
   const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
   const int64_t needed = (row_bytes + Room::kPiece - 1) / Room::kPiece;
   const int64_t pieces = std::min(needed, Room{room}.pieces());
-  const int64_t wanted = (rows + Team::kTeams - 1) / Team::kTeams;
-  const int64_t blocks = std::clamp<int64_t>(wanted, 1, room.multiprocessors * Room::kBlocks);
-  if (!with_grad) return {static_cast<int>(blocks), 0, 0};
-  return {static_cast<int>(blocks), static_cast<int>(pieces * Team::kSize),
+  const int blocks = resident_blocks<scalar_t, Team, kWork>(room.multiprocessors, rows);
+  if (!with_grad) return {blocks, 0, 0};
+  return {blocks, static_cast<int>(pieces * Team::kSize),
           static_cast<int>(pieces * Room::kPiece * Team::kTeams)};
 }
 

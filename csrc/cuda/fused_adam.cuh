@@ -1,15 +1,16 @@
-// One Adam step for a list of tensors in two launches: the first for the step counters of the
-// tensors, the second for their elements.
+// One Adam step for a list of tensors: a launch for the step counters of the tensors, and a launch
+// for their elements. A list of several dtypes, or of more tensors than a table holds, takes
+// several.
 //
 // fused_adam_prepare_kernel, a thread per tensor, increments the step counter unless the step is
 // skipped, and writes the result of math::adam_step and the gradient factor to an AdamPlan.
 // fused_adam_kernel, a warp per chunk, reads all columns, updates them and writes them. It returns
 // at once if the step is skipped.
 //
-// Bytes per element, with 16-bit gradients and parameters, fp32 masters and fp32 moments: 2 + 12
-// read, 12 + 2 written. With remainders as masters, 26 in total. With fp32 masters the old
-// parameters are not read, except one element in 128 if masters adopt what other code wrote to the
-// parameters.
+// Bytes per element, with 16-bit gradients and parameters, fp32 masters and fp32 moments: 14 are
+// read (gradient 2, master and moments 12) and 14 written (master and moments 12, parameter 2).
+// With remainders as masters, 26 in total. With fp32 masters the old parameters are not read,
+// except one element in 128 if masters adopt what other code wrote to the parameters.
 #pragma once
 
 #include <type_traits>
@@ -136,14 +137,16 @@ __device__ __forceinline__ AdamChunk<Types> adam_chunk(const AdamTable& table,
 
 // Compares one element in 128, and the last element of the chunk, with their masters. This reads 32
 // bytes per 128 elements. If one of them was overwritten, the whole chunk is searched, and each
-// overwritten element's master adopts the new value. A write of 128 adjacent elements is noticed in
-// every chunk that it touches: it covers the last element of the chunk in which it begins, the
-// first element of the chunk in which it ends, or, if it lies within one chunk, an element at a
-// multiple of 128.
+// overwritten element's master adopts the new value. A write of 128 adjacent elements covers a
+// compared element in every chunk that it touches: the last element of the chunk in which it
+// begins, the first element of the chunk in which it ends, or, if it lies within one chunk, an
+// element at a multiple of 128. It is not noticed in a chunk whose compared elements already had
+// the values written.
 template <typename Types>
 __device__ __forceinline__ void adopt_params(const AdamChunk<Types>& chunk, int size, int lane) {
   constexpr int kStride = 128;
-  static_assert(kWarp * kStride > kAdamChunk, "a lane is left for the chunk's last element");
+  static_assert(kWarp * kStride > kAdamChunk,
+                "the other compared elements leave a lane for the chunk's last one");
   const int i = min(lane * kStride, size - 1);
   const bool is_written_over = size > 0 && math::is_written_over(chunk.param[i], chunk.master[i]);
   const bool are_any = __any_sync(0xffffffffu, is_written_over);

@@ -16,7 +16,8 @@
 
 namespace ampfuse {
 
-// The most bytes that all arguments of a kernel may take, and the bytes that are not for the table.
+// The most bytes that all arguments of a kernel may take, and the bytes reserved for those besides
+// the table.
 inline constexpr size_t kMaxArgumentBytes = 32764;
 inline constexpr size_t kOtherArgumentBytes = 256;
 
@@ -26,7 +27,7 @@ template <int kColumnCount, int kChunkSize>
 struct TensorTable {
   static constexpr int kColumns = kColumnCount;
   static constexpr int kChunk = kChunkSize;
-  static_assert(kChunk < 65536, "rest counts up to a chunk in 16 bits");
+  static_assert(kChunk < 65536, "the size of a chunk must fit in 16 bits");
 
   // A tensor takes its pointers, 4 bytes of prefix sum and 2 bytes of rest. 16 bytes are reserved
   // for the count and the alignment.

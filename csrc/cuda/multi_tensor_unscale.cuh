@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// Unscales the elements and computes the NormPartial of each chunk from the results. It takes the
-// place of multi_tensor_norm_kernel, and the finish kernel follows.
+// Unscales the elements and computes the NormPartial of each chunk from the results. It replaces
+// multi_tensor_norm_kernel; multi_tensor_norm_finish_kernel runs after it.
 template <math::NormType kNorm, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     multi_tensor_unscale_norm_kernel(const __grid_constant__ NormTable table,

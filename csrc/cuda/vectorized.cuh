@@ -67,7 +67,7 @@ struct Pieces {
   }
 };
 
-// A loaded pack as 32-bit words. A 16-bit element would take a register of its own.
+// A loaded pack as 32-bit words. Separate 16-bit elements would take a register each.
 struct Words {
   uint32_t word[4];
 };
@@ -130,8 +130,8 @@ class PacksAnywhere {
   }
 
   // Loads packs first, first + step, …, all in flight at once. In place of packs after `last` it
-  // loads `first` again: other threads may be overwriting those. `last` must not be the last pack
-  // of the data unless packs are aligned.
+  // loads `first` again, since other threads may be overwriting packs after `last`. `last` must not
+  // be the last pack of the data unless packs are aligned.
   template <int kCount>
   __device__ __forceinline__ void load(int first, int step, int last,
                                        Words (&packs)[kCount]) const {
@@ -189,8 +189,8 @@ __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<
   int p = begin + team.index();
   if constexpr (kUnroll > 1) {
     // All loads of a round are in flight at once, also those of the last round, which may have
-    // fewer packs. An unaligned last pack is gathered below, and in data of two packs the first
-    // one, too.
+    // fewer packs. If packs are unaligned, the last one is gathered below, and if there are only
+    // two, the first one as well.
     const int inner_end = packs.are_aligned() ? end : end > 2 && end > begin ? end - 1 : begin;
     if (p >= inner_end) start();
     for (const int first = p; p < inner_end; p += kUnroll * kStep) {
