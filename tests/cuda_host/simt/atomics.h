@@ -3,8 +3,7 @@
 // An atomic orders nothing by itself, as in CUDA: publishing needs a fence first. After a thread's
 // first fence, each of its atomics publishes everything that the thread did before. The receiving
 // side is lenient: any atomic acquires, so that the "last block finishes" pattern passes without a
-// second fence. __threadfence_block acts as a device-wide fence here, so a fence that is too narrow
-// is not detected.
+// second fence.
 #pragma once
 
 #include <atomic>
@@ -69,9 +68,6 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
 }
 
 inline void __threadfence() {
-  simt::runtime::fence();
-}
-inline void __threadfence_block() {
   simt::runtime::fence();
 }
 inline void __threadfence_system() {
