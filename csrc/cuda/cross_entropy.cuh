@@ -2,14 +2,15 @@
 //
 // cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
 // this sum, so it must be known before a gradient is written.
-// cross_entropy_forward_kernel, a team per row, makes one pass for the loss. For the gradient it
-// makes a second pass over the logits, from shared memory or from the L2 cache.
-// cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
+// cross_entropy_forward_kernel, a team per row, makes one pass for the loss; it repeats this pass
+// for a row whose target is far below its largest logit. For the gradient it makes another pass
+// over the logits, from shared memory or from the L2 cache. cross_entropy_finish_kernel, one block,
+// adds up the losses of the blocks in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;
-// cross_entropy_backward_kernel another 2·itemsize. In addition 8 bytes per row, and 32 per row if
-// backward forms the gradient.
+// cross_entropy_backward_kernel another 2·itemsize. Each row adds 8 bytes for its target, and 32
+// bytes of RowStatistics if backward computes the gradient.
 //
 // If the classes of a row are far apart in memory, one thread processes the row
 // (cross_entropy_positions.cuh).
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 }
 
 // Returns the factor of gradients, baked_scale / divisor. Every block sums the same numbers in the
-// same order; the first block writes both, and reports a target out of range.
+// same order. The first block writes baked_scale and divisor, and reports a target out of range.
 template <typename Block, typename scalar_t>
 __device__ __forceinline__ double reduction_scale(const Block& block,
                                                   const CrossEntropyTable<scalar_t>& table,
@@ -104,10 +105,14 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   using Block = BlockTeam<Team::kBlock>;
   AMPFUSE_SHARED(double, scratch, Block::kWarps);
   const Block block(scratch);
-  const auto scale = static_cast<Number>(reduction_scale(block, table, reduction));
+  // In shared memory, since threads have no register left to hold it while they read a row.
+  AMPFUSE_SHARED(Number, scale, 1);
+  const double factor = reduction_scale(block, table, reduction);
+  if (block.index() == 0) *scale = static_cast<Number>(factor);
+  block.sync();
   const Team team(scratch);
   const auto kept = kept_packs<scalar_t>(team, kept_count);
-  const bool with_metrics = results.argmax != nullptr;
+  const bool with_metrics = kWork == RowWork::kAny && results.argmax != nullptr;
   const bool is_first = team.index() == 0;
   double losses = 0;
   // The index of the next row's target is requested while this row is processed. Otherwise each row
@@ -126,28 +131,22 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       if (!with_metrics) continue;
     }
     const int target_class = table.class_of(index);
-    // Request the target's logit together with the row, and convert it only after the row was read.
-    // kAny has no register to hold it for so long, and requests it while it is in a cache.
+    // kPlain requests the target's logit together with the row. kAny has no register to hold it,
+    // and requests it after the row was read, when it is still in a cache.
     scalar_t target_logit{};
     if (kWork == RowWork::kPlain) target_logit = table.template logit<Team>(row, target_class);
-    ThreadPartial<scalar_t> partial =
+    const RowSums<scalar_t> sums =
         read_row<kWork>(team, table, row, target_class, target_logit, with_metrics, kept);
     if (kWork == RowWork::kAny) target_logit = table.template logit<Team>(row, target_class);
-    const math::RowPartial<Number> whole = team_partial(team, partial, kWork);
     const math::RowTarget<Number> target = table.row_target(is_ignored, target_class, target_logit);
-    const auto exponential =
-        row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(whole.largest));
+    const auto at_largest =
+        row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(sums.partial.largest));
     const math::RowLoss<Number> loss = math::row_loss(
-        whole, target, static_cast<Number>(exponential.below(target.z)), table.terms);
-    if constexpr (kWork == RowWork::kAny) {
-      if (with_metrics) {
-        const int64_t argmax = team_argmax(team, partial);
-        if (is_first) {
-          results.lse[row] = static_cast<RowAcc<scalar_t>>(loss.lse);
-          results.entropy[row] = static_cast<RowAcc<scalar_t>>(loss.entropy);
-          results.argmax[row] = argmax;
-        }
-      }
+        sums.partial, target, static_cast<Number>(at_largest.below(target.z)), table.terms);
+    if (with_metrics && is_first) {
+      results.lse[row] = static_cast<RowAcc<scalar_t>>(loss.lse);
+      results.entropy[row] = static_cast<RowAcc<scalar_t>>(loss.entropy);
+      results.argmax[row] = sums.argmax;
     }
     if (is_first && !is_ignored) {
       losses += loss.loss;
@@ -163,8 +162,10 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       write_zeros(team, grad, results.grad_at, table.classes);
     } else {
       const PackGradient<kWork, scalar_t> gradient(
-          table, table.template probabilities_of<Team>(row), target_class, loss.statistics,
-          target.mass, scale);
+          table, table.template probabilities_of<Team>(row), target_class,
+          math::row_gradient(loss.statistics, sums.partial.reference, target.mass, table.terms,
+                             *scale),
+          sums.exponential, sums.factor);
       write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
                      table.classes, kept, grad, results.grad_at);
     }

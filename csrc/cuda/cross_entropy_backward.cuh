@@ -27,26 +27,32 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     const int target_class = table.class_of(index);
     const auto scale = static_cast<Number>(grad_output[is_each ? row : 0] / *divisor);
+    const math::RowStatistics known = statistics[row];
+    const auto exponential =
+        row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(known.largest));
+    const Number mass = table.row_target(table.is_elsewhere(index), target_class, scalar_t{}).mass;
     const PackGradient<kWork, scalar_t> gradient(
-        table, table.template probabilities_of<Team>(row), target_class, statistics[row],
-        table.row_target(table.is_elsewhere(index), target_class, scalar_t{}).mass, scale);
+        table, table.template probabilities_of<Team>(row), target_class,
+        math::row_gradient(known, static_cast<Number>(exponential.reference()), mass, table.terms,
+                           scale),
+        exponential, 1);
     write_gradient(team, gradient, table.template logits_of<Team>(row), table.input_at,
-                   table.classes, decltype(kept_packs<scalar_t>(team, 0)){}, out, grad_at);
+                   table.classes, kept_packs<scalar_t>(team, 0), out, grad_at);
   }
 }
 
-// Replaces the factor `baked_scale` of a gradient that forward wrote by `grad_output`. If the two
-// are equal, the gradient is not read; otherwise this moves 2·itemsize bytes per logit. A warp
-// takes the first `count` of every `stride` elements, up to `extent`: a row, or a part of a
-// contiguous gradient.
+// Multiplies the gradient that forward wrote by grad_output / baked_scale. If the two are equal,
+// the gradient is not read; otherwise this moves 2·itemsize bytes per logit. A warp rescales
+// `count` elements at each multiple of `stride` below `extent`: a row, or a chunk of a contiguous
+// gradient.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t extent, int count,
                                  const float* baked_scale, const RowAcc<scalar_t>* grad_output) {
   const double baked = *baked_scale;
-  const double wanted = *grad_output;
-  if (wanted == baked) return;
-  const auto factor = static_cast<RowNumber<scalar_t>>(wanted / baked);
+  const double outer = *grad_output;
+  if (outer == baked) return;
+  const auto factor = static_cast<RowNumber<scalar_t>>(outer / baked);
   const auto scaled = [&](scalar_t g) {
     using acc_t = RowAcc<scalar_t>;
     return static_cast<scalar_t>(static_cast<acc_t>(static_cast<acc_t>(g) * factor));

@@ -39,14 +39,14 @@ __device__ __forceinline__ float power_of_two(float x) {
 //
 // exp(z − reference) is computed as 2^(z·factor − n), rounded once before the power. `factor` is
 // 1/log 2 as a float, and n is a z near the largest, times `factor` and rounded up to an integer.
-// So another reference for a sum multiplies it by a power of two, which is exact. The reference is
-// n / factor, which takes the rounding of `factor` into account: what remains is an error of
+// So changing the reference of a sum multiplies it by a power of two, which is exact. The reference
+// is n / factor, which takes the rounding of `factor` into account: what remains is an error of
 // 2⁻²⁶·|z − reference| of an exponential, and 2⁻²⁵·|z·factor − n| for the rounding of the exponent.
 //
 // float16 ends at 2¹⁶, and bfloat16 numbers are at least 512 apart from there on, so exponentials
-// are 0 or 1. For them `factor` is a power of two by which n is at most 2¹⁸ and neighbours are
-// still 512 apart. Otherwise z·factor would overflow for the largest logits, and adding a bias to n
-// would be inexact.
+// are 0 or 1. For them `factor` is a power of two, so small that n is at most 2¹⁸, but neighbours
+// are still 512 apart after the product. With 1/log 2, z·factor would overflow for the largest
+// logits, and adding a bias to n would be inexact.
 template <typename scalar_t>
 class RowExponential {
  public:
@@ -65,7 +65,11 @@ class RowExponential {
   __device__ float exponent(float z) const { return std::fma(z, factor_, -n_); }
 
   // Returns reference − z, more precisely than by rounding the reference to a float.
-  __device__ float below(float z) const { return -exponent(z) / factor_; }
+  __device__ float below(float z) const {
+    const float power = exponent(z);
+    // The lowest bfloat16 numbers overflow if they are multiplied by 1/log 2.
+    return math::is_finite(power) ? -power / factor_ : static_cast<float>(reference()) - z;
+  }
 
   // Returns exp(z − reference) for sums.
   __device__ float term(float z) const { return power_of_two(exponent(z)); }
@@ -77,11 +81,11 @@ class RowExponential {
     const auto power = static_cast<int>(fmaxf(other.n_ - n_, -127.0f));
     return __builtin_bit_cast(float, static_cast<uint32_t>(power + 127) << 23);
   }
-  __device__ float from(float earlier) const { return from(RowExponential(earlier)); }
 
-  // A factor for exponentials. They are biased as in math/cross_entropy_exponential.h, for the same
-  // reason, and the factor removes the bias. A factor so small that it would lose digits is used
-  // without a bias: its product with a subnormal exponential is 0 anyway.
+  // A factor for exponentials. Exponentials are multiplied by 2^kExponentBias, for the reason given
+  // in math/cross_entropy_exponential.h, and the factor removes this bias. A factor so small that
+  // it would lose digits is used without a bias: its product with a subnormal exponential is 0
+  // anyway.
   struct Factor {
     float factor;
     float bias;
@@ -103,34 +107,41 @@ class RowExponential {
   float n_;
 };
 
-// The version for fp32 logits uses math/cross_entropy_exponential.h, so that the last digit of
-// their gradient is right.
+// The version for fp32 logits uses math/cross_entropy_exponential.h. Sums are over exponentials of
+// more digits than a float has. Exponentials for gradients are rounded to a float, so that they can
+// be kept in the place of the logits: a gradient has an error of at most 1.6 ulps.
 template <>
 class RowExponential<float> {
  public:
-  using Term = double;
+  using Term = math::InTwo<float>;
   static constexpr double kUnbias = math::kUnbias;
 
   __device__ explicit RowExponential(float largest) : at_(math::exp_reference(largest)) {}
   __device__ double reference() const { return at_.value(); }
 
-  __device__ double term(float z) const {
-    const math::InTwo<float> e = math::biased_exp_in_two(z, at_);
-    return static_cast<double>(e.high) + e.low;
-  }
-
+  __device__ float exponent(float z) const { return (z - at_.shift) * 1.44269502f - at_.powers(); }
   __device__ double below(float z) const { return reference() - z; }
-  __device__ double from(float earlier) const {
-    const double below = reference() - RowExponential(earlier).reference();
+  __device__ Term term(float z) const { return math::biased_exp_in_two(z, at_); }
+
+  __device__ double from(const RowExponential& other) const {
+    const double below = reference() - other.reference();
     return below == 0 ? 1 : std::exp(-below);
   }
 
   struct Factor : math::BiasedFactor {
-    __device__ explicit Factor(double factor) : math::BiasedFactor(math::biased_factor(factor)) {}
+    __device__ explicit Factor(double factor) : math::BiasedFactor(math::biased_factor(factor)) {
+#if defined(__CUDA_ARCH__)
+      // Otherwise nvcc keeps the double, and converts it again for each pack.
+      asm volatile("" : "+f"(high), "+f"(low));
+#endif
+    }
+    // The product with an exponential, rounded once.
+    __device__ float times(float exponential) const {
+      using L = math::Lane<float>;
+      return L::product(L::multiply_add(exponential, high, exponential * low), unbias);
+    }
   };
-  __device__ float times(float z, const Factor& by) const {
-    return by.times(math::biased_exp_in_two(z, at_));
-  }
+  __device__ float times(float z, const Factor& by) const { return by.times(term(z).high); }
 
  private:
   math::ExpReference at_;
@@ -144,22 +155,24 @@ class RowExponential<double> {
 
   __device__ explicit RowExponential(double largest) : largest_(largest) {}
   __device__ double reference() const { return largest_; }
+  __device__ double exponent(double z) const { return (z - largest_) * 1.44269504088896; }
   __device__ double below(double z) const { return largest_ - z; }
   __device__ double term(double z) const { return std::exp(z - largest_); }
-  __device__ double from(double earlier) const { return term(earlier); }
+  __device__ double from(const RowExponential& other) const { return term(other.largest_); }
 
   struct Factor {
     double factor;
     __device__ explicit Factor(double factor) : factor(factor) {}
+    __device__ double times(double exponential) const { return exponential * factor; }
   };
-  __device__ double times(double z, const Factor& by) const { return term(z) * by.factor; }
+  __device__ double times(double z, const Factor& by) const { return by.times(term(z)); }
 
  private:
   double largest_;
 };
 
-// Returns the exponential for a row with this largest z. If that is NaN or infinite, the row's
-// results are NaN, and the reference may be any number.
+// Returns the exponential for a row with this largest z. If that is NaN or +∞, the row's results
+// are NaN; if it is −∞, every exponential is 0. In these cases the reference may be any number.
 template <typename scalar_t>
 __device__ RowExponential<scalar_t> row_exponential(RowAcc<scalar_t> largest) {
   return RowExponential<scalar_t>(math::is_finite(largest) ? largest : RowAcc<scalar_t>(0));

@@ -65,16 +65,17 @@ class PackGradient {
   using acc_t = RowAcc<scalar_t>;
   using Number = RowNumber<scalar_t>;
 
+  // `factor` is exp(reference of `exponential` − reference of row_exponential(largest)).
   __device__ PackGradient(const CrossEntropyTable<scalar_t>& table, const acc_t* probabilities,
-                          int target, const math::RowStatistics& statistics, Number target_mass,
-                          Number scale)
+                          int target, const math::RowGradient<Number>& gradient,
+                          const RowExponential<scalar_t>& exponential, Number factor)
       : table_(table),
         probabilities_(probabilities),
         target_(target),
-        exponential_(row_exponential<scalar_t>(static_cast<acc_t>(statistics.largest))),
-        gradient_(math::row_gradient(statistics, static_cast<Number>(exponential_.reference()),
-                                     target_mass, table.terms, scale)),
-        factor_(gradient_.of_exponential) {}
+        exponential_(exponential),
+        factor_(gradient.of_exponential * factor),
+        scale_(gradient.scale),
+        of_target_(gradient.of_target) {}
 
   template <typename grad_t, int kCount>
   __device__ __forceinline__ Pack<grad_t, kCount> of(int first,
@@ -89,24 +90,43 @@ class PackGradient {
       if constexpr (kWork == RowWork::kAny) {
         if (table_.has_masses()) {
           g -= static_cast<acc_t>(
-              math::Lane<Number>::product(gradient_.scale, table_.mass(probabilities_, first + e)));
+              math::Lane<Number>::product(scale_, table_.mass(probabilities_, first + e)));
         }
         g *= slope(logit);
       }
       result[e] = g;
     }
-    if (target_ >= first && target_ < first + kCount) {
-      stay_a_branch();
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        if (first + e != target_) continue;
-        result[e] = static_cast<acc_t>(gradient_.of_target * slope(logits[e]));
-      }
-    }
+    set_target(first, result, [&](int e) { return slope(logits[e]); });
     return rounded<grad_t>(result);
   }
 
+  // The same of a pack that the first pass has kept.
+  template <typename grad_t, int kCount>
+  __device__ __forceinline__ Pack<grad_t, kCount> of_kept(
+      int first, const Pack<scalar_t, kCount>& pack) const {
+    if constexpr (kWork == RowWork::kPlain && kKeepsExponentials<scalar_t>) {
+      acc_t result[kCount];
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) result[e] = factor_.times(pack.value[e]);
+      set_target(first, result, [](int) { return acc_t(1); });
+      return rounded<grad_t>(result);
+    } else {
+      return of<grad_t>(first, pack);
+    }
+  }
+
  private:
+  template <int kCount, typename Slope>
+  __device__ __forceinline__ void set_target(int first, acc_t (&result)[kCount],
+                                             const Slope& slope) const {
+    if (target_ < first || target_ >= first + kCount) return;
+    stay_a_branch();
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (first + e == target_) result[e] = static_cast<acc_t>(of_target_ * slope(e));
+    }
+  }
+
   __device__ acc_t slope(acc_t logit) const {
     if (kWork == RowWork::kPlain || table_.terms.softcap == 0) return 1;
     return math::softcap_slope(logit, table_.terms.softcap);
@@ -116,8 +136,9 @@ class PackGradient {
   const acc_t* probabilities_;
   int target_;
   RowExponential<scalar_t> exponential_;
-  math::RowGradient<Number> gradient_;
   typename RowExponential<scalar_t>::Factor factor_;
+  Number scale_;
+  std::conditional_t<kWork == RowWork::kPlain, acc_t, Number> of_target_;
 };
 
 // The second pass over a row. Packs start at boundaries of the gradient: every 16 bytes, or every 8
@@ -135,23 +156,32 @@ __device__ __forceinline__ void write_gradient(const Team& team,
   const Pieces<grad_t, P::kSize> pieces(out, classes);
   const int row_packs = classes / P::kSize;
   const int kept_classes = P::kSize * (kept.count < row_packs ? kept.count : row_packs);
-  const auto* const kept_logits = reinterpret_cast<const scalar_t*>(kept.packs);
+  const auto* const kept_elements = reinterpret_cast<const scalar_t*>(kept.packs());
   const auto write = [&](int first, const auto& pack) {
     store_gradient<Team::kIsWide>(out + first, gradient.template of<grad_t>(first, pack));
   };
+  const auto write_kept = [&](int first, const auto& pack) {
+    store_gradient<Team::kIsWide>(out + first, gradient.template of_kept<grad_t>(first, pack));
+  };
   pieces.each_single(team, [&](int c) {
-    write(c, Pack<scalar_t, 1>{{c < kept_classes ? kept_logits[c] : in[c]}});
+    if (c < kept_classes) {
+      write_kept(c, Pack<scalar_t, 1>{{kept_elements[c]}});
+    } else {
+      write(c, Pack<scalar_t, 1>{{in[c]}});
+    }
   });
-  const auto write_pack = [&](int p, const P& pack) { write(pieces.first_of(p), pack); };
   const int from_kept = kept_classes == 0 ? 0 : (kept_classes - pieces.head) / P::kSize;
   // Write the packs that are not in shared memory first: they were read last, so they are the most
   // likely to be still in the L2 cache.
   each_pack<kWriteUnroll<scalar_t>>(
-      team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept, pieces.packs, [] {}, write_pack);
+      team, PacksAnywhere<scalar_t>(in + pieces.head), from_kept, pieces.packs, [] {},
+      [&](int p, const P& pack) { write(pieces.first_of(p), pack); });
   if (kept.count == 0) return;
   // inner() is safe: a pack whose elements are all kept lies in 16-byte blocks that are kept too.
-  const PacksAnywhere<scalar_t> kept_packs(kept_logits + pieces.head);
-  for (int p = team.index(); p < from_kept; p += Team::kSize) write_pack(p, kept_packs.inner(p));
+  const PacksAnywhere<scalar_t> kept_packs(kept_elements + pieces.head);
+  for (int p = team.index(); p < from_kept; p += Team::kSize) {
+    write_kept(pieces.first_of(p), kept_packs.inner(p));
+  }
   // With head = 0 each thread has read only packs that it kept itself, so it need not wait.
   if (pieces.head != 0) team.sync();
 }

@@ -36,9 +36,11 @@ __device__ __forceinline__ Pack<scalar_t, kCount> gathered(const scalar_t* in, i
 }
 
 template <RowWork kWork, typename scalar_t>
-__device__ __forceinline__ ThreadPartial<scalar_t> read_row(
-    const PositionTeam&, const CrossEntropyTable<scalar_t>& table, int64_t row, int target,
-    scalar_t target_logit, bool with_metrics, const KeptOfPosition<scalar_t>& kept) {
+__device__ __forceinline__ RowSums<scalar_t> read_row(const PositionTeam& team,
+                                                      const CrossEntropyTable<scalar_t>& table,
+                                                      int64_t row, int target,
+                                                      scalar_t target_logit, bool with_metrics,
+                                                      const KeptOfPosition<scalar_t>& kept) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const scalar_t* const in = table.template logits_of<PositionTeam>(row);
   const int64_t stride = table.input_at.class_stride;
@@ -46,15 +48,16 @@ __device__ __forceinline__ ThreadPartial<scalar_t> read_row(
     start();
     int first = 0;
     for (; first + kSize <= table.classes; first += kSize) {
-      const Pack<scalar_t> pack = gathered<kSize>(in, stride, first);
-      if (first / kSize < kept.count) kept.at(first / kSize) = pack;
-      add(first, pack);
+      add(first, gathered<kSize>(in, stride, first), [&](const Pack<scalar_t>& keep) {
+        if (first / kSize < kept.count) kept.at(first / kSize) = keep;
+      });
     }
 #pragma unroll 1
-    for (; first < table.classes; ++first) add(first, gathered<1>(in, stride, first));
+    for (; first < table.classes; ++first)
+      add(first, gathered<1>(in, stride, first), [](const auto&) {});
   };
-  return sums_of<kWork>(table, table.template probabilities_of<PositionTeam>(row), target,
-                        target_logit, with_metrics, pass);
+  return row_sums<kWork>(team, table, table.template probabilities_of<PositionTeam>(row), target,
+                         target_logit, with_metrics, pass);
 }
 
 template <typename scalar_t>
@@ -73,18 +76,21 @@ __device__ __forceinline__ void write_gradient(const PositionTeam&,
                                                const KeptOfPosition<scalar_t>& kept, scalar_t* out,
                                                const RowsAt& out_at) {
   constexpr int kSize = Pack<scalar_t>::kSize;
-  const auto write = [&]<int kCount>(int first, const Pack<scalar_t, kCount>& pack) {
-    const auto result = gradient.template of<scalar_t>(first, pack);
+  const auto write = [&]<int kCount>(int first, const Pack<scalar_t, kCount>& result) {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) out[(first + e) * out_at.class_stride] = result.value[e];
+  };
+  const auto from_logits = [&]<int kCount>(int first) {
+    return gradient.template of<scalar_t>(first, gathered<kCount>(in, in_at.class_stride, first));
   };
   int first = 0;
   for (; first + kSize <= classes; first += kSize) {
     const int p = first / kSize;
-    write(first, p < kept.count ? kept.at(p) : gathered<kSize>(in, in_at.class_stride, first));
+    write(first, p < kept.count ? gradient.template of_kept<scalar_t>(first, kept.at(p))
+                                : from_logits.template operator()<kSize>(first));
   }
 #pragma unroll 1
-  for (; first < classes; ++first) write(first, gathered<1>(in, in_at.class_stride, first));
+  for (; first < classes; ++first) write(first, from_logits.template operator()<1>(first));
 }
 
 }  // namespace ampfuse

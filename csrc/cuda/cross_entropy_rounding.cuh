@@ -45,10 +45,28 @@ __device__ __forceinline__ void widen(const Pack<c10::BFloat16, kCount>& pack, f
   }
 }
 
-// The largest of many 16-bit numbers, or NaN if any is NaN: one instruction per two numbers, whose
-// halves are joined at the end.
+// The largest of many numbers, or NaN if any is NaN.
 template <typename T>
 class PackMaximum {
+ public:
+  template <int kCount>
+  __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) largest_ = math::Lane<T>::larger(largest_, pack.value[e]);
+  }
+
+  // Returns −∞ if nothing was added.
+  __device__ T get() const { return largest_; }
+
+ private:
+  T largest_ = -HUGE_VALF;
+};
+
+// The version for 16-bit numbers: add() takes one instruction per two numbers, and get() combines
+// the two halves of the register.
+template <typename T>
+  requires(sizeof(T) == 2)
+class PackMaximum<T> {
  public:
   template <int kCount>
   __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
@@ -64,7 +82,6 @@ class PackMaximum {
     }
   }
 
-  // Returns −∞ if nothing was added.
   __device__ float get() const {
     const auto halves = __builtin_bit_cast(Pack<T, 2>, largest_);
     return math::Lane<float>::larger(static_cast<float>(halves.value[0]),

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
   const Team team(scratch);
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);
-  const bool with_metrics = argmax != nullptr;
+  const bool with_metrics = kWork == RowWork::kAny && argmax != nullptr;
   const bool is_first = team.index() == 0;
   RawIndex next_index = table.raw_index(team.number());  // as in cross_entropy_forward_kernel
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
@@ -27,21 +27,16 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const bool is_ignored = table.is_ignored(index);
     if (is_ignored && !with_metrics) continue;
     const int target_class = table.class_of(index);
-    ThreadPartial<scalar_t> mine =
+    const RowSums<scalar_t> sums =
         read_row<kWork>(team, table, row, target_class, scalar_t{}, with_metrics, nothing_kept);
     const scalar_t target_logit = table.template logit<Team>(row, target_class);
-    const auto others = team_partial(team, mine, kWork);
     if (is_first) {
       const bool is_absent = is_ignored || table.is_elsewhere(index);
       partials[row] =
-          math::shard_partial(others, table.row_target(is_absent, target_class, target_logit),
+          math::shard_partial(sums.partial, table.row_target(is_absent, target_class, target_logit),
                               table.classes, with_metrics);
     }
-    if constexpr (kWork == RowWork::kAny) {
-      if (!with_metrics) continue;
-      const int64_t best = team_argmax(team, mine);
-      if (is_first) argmax[row] = best;
-    }
+    if (with_metrics && is_first) argmax[row] = sums.argmax;
   }
 }
 

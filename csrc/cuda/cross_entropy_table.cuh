@@ -10,8 +10,8 @@ namespace ampfuse {
 
 enum class IndexType { kLong, kInt, kByte };
 
-// A target index as it was loaded. It is converted when it is used, not when it is loaded, so that
-// a thread does not wait for the load before.
+// A target index as it was loaded. It is converted when it is used, so that a thread does not wait
+// for the load earlier.
 struct RawIndex {
   uint64_t bits;
 };
@@ -50,7 +50,7 @@ struct CrossEntropyTable {
   math::LossTerms<acc_t, Number> terms;
   bool is_shard = false;  // true: targets may be math::kElsewhere
 
-  // Requests the target index of a row. Returns no index after the last row, or if targets are
+  // Requests the target index of a row. Returns 0 after the last row, or if targets are
   // probabilities.
   __device__ RawIndex raw_index(int64_t row) const {
     if (target == nullptr || row >= rows) return {0};
@@ -118,8 +118,10 @@ struct CrossEntropyTable {
     if (target == nullptr || is_absent) return {};
     if (c < 0) return {true, NAN, NAN};
     const auto x = static_cast<Number>(static_cast<acc_t>(logit));
+    // Not (of_target + uniform)·w: each thread would keep this sum in a register from row to row.
+    const auto w = static_cast<Number>(weight_of(c));
     return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
-            (static_cast<Number>(terms.of_target) + terms.uniform) * weight_of(c)};
+            w * terms.of_target + w * terms.uniform};
   }
 };
 

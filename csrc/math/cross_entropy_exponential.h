@@ -36,10 +36,8 @@ struct ExpReferenceOf {
   R rounder;  // adding it to (z − shift)/log 2 leaves the power of two in the low bits
   R floor;    // the result is 0 for z below it
 
-  AMPFUSE_HOST_DEVICE double value() const {
-    const double powers = static_cast<double>(kExpRounder) - rounder;
-    return shift + powers * kLog2;
-  }
+  AMPFUSE_HOST_DEVICE R powers() const { return R(kExpRounder) - rounder; }
+  AMPFUSE_HOST_DEVICE double value() const { return shift + static_cast<double>(powers()) * kLog2; }
 };
 using ExpReference = ExpReferenceOf<float>;
 
@@ -91,7 +89,8 @@ AMPFUSE_HOST_DEVICE V biased_exp(V z, const ExpReferenceOf<R>& reference) {
   return L::from_floor_on(z, V(reference.floor), power);
 }
 
-// A number that is the sum of two; a biased exponential in this form has an error of 2⁻²⁷ of it.
+// A number stored as high + low, where `high` is the sum rounded to V. A biased exponential in this
+// form has a relative error of at most 2⁻²⁷.
 template <typename V>
 struct InTwo {
   V high;

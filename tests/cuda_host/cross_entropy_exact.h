@@ -76,6 +76,12 @@ long double last_place(long double x) {
   return std::ldexp(1.0L, exponent - kDigits + 1);
 }
 
+// The error that a gradient may have, in units of the last place. Double logits are computed in
+// double, with no wider type, so z − m is rounded. The exponential of a float logit is rounded to
+// float before it is multiplied.
+template <typename grad_t>
+constexpr long double kUlps = sizeof(grad_t) == 8 ? 100 : sizeof(grad_t) == 4 ? 1.6 : 1;
+
 template <typename scalar_t, typename grad_t>
 void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) {
   using acc_t = ampfuse::RowAcc<scalar_t>;
@@ -98,8 +104,7 @@ void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) 
     for (int c = 0; c < batch.classes; ++c) {
       const auto got = static_cast<double>(batch.gradient_of(row, c));
       const long double allowed =
-          // Double logits are computed in double, with no wider type, so z − m is rounded.
-          last_place<grad_t>(exact.gradient[c]) * (std::is_same_v<scalar_t, double> ? 100 : 1) +
+          last_place<grad_t>(exact.gradient[c]) * kUlps<grad_t> +
           (batch.options.is_plain() ? kReference : unit * 2) * exact.largest_term[c];
       misses += !(std::fabs(got - exact.gradient[c]) <= allowed);
     }
