@@ -1,10 +1,40 @@
-"""Reads the machine code of a kernel: its innermost loops, and the instructions of their turns."""
+"""Reads the machine code of CUDA kernels: their registers, loops, and instructions per turn."""
 
 import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;", re.MULTILINE)
 BRANCH = re.compile(r"(@!?U?P\d+ )?BRA\S* .*?(0x[0-9a-f]+)")
+
+
+class MachineCode:
+    """The kernels of a library for one architecture, for example sm_90, by mangled name."""
+
+    def __init__(self, cuobjdump: str, library: Path, arch: str) -> None:
+        self.arch = arch
+        self.resources, self.sass = (
+            _dump([cuobjdump, what, "-arch", arch, str(library)])
+            for what in ("-res-usage", "-sass")
+        )
+
+    def functions(self, stem: str) -> dict[str, str]:
+        """Return the SASS of each kernel whose mangled name has `stem` as a whole identifier."""
+        wanted = f"{len(stem)}{stem}"
+        found = {name: body for name, body in self.sass.items() if wanted in name}
+        assert found, f"no kernel is called {stem}"
+        return found
+
+    def registers(self, name: str) -> int:
+        """Return the registers per thread of a kernel."""
+        return int(re.search(r"REG:(\d+)", self.resources[name])[1])  # type: ignore[index]
+
+
+def _dump(command: list[str]) -> dict[str, str]:
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"Function ?:? (\w+):?", text)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @dataclass(frozen=True)

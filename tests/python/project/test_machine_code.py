@@ -10,8 +10,8 @@ from pathlib import Path
 
 import ampfuse
 import pytest
+from machine_code import MachineCode, shortest_turns
 from packaging_tools import ROOT, find_tool
-from sass import shortest_turns
 
 LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
 CUOBJDUMP = find_tool("cuobjdump")
@@ -23,36 +23,12 @@ pytestmark = [
 ]
 
 
-def dump(what: str, arch: str) -> dict[str, str]:
-    """Return the output of cuobjdump for each kernel of an architecture, by mangled name."""
-    command = [str(CUOBJDUMP), what, "-arch", arch, str(LIBRARY)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    parts = re.split(r"Function ?:? (\w+):?", text)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-class MachineCode:
-    """The library's kernels for one architecture."""
-
-    def __init__(self, arch: str) -> None:
-        self.arch = arch
-        self.resources = dump("-res-usage", arch)
-        self.sass = dump("-sass", arch)
-
-    def functions(self, stem: str) -> dict[str, str]:
-        """Return the SASS of each kernel whose mangled name has `stem` as a whole identifier."""
-        wanted = f"{len(stem)}{stem}"
-        found = {name: body for name, body in self.sass.items() if wanted in name}
-        assert found, f"no kernel is called {stem}"
-        return found
-
-
 @pytest.fixture(scope="module", params=["sm_80", "sm_90"])
 def code(request: pytest.FixtureRequest) -> MachineCode:
     built_for = ampfuse.build_info()["cuda_archs"]
     if request.param.removeprefix("sm_") not in re.findall(r"\d+", built_for):
         pytest.skip(f"this build is for {built_for}")
-    return MachineCode(request.param)
+    return MachineCode(CUOBJDUMP, LIBRARY, request.param)
 
 
 def test_every_kernel_in_the_sources_is_in_the_library(code: MachineCode) -> None:
@@ -91,9 +67,9 @@ WIDE = {
 
 def test_registers_of_resident_threads_fit_a_multiprocessor(code: MachineCode) -> None:
     # 65,536 registers serve 1024 threads with 64 each, 768 threads with 80, or 512 with 128.
-    for name, used in code.resources.items():
+    for name in code.resources:
         allowed = next((count for count, names in WIDE.items() if re.search(names, name)), 64)
-        assert int(re.search(r"REG:(\d+)", used)[1]) <= allowed, name
+        assert code.registers(name) <= allowed, name
 
 
 @pytest.mark.parametrize(
@@ -133,15 +109,17 @@ def test_positions_are_kept_in_shared_memory_16_bytes_at_a_time(code: MachineCod
             assert len(re.findall(r"\bSTS\.128", body)) >= 1, name
 
 
-PLAIN_16_BIT = re.compile(rf"kernelIN3c10(?!.*{PLACES}).*RowWorkE0")
+def plain_kernels(code: MachineCode, logits: str) -> dict[str, str]:
+    """Return the kernels that compute only exponentials, except those for positions."""
+    wanted = re.compile(rf"kernelI{logits}(?!.*{PLACES}).*RowWorkE0")
+    functions = code.functions("cross_entropy_forward_kernel")
+    found = {name: body for name, body in functions.items() if wanted.search(name)}
+    assert found
+    return found
 
 
 def plain_16_bit_kernels(code: MachineCode) -> dict[str, str]:
-    """Return the kernels of 16-bit logits that compute only exponentials, except for positions."""
-    functions = code.functions("cross_entropy_forward_kernel")
-    found = {name: body for name, body in functions.items() if PLAIN_16_BIT.search(name)}
-    assert found
-    return found
+    return plain_kernels(code, "N3c10")
 
 
 def test_16_bit_logits_take_at_most_15_instructions_each(code: MachineCode) -> None:
@@ -154,6 +132,18 @@ def test_16_bit_logits_take_at_most_15_instructions_each(code: MachineCode) -> N
                 if any("STG" in text for text in turn.loop) == pass_stores
             ]
             assert min(ratios) <= most, (name, pass_stores, ratios)
+
+
+def test_float_logits_take_at_most_45_instructions_each(code: MachineCode) -> None:
+    for name, body in plain_kernels(code, "f").items():
+        first = shortest_turns(body, r"\bFMNMX")  # one per logit, for the largest one
+        assert min(turn.instructions / turn.counted for turn in first) <= 36.5, name
+        second = [
+            turn.instructions / (4 * turn.counted)
+            for turn in shortest_turns(body, r"\bSTG\.E\.(EF\.)?(128|64)")
+            if any("LDS.128" in text for text in turn.loop)
+        ]
+        assert min(second) <= 8.5, (name, second)
 
 
 def test_16_bit_gradients_are_stored_in_whole_packs(code: MachineCode) -> None:

@@ -1,0 +1,108 @@
+"""Prints what the machine code of each CUDA kernel needs; no GPU is needed.
+
+    python benchmarks/kernel_table.py [--match 'cross_entropy_forward.*BFloat16'] [--arch sm_90]
+
+- registers  per thread
+- threads    resident on a multiprocessor, as registers and launch bounds allow
+- turns      of the innermost loops: instructions per load of 8 or 16 bytes, or per store
+- in flight  KiB that the resident threads have requested at a time, in the loop with most loads
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import ampfuse
+from machine_code import MachineCode, Turn, shortest_turns
+
+REGISTERS = 65536  # of a multiprocessor
+MOST_THREADS = {"sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # of a multiprocessor; others 2048
+BLOCK = 256  # threads per block, if the name of the kernel does not say otherwise
+WIDE = r"\.E\.(EF\.)?(64|128)"
+
+
+def demangled(names: list[str]) -> list[str]:
+    """Return the kernels' names without namespaces and parameters."""
+    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
+    short = []
+    for line in text.stdout.splitlines():
+        name = re.sub(r"(ampfuse|c10|math)::|\((?=\w+\)\d)|void ", "", line.split(">(")[0])
+        short.append(re.sub(r"\w+\)(\d)", r"\1", name).rstrip(">") + (">" if "<" in name else ""))
+    return short
+
+
+def resident_threads(name: str, registers: int, arch: str) -> int:
+    """Return the threads that a multiprocessor holds."""
+    found = re.search(r"BlockTeamILi(\d+)E", name)
+    block = int(found[1]) if found else BLOCK
+    per_warp = -(-registers * 32 // 256) * 256  # registers are allocated 256 at a time
+    warps = REGISTERS // per_warp // (block // 32) * (block // 32)
+    return min(warps * 32, MOST_THREADS.get(arch, 2048) // block * block)
+
+
+def described(turn: Turn) -> str:
+    """Return the instructions per wide load or store of a loop, and what the loop moves."""
+    moves = [
+        what
+        for what, pattern in (("LDG", r"\bLDG"), ("LDS", r"\bLDS"), ("STG", r"\bSTG"))
+        if any(re.search(pattern, text) for text in turn.loop)
+    ]
+    return f"{turn.instructions / turn.counted:.0f} ({'+'.join(moves)})"
+
+
+def row(name: str, short: str, code: MachineCode) -> str:
+    """Return a kernel's row of the table."""
+    body = code.sass[name]
+    registers = code.registers(name)
+    threads = resident_threads(name, registers, code.arch)
+    loops = {}
+    for pattern in (rf"\bSTG{WIDE}", rf"\bLDG{WIDE}"):  # the latter decides if a loop has both
+        loops |= {tuple(turn.loop): described(turn) for turn in shortest_turns(body, pattern)}
+    requested = sum(
+        width
+        * max((turn.counted for turn in shortest_turns(body, rf"\bLDG\.E\.{bits}")), default=0)
+        for width, bits in ((8, "64"), (16, "128"))
+    )
+    in_flight = f"{requested * threads / 1024:.0f}"
+    cells = (
+        short,
+        code.arch,
+        registers,
+        threads,
+        ", ".join(sorted(set(loops.values()))),
+        in_flight,
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> None:
+    """Print the table."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    library = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
+    parser.add_argument("--library", type=Path, default=library, help="the installed one")
+    parser.add_argument("--match", default=".", help="regular expression for kernels' names")
+    parser.add_argument("--arch", action="append", help="all for which the library was built")
+    options = parser.parse_args()
+    cuobjdump = shutil.which("cuobjdump")
+    if cuobjdump is None:
+        import triton  # type: ignore[import-untyped]
+
+        cuobjdump = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    built_for = re.findall(r"\d+", str(ampfuse.build_info()["cuda_archs"]))
+    print("| kernel | GPU | registers | threads | turns | KiB in flight |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for arch in options.arch or [f"sm_{number}" for number in built_for]:
+        code = MachineCode(cuobjdump, options.library, arch)
+        names = sorted(code.sass)
+        for name, short in zip(names, demangled(names), strict=True):
+            if re.search(options.match, short):
+                print(row(name, short, code))
+
+
+if __name__ == "__main__":
+    main()
