@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampfuse._dtensors import local
 from ampfuse._graphs import eager_only
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
@@ -49,6 +50,7 @@ class Clip(NamedTuple):
 
     version: int  # the gradient's version counter after clipping
     max_norm: float
+    total_norm: Tensor  # norm before clipping; if it is a DTensor, this rank's part of it
 
 
 _lock = threading.Lock()  # guards the next three: each thread may train its own model
@@ -58,14 +60,14 @@ _clips = WeakTensorKeyDictionary()  # the Clip of each live gradient that was cl
 
 
 @eager_only
-def note_clip(grads: Iterable[Tensor], max_norm: float) -> None:
+def note_clip(grads: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
     """Record gradients that were just clipped, if any scaler is in its first steps."""
     if len(_first_steps) == 0:
         return
     with _lock:
         for grad in grads:
             if not grad.is_inference():
-                _clips[grad] = Clip(grad._version, max_norm)
+                _clips[grad] = Clip(grad._version, max_norm, local(total_norm))
 
 
 @eager_only
@@ -86,7 +88,7 @@ class Watch:
         self._steps = 0
         self._steps_without = 0
         self._has_scaled = False  # True from a scaled loss to a step without the scaler
-        self._clipped: tuple[float, HostCopy] | None = None  # max_norm and the scale
+        self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
         self._has_warned = False
         self.is_scale_known = False  # True if the program may divide by the scale
@@ -133,9 +135,9 @@ class Watch:
                 _first_steps.discard(self)
         is_looking = self._steps <= STEPS_WATCHED and self._clipped is None
         if is_looking and not self.is_scale_known and has_number(scale):
-            max_norm = first_limit(grads)
-            if max_norm is not None:
-                self._clipped = (max_norm, sent(scale))
+            clip = first_clip(grads)
+            if clip is not None and has_number(clip.total_norm):
+                self._clipped = (clip.max_norm, sent(clip.total_norm.float()), sent(scale))
         self._report()
 
     def note_limit(self, scaled_norm: Tensor, limit: float, scale: Tensor) -> None:
@@ -149,9 +151,11 @@ class Watch:
         if self._has_warned:
             return
         if self._clipped is not None:
-            max_norm, scale = self._clipped[0], self._clipped[1].number()
-            if scale is not None and max_norm < FAR_BELOW_THE_SCALE * scale:
-                self._warn(CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale))
+            max_norm, norm, scale = self._clipped[0], *(copy.number() for copy in self._clipped[1:])
+            if norm is not None and scale is not None:
+                self._clipped = None  # a norm below the limit was not clipped: look again
+                if max_norm < min(norm, FAR_BELOW_THE_SCALE * scale):
+                    self._warn(CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale))
         elif len(self._norms) == STEPS_WATCHED:
             looks = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
             if all(
@@ -165,14 +169,13 @@ class Watch:
         warn_caller(text)
 
 
-def first_limit(grads: Iterable[Tensor]) -> float | None:
-    """Return the limit of the first gradient that was clipped and not written since, or None."""
+def first_clip(grads: Iterable[Tensor]) -> Clip | None:
+    """Return the record of the first gradient that was clipped and not written since, or None."""
     with _lock:
         for grad in grads:
-            clip = _clips[grad] if grad in _clips else None  # noqa: SIM401 (its get() has no types)
-            if clip is not None and clip.version == grad._version:
-                limit: float = clip.max_norm
-                return limit
+            if grad in _clips and _clips[grad].version == grad._version:
+                clip: Clip = _clips[grad]
+                return clip
     return None
 
 

@@ -170,7 +170,7 @@ def clip_grads_with_norm_(
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
     except (ValueError, TypeError) as error:
         raise _about_parameters(error, parameters) from None
-    note_clip(grads, float(max_norm))
+    note_clip(grads, float(max_norm), total_norm)
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ def clip_grad_norm_(
     try:
         total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
-        note_clip(grads, float(max_norm))
+        note_clip(grads, float(max_norm), total_norm)
     except (ValueError, TypeError) as error:
         raise _about_parameters(error, parameters) from None
     return total_norm

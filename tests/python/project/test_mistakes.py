@@ -153,6 +153,19 @@ def test_program_that_unscales_by_itself_gets_no_warning(device, way):
         loop.optimizer.step()
 
 
+def test_only_gradients_whose_norm_was_above_the_limit_count_as_clipped(device):
+    loop = Loop(device, ampfuse.AdamW)
+
+    def iterate(factor):
+        loop.backward(factor)
+        ampfuse.clip_grad_norm_([loop.param], 1.0)
+        loop.finish()
+
+    iterate(1e-9)
+    with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still"):
+        iterate(1.0)
+
+
 def test_small_limit_multiplied_by_the_scale_gives_no_warning(device):
     loop = Loop(device)
     for _ in range(5):
@@ -258,8 +271,9 @@ def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(devic
     thread.start()
     try:
         for _ in range(3000):
-            _mistakes.note_clip([grad], 1.0)
-            assert _mistakes.first_limit([grad]) in (None, 1.0)
+            _mistakes.note_clip([grad], 1.0, torch.tensor(2.0))
+            clip = _mistakes.first_clip([grad])
+            assert clip is None or clip.max_norm == 1.0
     finally:
         done.set()
         thread.join()
