@@ -311,8 +311,8 @@ class GraphedStep:
 
     def _note_replay(self) -> None:
         """Restore this graph's gradients and its record of the last step, after a replay."""
-        if any(param.grad is not grad for param, grad in (self._grads[0], self._grads[-1])):
-            for param, grad in self._grads:
+        for param, grad in self._grads:
+            if param.grad is not grad:
                 param.grad = grad
         if self.scaler.is_enabled():
             self.scaler._memory.put_last_step(self._replayed)

@@ -83,6 +83,23 @@ def test_two_graphed_steps_and_an_eager_step_may_share_a_scaler(device, graphs_o
     assert ours.scaler.get_scale() == eager.scaler.get_scale()
 
 
+def test_gradients_are_there_after_a_step_if_the_first_and_last_parameter_are_frozen(
+    device, graphs_on_cpu
+):
+    ours, eager = Side(device, monkeypatch=graphs_on_cpu), Side(device)
+    for side in (ours, eager):
+        first, *_, last = side.model.parameters()
+        first.requires_grad_(False), last.requires_grad_(False)
+    step = ours.graphed()
+    for seed in range(2):
+        for train, side in ((step, ours), (eager.step, eager)):
+            side.optimizer.zero_grad()
+            torch.manual_seed(seed)
+            train(*batch(device, seed))
+        grads = [[param.grad for param in side.model.parameters()][1:-1] for side in (ours, eager)]
+        assert_same_bits(*grads)
+
+
 def test_making_a_graphed_step_keeps_the_results_of_the_last_step(device, graphs_on_cpu):
     ours = Side(device, monkeypatch=graphs_on_cpu)
     inputs, target = batch(device)
