@@ -320,9 +320,10 @@ class Adam(torch.optim.Adam):
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
         """Set all masters to the parameters. The additional bits of the masters are lost."""
-        for param, state in self.state.items():
-            if "master_param" in state:
-                renew_master(state, param)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "master_param" in self.state.get(param, {}):
+                    renew_master(self.state[param], param)
         self._written.forget()
 
     def state_dict(self) -> dict[str, Any]:

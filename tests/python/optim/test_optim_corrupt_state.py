@@ -228,6 +228,18 @@ def test_programs_own_state_entry_may_change_type_while_graphs_hold_the_state():
         assert torch.equal(torch.as_tensor(kept), torch.as_tensor(entry))
 
 
+def test_masters_are_synced_although_a_loaded_state_belongs_to_no_parameter():
+    params = parameters(torch.device("cpu"), torch.bfloat16)
+    optimizer = trained(ampfuse.AdamW, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][77] = saved["state"][0]
+    optimizer.load_state_dict(saved)
+
+    optimizer.sync_masters_from_model()
+
+    assert_same_bits(optimizer.master_params(), [param.float() for param in params])
+
+
 @EVERY_CONFIGURATION
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(dtype, options, in_graphs):
