@@ -97,8 +97,6 @@ class NewState(NamedTuple):
 @torch.no_grad()
 def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, NewState]:
     """Check the states of a state dict against their parameters; create new ones from them."""
-    if not isinstance(saved["state"], dict):
-        raise TypeError(f"loaded state dict: state: expected a dict, got {_kind(saved['state'])}")
     found = owners(groups, saved)
     for key, (param, group) in found.items():
         if key in saved["state"]:
@@ -214,11 +212,14 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
 
     torch's class keeps masters that it has loaded, but does not step them.
     """
+    if not isinstance(saved.get("state"), dict):
+        found = _kind(saved.get("state"))
+        raise TypeError(f"loaded state dict: state: expected a dict, got {found}")
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
         if has_torchs(group):
             for param in group["params"]:
-                if param in state:
+                if isinstance(state.get(param), dict):
                     entries = state[param].items()
                     state[param] = {k: v for k, v in entries if k != "master_param"}
         groups.append(without_torchs(group))

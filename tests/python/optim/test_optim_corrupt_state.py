@@ -130,6 +130,26 @@ def test_damaged_state_entry_is_refused_before_anything_is_loaded(dtype, options
         assert "loaded state dict" in str(error)
 
 
+@pytest.mark.parametrize("saved_by", [ampfuse.AdamW, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (None, "state: expected a dict, got NoneType"),
+        ([1.0], "state: expected a dict, got list"),
+        ({0: 5}, "parameter 0: expected a dict, got int"),
+    ],
+)
+def test_state_that_is_not_a_dict_is_refused_with_its_type(saved_by, state, words):
+    params = parameters(torch.device("cpu"), torch.bfloat16)
+    optimizer = trained(ampfuse.AdamW, params, range(2))
+    saved = saved_by(params).state_dict() | {"state": state}
+
+    error = load_damaged(optimizer, params, saved)
+
+    assert isinstance(error, TypeError)
+    assert f"loaded state dict: {words}" in str(error)
+
+
 @pytest.mark.parametrize("value", ["0.9", None, [0.9], {"a": 1}, numpy.ones(3), torch.ones(2)])
 @pytest.mark.parametrize(
     "name",
