@@ -124,7 +124,9 @@ class GradScaler(TorchGradScaler):
             _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
         self._allow_fp16_grads = allow_fp16_grads
         self._allow_no_grads = allow_no_grads
-        self._memory = Memory([hysteresis, 0, 0], _policy.count("history", history, least=0))
+        self._memory = Memory(
+            [self._policy.hysteresis, 0, 0], _policy.count("history", history, least=0)
+        )
         self._inspections: dict[int, Inspection] = {}  # by the optimizer's id, until next update
         self._watch = Watch()
 

@@ -316,6 +316,7 @@ def test_numpy_and_tensor_options_are_saved_as_python_numbers(device):
     state = ampfuse.GradScaler(device.type, **given).state_dict()
 
     assert [type(state[name]) for name in given] == [float, float, int]
+    assert type(state["_hysteresis_tracker"]) is int
 
 
 def test_a_disabled_scaler_has_max_consecutive_skips_and_process_group(device):
