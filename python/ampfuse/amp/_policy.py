@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
+from ampfuse.optim._options import described, is_flag
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
 
@@ -60,10 +61,12 @@ class Policy:
             limit = getattr(self, name)
             object.__setattr__(self, name, None if limit is None else real(name, limit))
         object.__setattr__(self, "hysteresis", count("hysteresis", self.hysteresis, least=1))
-        for name, kind in (("hysteresis_refill", str), ("dynamic", bool)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+        if not isinstance(self.hysteresis_refill, str):
+            kind = type(self.hysteresis_refill).__name__
+            raise TypeError(f"hysteresis_refill: expected a str, got {kind}")
+        if not is_flag(self.dynamic):
+            raise TypeError(f"dynamic: expected a bool, got {described(self.dynamic)}")
+        object.__setattr__(self, "dynamic", bool(self.dynamic))
 
     def check_first(self, init_scale: float) -> None:
         """Raise if the initial scale is outside the limits."""

@@ -248,7 +248,8 @@ WRONG_TYPES = [
     ({"min_scale": "1"}, "min_scale: expected a number, got str"),
     ({"hysteresis": True}, "hysteresis: expected an int, got bool"),
     ({"hysteresis": 1.5}, "hysteresis: expected an int, got float"),
-    ({"dynamic": 1}, "dynamic: expected a bool, got int"),
+    ({"dynamic": 2}, "dynamic: expected a bool, got int 2"),
+    ({"dynamic": "no"}, "dynamic: expected a bool, got str 'no'"),
     ({"max_consecutive_skips": 1.5}, "max_consecutive_skips: expected an int, got float"),
     ({"history": True}, "history: expected an int, got bool"),
 ]
@@ -311,11 +312,16 @@ def test_update_refuses_an_invalid_new_scale(language, device, new_scale):
 def test_numpy_and_tensor_options_are_saved_as_python_numbers(device):
     """torch.load(weights_only=True) accepts only plain Python numbers."""
     np = pytest.importorskip("numpy")
-    given = {"min_scale": np.float32(1), "max_scale": torch.tensor(1e6), "hysteresis": np.int64(2)}
+    given = {
+        "min_scale": np.float32(1),
+        "max_scale": torch.tensor(1e6),
+        "hysteresis": np.int64(2),
+        "dynamic": np.bool_(True),
+    }
 
     state = ampfuse.GradScaler(device.type, **given).state_dict()
 
-    assert [type(state[name]) for name in given] == [float, float, int]
+    assert [type(state[name]) for name in given] == [float, float, int, bool]
     assert type(state["_hysteresis_tracker"]) is int
 
 
