@@ -75,7 +75,7 @@ def _list(module: Module, name: str) -> list[Any]:
 
 def _state(module: Module) -> dict[str, Any]:
     tensors = {name: module[name] for name in _TENSORS if name in module}
-    return {"step": torch.tensor(float(module["step"])), **tensors}
+    return {"step": torch.tensor(float(module["step"]), device="cpu"), **tensors}
 
 
 def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
@@ -109,4 +109,4 @@ def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
 
 def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
     items = {f"{name}/{i}": value for i, value in enumerate(values)}
-    return {f"{name}/size": torch.tensor(len(values)), **items}
+    return {f"{name}/size": torch.tensor(len(values), device="cpu"), **items}

@@ -40,6 +40,16 @@ def test_optimizer_state_survives_a_cpp_file_bit_by_bit(device, dtype, options, 
     assert_same_state(loaded, state_values(optimizer))
 
 
+def test_loaded_state_is_on_the_cpu_whatever_the_default_device_is(tmp_path):
+    optimizer = trained(ampfuse.AdamW, parameters(torch.device("cpu")), range(2))
+
+    with torch.device("meta"):
+        loaded = round_trip(optimizer.state_dict(), tmp_path)
+
+    states = loaded["state"].values()
+    assert {tensor.device.type for state in states for tensor in state.values()} == {"cpu"}
+
+
 def test_group_options_survive_a_cpp_file(tmp_path):
     given = {
         "lr": 0.5,
