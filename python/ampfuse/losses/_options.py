@@ -62,19 +62,24 @@ def checked_scaler(scaler: Any) -> Any:
     return scaler
 
 
-def _traced_scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+def _traced_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
     return None  # compiled losses compute their gradients in backward, where the scale is known
 
 
 @traced_as(_traced_scale_of)
-def scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+def scale_of(scaler: Any, input: Tensor) -> Tensor | None:
     """Return the gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
     if scaler is None or not scaler.is_enabled():
         return None
     if hasattr(scaler, "_live_scale"):
         return scaler._live_scale()  # type: ignore[no-any-return]
-    one = torch.ones((), dtype=torch.float32, device=device)
+    one = torch.ones((), dtype=torch.float32, device=device_of(input))
     return scaler.scale(one)  # type: ignore[no-any-return]
+
+
+def device_of(input: Tensor) -> torch.device | None:
+    """Return the tensor's device, or None for other types, which the operators refuse by name."""
+    return getattr(input, "device", None)
 
 
 def op_options(
@@ -88,7 +93,7 @@ def op_options(
     softcap: float | None,
 ) -> dict[str, Any]:
     """Return the options as arguments of the operators."""
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f'reduction: expected "none", "mean" or "sum", got {reduction!r}')
     for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
         if isinstance(constant, Tensor):  # the host would wait for it, and it would get no gradient
@@ -111,7 +116,7 @@ def _number(
         return value
     _check_number(name, value)
     # torch.compile would recompile for each value of a constant, but not of a factor.
-    return torch.ones((), dtype=dtype, device=input.device) * value
+    return torch.ones((), dtype=dtype, device=device_of(input)) * value
 
 
 @eager_only

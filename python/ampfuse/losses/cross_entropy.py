@@ -143,6 +143,7 @@ def cross_entropy_(
     denominator: Tensor | float | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    **unknown: Any,
 ) -> Tensor:
     """Compute `cross_entropy` of `(N, C)` logits, and overwrite these with their gradient.
 
@@ -158,6 +159,7 @@ def cross_entropy_(
     >>> logits.detach(), hidden.grad
     (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
     """
+    refuse_unknown(cross_entropy_, unknown, REMEDIES)
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:  # torch refuses it only after `input` is overwritten
         raise refusal("cross_entropy_")
@@ -226,7 +228,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=scale_of(self.scaler, input.device),
+            grad_scale=scale_of(self.scaler, input),
             denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,

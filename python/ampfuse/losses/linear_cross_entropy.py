@@ -230,7 +230,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=scale_of(self.scaler, hidden.device),
+            grad_scale=scale_of(self.scaler, hidden),
             denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,

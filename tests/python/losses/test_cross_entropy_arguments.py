@@ -236,6 +236,22 @@ def test_arguments_of_a_wrong_type_are_refused(device):
         ampfuse.cross_entropy(logits, [0, 1])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda input, target: ampfuse.cross_entropy(input, target, grad_scale=2.0),
+        lambda input, target: ampfuse.cross_entropy_(input, target, denominator=2.0),
+        ampfuse.CrossEntropyLoss(),
+        ampfuse.CrossEntropyLoss(scaler=ampfuse.GradScaler("cpu")),
+        ampfuse.CrossEntropyLoss(scaler=torch.amp.GradScaler("cpu")),
+    ],
+    ids=["grad_scale", "denominator", "module", "scaler", "scaler of torch"],
+)
+def test_input_that_is_not_a_tensor_is_refused_by_name(call):
+    with pytest.raises(TypeError, match=r"cross_entropy_?: input: expected a Tensor, got list"):
+        call([[1.0, 2.0]], torch.tensor([0]))
+
+
 @pytest.mark.parametrize("shape", [(4, 0), (2, 0, 16), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_rows_of_zero_classes_give_results_of_the_right_shape(device, shape, probabilities):

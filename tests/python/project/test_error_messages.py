@@ -229,6 +229,17 @@ RAISES = {
         "cross_entropy: unexpected keyword argument 'scaler'; pass "
         "grad_scale=scaler.scale_tensor(), or use the module, which takes scaler=",
     ),
+    "scaler for the function in place": (
+        lambda: ampfuse.cross_entropy_(LOGITS, TARGET, scaler=ampfuse.GradScaler("cpu")),
+        TypeError,
+        "cross_entropy_: unexpected keyword argument 'scaler'; pass "
+        "grad_scale=scaler.scale_tensor(), or use the module, which takes scaler=",
+    ),
+    "reduction in a list": (
+        lambda: ampfuse.cross_entropy(LOGITS, TARGET, reduction=["mean"]),
+        ValueError,
+        """reduction: expected "none", "mean" or "sum", got ['mean']""",
+    ),
     "scaler as grad_scale": (
         lambda: ampfuse.cross_entropy(LOGITS, TARGET, grad_scale=ampfuse.GradScaler("cpu")),
         TypeError,
