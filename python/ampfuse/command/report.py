@@ -16,7 +16,6 @@ from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
 
 REMEMBERED = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
-COLLAPSED = 1.0  # a scale below this makes gradients smaller than without scaling
 SKIPS_IN_A_ROW = 10
 
 
@@ -94,13 +93,12 @@ def _about_compiling() -> Iterable[str]:
 
 def _hints(scaler: dict[str, Any]) -> Iterable[str]:
     skipped = [record[1] for record in scaler["history"]]
-    last = skipped[-SKIPS_IN_A_ROW:]
-    fell = any(skipped) and scaler["scale"] < COLLAPSED
-    if fell or (len(last) == SKIPS_IN_A_ROW and all(last)):
+    if len(skipped) >= SKIPS_IN_A_ROW and all(skipped[-SKIPS_IN_A_ROW:]):
         yield (
-            f"The loss scale fell to {scaler['scale']:.3g}: gradients are not finite at any scale, "
-            "so that nothing is learned. Look for a NaN or an infinity in the loss, the data or "
-            "the learning rate; ampfuse.GradScaler.overflow_report(model) names the parameters."
+            f"The last {SKIPS_IN_A_ROW} steps were skipped, and the loss scale is now "
+            f"{scaler['scale']:.3g}: gradients are not finite at any scale that was tried, so "
+            "nothing is learned. Look for a NaN or an infinity in the loss, the data or the "
+            "learning rate; ampfuse.GradScaler.overflow_report(model) names the parameters."
         )
 
 

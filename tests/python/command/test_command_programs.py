@@ -11,10 +11,10 @@ from programs import ENVIRONMENT, assert_same
 STEP = """
 import torch
 
-def step(scaler):
+def step(scaler, factor=1.0):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
-    scaler.scale(parameter.sum()).backward()
+    scaler.scale(factor * parameter.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
 """
@@ -219,6 +219,15 @@ def told_of(programs, text):
 def test_scale_that_started_small_is_not_reported_as_collapsed(programs):
     told = told_of(programs, "scaler = torch.amp.GradScaler('cpu', 0.5)\nstep(scaler)")
     assert told["hints"] == []
+
+
+def test_hint_about_skipped_steps_states_only_what_has_happened(programs):
+    new = "scaler = torch.amp.GradScaler('cpu', {})\n"
+    once = "step(scaler, float('inf'))\nfor _ in range(20): step(scaler)"
+    assert told_of(programs, f"{new.format(1.0)}{once}")["hints"] == []
+    constant = "scaler.set_backoff_factor(1.0)\nfor _ in range(10): step(scaler, float('inf'))"
+    (hint,) = told_of(programs, f"{new.format(64.0)}{constant}")["hints"]
+    assert hint.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
 
 
 def test_report_counts_the_steps_of_a_scaler_since_it_was_loaded(programs):
