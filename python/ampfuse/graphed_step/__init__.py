@@ -173,7 +173,8 @@ class GraphedStep:
         }
         for index, group in enumerate(groups):
             for name in self._options:
-                fixed[f"{name} of group {index}"] = group[name]
+                value = group[name]  # betas become a list when they are loaded from some files
+                fixed[f"{name} of group {index}"] = tuple(value) if name == "betas" else value
         if self.scaler.is_enabled():
             fixed["scaler.growth_factor"] = self.scaler.get_growth_factor()
             fixed["scaler.backoff_factor"] = self.scaler.get_backoff_factor()

@@ -95,6 +95,16 @@ def test_batches_with_an_element_that_is_no_tensor_are_refused(device):
         step(batch(device)[0], None)
 
 
+def test_betas_may_be_loaded_as_a_list(device):
+    side = Side(device)
+    step = made(side, device)
+    saved = side.optimizer.state_dict()
+    saved["param_groups"][0]["betas"] = list(saved["param_groups"][0]["betas"])
+    side.optimizer.load_state_dict(saved)
+
+    step(*batch(device))
+
+
 def test_errors_about_changed_settings_suggest_a_remedy(device):
     side = Side(device)
     step = made(side, device)
