@@ -24,6 +24,9 @@ HINTS = {
     "betas": "pass cycle_momentum=False to the scheduler",
 }
 
+# The attributes of a GraphedStep that a captured graph does not read again.
+ARGUMENTS = ("model", "loss_fn", "optimizer", "scaler", "autocast", "max_grad_norm")
+
 REHEARSALS = 3  # after these, libraries have chosen their kernels and allocated their memory
 
 
@@ -44,12 +47,13 @@ class GraphedStep:
     What the model and the loss do on the host, including hooks, is done only in the constructor.
     Learning rates become tensors on the device. Schedulers write these tensors in place, so use
     `item()` to store or print one. If a program assigns a number to `lr`, it is copied to the
-    tensor; if it assigns a tensor, that is read at each step. Everything else is fixed: the other
-    options of the optimizer and the scaler, which parameters are trained, their addresses, and
-    which modules are in training mode. A step that finds a change raises. So pass
-    `cycle_momentum=False` to OneCycleLR and CyclicLR, set the model back to training mode after an
-    evaluation, and drop a smaller last batch (`drop_last=True`) or train on it eagerly. Checkpoints
-    may be loaded at any time: state is copied to the graph's tensors.
+    tensor; if it assigns a tensor, that is read at each step. Everything else is fixed: the
+    arguments of the constructor, the other options of the optimizer and the scaler, which
+    parameters are trained, their addresses, and which modules are in training mode. A step that
+    finds a change raises. So pass `cycle_momentum=False` to OneCycleLR and CyclicLR, set the model
+    back to training mode after an evaluation, and drop a smaller last batch (`drop_last=True`) or
+    train on it eagerly. Checkpoints may be loaded at any time: state is copied to the graph's
+    tensors.
 
     - `optimizer`: `ampfuse.Adam` or `AdamW`; other optimizers are refused.
     - `autocast`: the dtype in which forward and loss run, or None.
@@ -163,6 +167,7 @@ class GraphedStep:
         """Return the values that are fixed in a graph, by name."""
         groups = self.optimizer.param_groups
         fixed = {
+            **{f"step.{name}": getattr(self, name) for name in ARGUMENTS},
             "parameters": [
                 (id(param), param.requires_grad, param.data_ptr())
                 for group in groups
@@ -173,8 +178,9 @@ class GraphedStep:
         }
         for index, group in enumerate(groups):
             for name in self._options:
-                value = group[name]  # betas become a list when they are loaded from some files
-                fixed[f"{name} of group {index}"] = tuple(value) if name == "betas" else value
+                value = group[name]  # betas are a list after loading from some files
+                is_list = isinstance(value, list)
+                fixed[f"{name} of group {index}"] = tuple(value) if is_list else value
         if self.scaler.is_enabled():
             fixed["scaler.growth_factor"] = self.scaler.get_growth_factor()
             fixed["scaler.backoff_factor"] = self.scaler.get_backoff_factor()

@@ -95,6 +95,22 @@ def test_batches_with_an_element_that_is_no_tensor_are_refused(device):
         step(batch(device)[0], None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", nn.Linear(6, 5)),
+        ("loss_fn", functional.nll_loss),
+        ("autocast", torch.bfloat16),
+        ("max_grad_norm", 1.0),
+    ],
+)
+def test_arguments_may_not_be_assigned_after_the_step_is_made(device, name, value):
+    step = made(Side(device), device)
+    setattr(step, name, value)
+    with pytest.raises(RuntimeError, match=rf"changed since the step was made: step\.{name}; make"):
+        step(*batch(device))
+
+
 def test_betas_may_be_loaded_as_a_list(device):
     side = Side(device)
     step = made(side, device)
