@@ -72,15 +72,17 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
                 saved["state"][key] = exported(param, saved["state"][key])
 
 
-Owner = tuple[Tensor, dict[str, Any]]  # a parameter and its group
+Owner = tuple[Tensor, dict[str, Any], int]  # a parameter, its group and its index there
 
 
 def owners(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Owner]:
     """Return the owner of each state in a state dict, by its key there."""
     return {
-        saved_param: (param, group)
+        saved_param: (param, group, index)
         for group, saved_group in zip(groups, saved["param_groups"], strict=True)
-        for param, saved_param in zip(group["params"], saved_group["params"], strict=True)
+        for index, (param, saved_param) in enumerate(
+            zip(group["params"], saved_group["params"], strict=True)
+        )
     }
 
 
@@ -98,12 +100,12 @@ class NewState(NamedTuple):
 def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, NewState]:
     """Check the states of a state dict against their parameters; create new ones from them."""
     found = owners(groups, saved)
-    for key, (param, group) in found.items():
+    for key, (param, _, index) in found.items():
         if key in saved["state"]:
-            check_saved(saved["state"][key], param, group)
+            check_saved(saved["state"][key], param, index)
     return {
         param: _new_state(saved["state"][key], param, kept(group))
-        for key, (param, group) in found.items()
+        for key, (param, group, _) in found.items()
         if key in saved["state"]
     }
 
@@ -226,9 +228,8 @@ def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": state, "param_groups": groups}
 
 
-def check_saved(saved: Any, param: Tensor, group: dict[str, Any]) -> None:
+def check_saved(saved: Any, param: Tensor, index: int) -> None:
     """Raise for the state of another parameter, or of another optimizer."""
-    index = next(i for i, other in enumerate(group["params"]) if other is param)
     where = f"loaded state dict: parameter {index}"
     if not isinstance(saved, dict):
         raise TypeError(f"{where}: expected a dict, got {_kind(saved)}")

@@ -295,6 +295,28 @@ def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(dtype, optio
     train(optimizer, params, range(3))
 
 
+class CountedList(list):
+    """A list that counts how often it is iterated over."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def test_time_of_loading_grows_linearly_with_the_number_of_parameters():
+    times = []
+    for count in (2, 20):
+        params = CountedList(Parameter(torch.ones(1)) for _ in range(count))
+        optimizer = trained(ampfuse.AdamW, params, range(1))
+        optimizer.param_groups[0]["params"] = params
+        params.times = 0
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        times.append(params.times)
+    assert times[0] == times[1]
+
+
 def test_refused_load_leaves_a_new_optimizer_without_state():
     params = parameters(torch.device("cpu"), torch.bfloat16)
     saved = copy.deepcopy(trained(ampfuse.AdamW, params, range(2)).state_dict())
