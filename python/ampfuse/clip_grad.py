@@ -92,7 +92,7 @@ def _have_several_meshes(tensors: list[Tensor]) -> bool:
     return any(mesh != meshes[0] for mesh in meshes)
 
 
-def _is_ours(tensors: list[Tensor], norm_type: float) -> bool:
+def _is_ours(tensors: list[Tensor], norm_type: float = 2.0) -> bool:
     """Return True if our kernels support this call. Other calls go to torch.
 
     The others are calls with tensor subclasses, which have their own arithmetic (DTensor reduces
@@ -219,7 +219,7 @@ def _clip(
     total_norm: Tensor,
     foreach: bool | None,
 ) -> None:
-    if not _is_ours([*grads, total_norm], norm_type=2.0):
+    if not _is_ours([*grads, total_norm]):
         if not _have_several_meshes(grads):
             torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
             return

@@ -57,7 +57,7 @@ def _verdict(device: str) -> str:
         stepped = torch.nn.Parameter(torch.ones(2, device=device, dtype=torch.bfloat16))
         stepped.grad = torch.ones_like(stepped)
         ampfuse.AdamW([stepped], lr=0.25, weight_decay=0.0).step()
-        scaler = ampfuse.GradScaler(grads[0].device.type, 4.0, growth_interval=1)
+        scaler = ampfuse.GradScaler(device, 4.0, growth_interval=1)
         scaler.scale(flag)
         scaler.unscale_(torch.optim.SGD([stepped], lr=1.0))
         scaler.update()

@@ -398,8 +398,7 @@ class GradScaler(TorchGradScaler):
 
     @traced_as(_traced_scale_on)
     def _scale_on(self, device: torch.device) -> Tensor:
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+        self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         return on_device(self._scale, device)
 
@@ -447,8 +446,7 @@ class GradScaler(TorchGradScaler):
     def _live_scale(self) -> Tensor:
         if not self._enabled:
             return torch.ones((), dtype=torch.float32)
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None
         return self._scale
 

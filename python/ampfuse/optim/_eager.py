@@ -18,7 +18,7 @@ class EagerStep:
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         self.param_groups = param_groups
 
-    def columns(self, optimizer: Any, limits: list[float | None]) -> list[list[Columns]]:
+    def columns(self, optimizer: Any) -> list[list[Columns]]:
         """Return the columns of each group; create missing state, and check everything."""
         _options.check_groups(self.param_groups, optimizer.defaults)
         optimizer._is_in_graphs = optimizer._is_in_graphs or is_capturing()
@@ -26,6 +26,7 @@ class EagerStep:
             self.param_groups, optimizer.state, optimizer._spare_masters
         )
         optimizer._written.adopt(columns)
+        limits = optimizer._limits(self.param_groups)
         optimizer._grad_norm = placed(optimizer._grad_norm, limits, columns)
         self._check_before_writing(optimizer, columns)
         return columns

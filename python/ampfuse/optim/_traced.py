@@ -83,7 +83,7 @@ class Traced:
         self.skips_unseen = skips_unseen(optimizer)
         optimizer._opt_called = True  # schedulers check it
 
-    def columns(self, optimizer: Any, limits: list[float | None]) -> list[list[Columns]]:
+    def columns(self, optimizer: Any) -> list[list[Columns]]:
         """Return the columns of each group; create missing state."""
         return _traced_columns(optimizer, self.param_groups)
 

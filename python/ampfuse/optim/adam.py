@@ -233,7 +233,7 @@ class Adam(torch.optim.Adam):
         limits = self._limits(groups)
         if self._is_in_zero and self.process_group is None:
             refuse_limits([*limits, self.max_grad_norm])
-        columns = run.columns(self, limits)
+        columns = run.columns(self)
         grad_scale, found_inf = run.signals(self)
         clips, found_here = group_clips(
             groups,
