@@ -14,6 +14,7 @@ from ampfuse import _C, ops
 from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import are_processes, is_sharded, local, spread_dimensions
 from ampfuse._graphs import traced_as
+from ampfuse.optim._grad_norm import found_by_any, rounded
 from ampfuse.optim._traced import groups_of
 
 
@@ -192,10 +193,9 @@ def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
     norms = list(inspection.total_norms.values())
     if not inspection.are_whole or not norms:
         return None
-    is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
     norms = [on_device(norm, norms[0].device) for norm in norms]
     total_norm = norms[0] if len(norms) == 1 else ops.multi_tensor_norm(norms).total_norm
-    return total_norm if is_double else total_norm.float()
+    return rounded(total_norm, params)
 
 
 def shared(
@@ -205,8 +205,8 @@ def shared(
     process_group: Any,
 ) -> Tensor:
     """Return one flag for all ranks, even those without gradients: either all skip, or none."""
-    flag = largest([found_inf.clone(), *flags.values()])
+    flag = largest([found_inf, *flags.values()])
     groups = [mesh.get_group(dimension) for mesh, dimension in meshes]
     for group in [*groups, *([] if process_group is None else [process_group])]:
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
+        flag = found_by_any(flag, group)
     return flag

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ampfuse._arguments import suggestion
 from ampfuse.command.show import why_no_plot
-from ampfuse.patching import PARTS
+from ampfuse.patching._parts import PARTS, chosen
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
@@ -121,9 +120,8 @@ def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool
 
 def _parts(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(
-                f"expected parts among {', '.join(PARTS)}, got {name!r}{suggestion(name, PARTS)}"
-            )
+    try:
+        chosen(names, without=())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return names

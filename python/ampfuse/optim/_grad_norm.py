@@ -151,7 +151,11 @@ def norm_of_shards(tensors: list[Tensor]) -> Tensor:
         Columns(tensor.device, grads=[local(tensor)], shardings=[sharding_of(tensor)])
         for tensor in tensors
     ]
-    norm = measure(parts, {}).total_norm
+    return rounded(measure(parts, {}).total_norm, tensors)
+
+
+def rounded(norm: Tensor, tensors: list[Tensor]) -> Tensor:
+    """Return the norm of these tensors as float32, but unchanged if any has 64-bit numbers."""
     is_double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
     return norm if is_double else norm.float()
 

@@ -5,18 +5,16 @@ from collections.abc import Callable
 from types import GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad as torch_clip_grad
 
 from ampfuse.clip_grad import TensorOrTensors, clip_grad_norm_
+from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("clip_grad_norm")
 
 NAME = "torch.nn.utils.clip_grad_norm_"
-
-DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 
 original = torch_clip_grad.clip_grad_norm_
 

@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 
 from ampfuse._graphs import traced_as
 from ampfuse.losses._options import REDUCTIONS
+from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("cross_entropy")
@@ -24,7 +25,6 @@ USAGE = Usage("cross_entropy")
 NAME = "torch.nn.functional.cross_entropy"
 # The types of plain tensors; the last two occur while a program is traced.
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 DTYPES = (*DTYPES_16_BIT, torch.float32, torch.float64)
 
 original = functional.cross_entropy
