@@ -90,7 +90,7 @@ class Watch:
         self._has_scaled = False  # True from a scaled loss to a step without the scaler
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
-        self._has_warned = False
+        self._is_done = False  # True after a warning, or if there is nothing more to look for
         self.is_scale_known = False  # True if the program may divide by the scale
 
     @eager_only
@@ -148,7 +148,7 @@ class Watch:
 
     def _report(self) -> None:
         """Warn if a mistake is certain by now."""
-        if self._has_warned:
+        if self._is_done:
             return
         if self._clipped is not None:
             max_norm, norm, scale = self._clipped[0], *(copy.number() for copy in self._clipped[1:])
@@ -158,14 +158,13 @@ class Watch:
                     self._warn(CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale))
         elif len(self._norms) == STEPS_WATCHED:
             looks = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
-            if all(
-                norm is not None and scale is not None and was_clipped(norm, limit, scale)
-                for limit, norm, scale in looks
-            ):
+            arrived = [(n, limit, s) for limit, n, s in looks if n is not None and s is not None]
+            self._is_done = len(arrived) == STEPS_WATCHED
+            if self._is_done and all(was_clipped(*look) for look in arrived):
                 self._warn(CLIPPED_TWICE.format(max_norm=looks[0][0]))
 
     def _warn(self, text: str) -> None:
-        self._has_warned = True
+        self._is_done = True
         warn_caller(text)
 
 
