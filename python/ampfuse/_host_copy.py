@@ -34,7 +34,7 @@ class HostCopy:
     def number(self) -> float | None:
         """Return the number that was sent last, or None if it has not arrived.
 
-        The number is read from its address on the host, without a call of torch.
+        It is read from memory: `item()` is an operator, which the program's modes would intercept.
         """
         copy = self.latest()
         if copy is None:

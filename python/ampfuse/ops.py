@@ -169,8 +169,9 @@ def fused_adam(
     `grad_norm` receives `total_norm / grad_scale`, even if the step is skipped. With
     `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params`,
     elements of a parameter that differ from the rounded float32 master count as written by other
-    code, and are copied to the master. On a GPU one element in 128 is compared first, and all
-    others in its chunk of 2048 elements only if it differs.
+    code, and are copied to the master. A CPU compares all elements. A GPU compares one element in
+    128, and the last one of each chunk of 2048; if any of these differs, it compares the whole
+    chunk.
 
     >>> import torch, ampfuse
     >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]

@@ -118,10 +118,10 @@ def dense_part(param: Tensor) -> Tensor:
 def inspect(
     gradients: Gradients, inv_scale: Tensor, found_inf: Tensor, process_group: Any
 ) -> tuple[dict[torch.device, Tensor], Inspection]:
-    """Multiply gradients by `inv_scale`; return a flag per device, set if a product is non-finite.
+    """Multiply gradients by `inv_scale`; return flags for non-finite products, and the norms.
 
-    With `inv_scale` equal to 1 nothing is written. `found_inf` becomes the flag of its own device.
-    If other ranks take part, there is one flag for all devices and ranks.
+    There is one flag per device, or, if other ranks take part, one for all devices and ranks.
+    `found_inf` becomes the flag of its own device. With `inv_scale` equal to 1 nothing is written.
     """
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []

@@ -101,7 +101,7 @@ class _Records:
 
 
 def write_archive(content: dict[str, Any], file: File) -> None:
-    """Write a module with these attributes. A failure leaves an older file as it was."""
+    """Write a module with these attributes. If it fails, a file at the path stays the same."""
     with _torchscript():
         data = torch.jit.script(archive(content)).save_to_buffer()  # type: ignore[no-untyped-call]
     if not isinstance(file, str | PathLike):

@@ -82,7 +82,7 @@ def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
     """Save an optimizer's state dict for `torch::load(optimizer, file)` in C++.
 
     A learning rate in a tensor becomes a number. Options that C++ does not have are left out. If
-    writing fails, an OSError is raised and an older file stays as it was.
+    writing fails, an OSError is raised; a file given by its path keeps its old content.
     """
     states = {}
     for param, state in state_dict["state"].items():

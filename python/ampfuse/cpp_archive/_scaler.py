@@ -28,6 +28,6 @@ def load_cpp_scaler_state(file: File) -> dict[str, Any]:
 def save_cpp_scaler_state(state_dict: dict[str, Any], file: File) -> None:
     """Save a scaler's state dict, ours or torch's, for `torch::load(scaler, file)` in C++.
 
-    If writing fails, an OSError is raised and an older file stays as it was.
+    If writing fails, an OSError is raised; a file given by its path keeps its old content.
     """
     write_archive(loadable(state_dict), file)

@@ -1,4 +1,4 @@
-"""The columns of a step that is being compiled, read so that the compiler can trace and guard them.
+"""The inputs of a step that is being compiled, read so that the compiler can trace and guard them.
 
 State is created during tracing, as torch does for its own optimizers, so that the first step needs
 no graph of its own. Gradients may come from a backward pass in the same graph. Then they exist for

@@ -300,7 +300,8 @@ class Adam(torch.optim.Adam):
     def grad_norm(self) -> Tensor | None:
         """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
 
-        It is None before the first step, and if the constructor got no `max_grad_norm`.
+        Groups that have a limit of their own are left out. The norm is None before the first step,
+        and if the constructor got no `max_grad_norm`.
         """
         if self.max_grad_norm is None or self._grad_norm is None:
             return None
