@@ -39,8 +39,8 @@ export CCACHE_NOHASHDIR := 1
 # for a source that changes during the compilation.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 BENCH_FLAGS ?= --quick
-# Tests of code that is compiled once per instruction set run again as on a CPU without AVX-512,
-# except those of torch.compile, whose kernels crash if torch assumes another CPU than it runs on.
+# These tests run a second time as on a CPU without AVX-512, since their code is compiled once per
+# instruction set. Tests of torch.compile do not: its kernels crash if torch assumes another CPU.
 VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_entropy multi_tensor \
 	optim_masters optim_written_params,$(wildcard tests/python/*/test_$(subject)*.py))
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
@@ -88,7 +88,7 @@ test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
 HAS_TESTS := $(filter 2,$(shell cat $(BUILD)/CMakeCache.txt 2>/dev/null | \
 	grep -c -E '^AMPFUSE_BUILD_(TESTS|CUDA_HOST):BOOL=ON'))
 test-one: $(if $(HAS_TESTS),,catch2 build)  ## run one test, T=tests/python/optim or T=test_cpp, after compiling what it needs
-	$(if $(TORCH),$(error test-one: serves the torch in .venv; use make test-fast TORCH=$(TORCH)))
+	$(if $(TORCH),$(error test-one: only for the torch in .venv; use make test-fast TORCH=$(TORCH)))
 	$(if $(T),,$(error test-one: T: expected a test, as in make test-one T=tests/python/optim))
 ifneq ($(findstring tests/python,$(T)),)
 	@$(BIN)/cmake --build $(BUILD) --target ampfuse _C ampfuse_cpp
@@ -118,7 +118,7 @@ catch2:
 	@$(PYTHON) tools/environment.py catch2
 
 # $(call make_wheel,build folder,folder of the wheel). setuptools writes everything to the build
-# folder: beside the sources, its files would be taken for the installation for the default torch.
+# folder. Beside the sources, its files would count as the installation for the default torch.
 make_wheel = mkdir -p $(BUILD) && AMPFUSE_BUILD_DIR=$(1) $(BIN)/python -W ignore setup.py \
 	--quiet egg_info --egg-base $(BUILD) build --build-base $(BUILD)/setuptools \
 	bdist_wheel --bdist-dir $(BUILD)/bdist --dist-dir $(2)

@@ -34,9 +34,9 @@ try:
     import torch
 except ImportError:
     sys.exit(
-        "ampfuse is built against the torch you use, and none is in sight: "
+        "building ampfuse needs the torch that it will be used with, and found none: "
         "pip install torch, then pip install --no-build-isolation . "
-        "(without that option pip builds where your torch cannot be seen)"
+        "(without that option pip hides the installed torch from the build)"
     )
 
 
@@ -121,7 +121,7 @@ class CMakeBuild(build_ext):
         in_place = self.inplace or self.editable_mode
         packages = ROOT / "python" if in_place else Path(self.build_lib).resolve()
         prefix = packages / "ampfuse"
-        # Two folders, since their flags differ: in one folder, each build would recompile it all.
+        # The flags of these builds differ: in one folder, each would recompile everything.
         default_build = ROOT / "build" if in_place else ROOT / "build" / "wheel"
         build = Path(os.environ.get("AMPFUSE_BUILD_DIR", default_build))
         configure = [

@@ -51,7 +51,7 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
         return None
     placements = tensor.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"expected sharded or replicated gradients, got placements {placements}")
+        raise ValueError(f"expected a sharded or replicated gradient, got placements {placements}")
     return Sharding(tensor.device_mesh, placements)  # type: ignore[attr-defined]
 
 

@@ -41,9 +41,9 @@ def load() -> None:
     other = _other_build(library)
     if other is not None:
         raise ImportError(
-            f"another build of ampfuse is loaded in this process, {other}, and this one is "
-            f"{library}: build what loads the other one against this one, or use the two in "
-            "different processes"
+            f"another build of ampfuse is loaded in this process, {other}, so {library} cannot be "
+            "loaded: rebuild the extension that has loaded the other build against this one, or "
+            "use them in different processes"
         )
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
 

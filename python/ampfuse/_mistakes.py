@@ -24,18 +24,18 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# Warn after this many steps without the scaler, each after a loss that it scaled. Another network
-# may take steps between the parts of an accumulated batch, but no batch has this many parts.
+# Warn after this many steps that are taken without the scaler, each after a loss that it scaled.
+# Fewer may be correct: another network may take steps between the parts of an accumulated batch.
 TOO_MANY_STEPS = 1000
 
 CLIPPED_WHILE_SCALED = (
     "gradients were clipped to max_norm={max_norm:g} while they were still multiplied by the loss "
-    "scale, {scale:g}, so that almost nothing of them is left: call "
+    "scale, {scale:g}, so they are almost zero after unscaling: call "
     "scaler.clip_grad_norm_(optimizer, max_norm), or scaler.unscale_(optimizer) before clipping"
 )
 CLIPPED_TWICE = (
     "gradients had been clipped to {max_norm:g} before the step while they were still multiplied "
-    "by the loss scale, so that almost nothing of them is left: the optimizer's "
+    "by the loss scale, so they are almost zero after unscaling: the optimizer's "
     "max_grad_norm={max_norm:g} clips them inside the step; remove the other clipping"
 )
 NEVER_STEPPED = (

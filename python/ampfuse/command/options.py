@@ -90,10 +90,10 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
         parser.add_argument(
             "--without", action="extend", type=_parts, metavar="PARTS", help="replace all but these"
         ),
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there"),
-        parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the loss scale there"),
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to it"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the loss scale to it"),
     ]
-    parser.add_argument("--quiet", action="store_true", help="say nothing at the end")
+    parser.add_argument("--quiet", action="store_true", help="print no summary")
     return parser, {name for option in valued for name in option.option_strings}
 
 

@@ -65,7 +65,7 @@ def _in_json(value: Any) -> Any:
 def how_it_ended(raised: BaseException | None) -> str:
     """Describe the end of a program that raised this exception, or none."""
     if raised is None:
-        return "as it should"
+        return "normally"
     if isinstance(raised, SystemExit):
         code = int(raised.code) if isinstance(raised.code, int) else raised.code  # bools and enums
         return f"by sys.exit({'' if code is None else repr(code)})"

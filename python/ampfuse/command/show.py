@@ -27,7 +27,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             for reason, count in part["left_to_torch"].items()
         ]
     if report["earlier_scalers"]:
-        found.append(("scalers", f"{report['earlier_scalers']:,} before these"))
+        found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:
         found += _of_scaler(scaler)
     found += [

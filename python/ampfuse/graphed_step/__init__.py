@@ -147,7 +147,8 @@ class GraphedStep:
             expect(f"batch[{index}]", tensor, Tensor, "a tensor")
             if tensor.requires_grad:
                 raise ValueError(
-                    f"batch[{index}]: must not require grad; the step computes no input gradients"
+                    f"batch[{index}]: expected a tensor that does not require grad, since the step "
+                    "computes no gradients of its inputs"
                 )
             if (tensor.shape, tensor.dtype) != (sample.shape, sample.dtype):
                 raise ValueError(

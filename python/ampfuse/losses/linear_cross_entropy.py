@@ -275,9 +275,9 @@ def _refuse_dtensors(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise TypeError(
-                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor. Weights "
-                "that fully_shard shards are plain tensors in the forward of the module whose "
-                "fully_shard group holds them: call linear_cross_entropy there, or shard the head "
-                "as a module of its own that is called, as LinearCrossEntropyLoss is. With tensor "
+                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor. With "
+                "fully_shard, a weight is a plain tensor only in the forward of the module whose "
+                "fully_shard group holds it: call linear_cross_entropy there, or shard the head "
+                "as a module of its own, for example a LinearCrossEntropyLoss. With tensor "
                 f"parallelism pass {name}.to_local() and process_group="
             )

@@ -262,7 +262,7 @@ def _check_counter(where: str, value: Any) -> None:
     if isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
         return
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{where}: expected a finite number from 0 on, got {value}")
+        raise ValueError(f"{where}: expected a finite number, at least 0, got {value}")
 
 
 def _check_tensor(where: str, value: Any, may_be_meta: bool) -> None:
@@ -283,8 +283,8 @@ def _check_fits(where: str, value: Tensor, param: Tensor) -> None:
         raise ValueError(f"{where}: expected shape {tuple(param.shape)}, got {tuple(value.shape)}")
     if not (value.is_floating_point() or value.is_complex()):
         raise ValueError(
-            f"{where}: expected a floating-point tensor, as state_dict() gives also of "
-            f"remainders, got {value.dtype}"
+            f"{where}: expected a floating-point tensor, got {value.dtype}; state_dict() converts "
+            "remainders to float32"
         )
     if value.is_complex() != param.is_complex():
         raise ValueError(f"{where}: expected a tensor for {param.dtype}, got {value.dtype}")

@@ -63,8 +63,8 @@ def refuse_in_capture() -> None:
     """Raise during a capture, since the graph would create the state again at every replay."""
     if is_capturing():
         raise RuntimeError(
-            "this step would make the optimizer's state, and so would each replay of the graph "
-            "that is being captured: take one step before"
+            "this step would create the optimizer's state, and each replay of the captured graph "
+            "would create it again: take one step before the capture"
         )
 
 

@@ -21,11 +21,11 @@ def steps_one_shard_of_many() -> bool:
 
 
 def refuse_limits(limits: Sequence[float | None]) -> None:
-    """Raise for any finite limit, since only a part of the gradients would be measured."""
+    """Raise for any finite limit, since the norm would cover only a part of the gradients."""
     if any(limit is not None and limit < float("inf") for limit in limits):
         raise ValueError(
-            "max_grad_norm: a ZeroRedundancyOptimizer gives each process some of the parameters, "
-            "by whose norm alone it would clip. As the class pass "
-            "functools.partial(ampfuse.AdamW, max_grad_norm=..., "
-            "process_group=torch.distributed.group.WORLD), and no max_grad_norm of its own"
+            "max_grad_norm: in a ZeroRedundancyOptimizer each rank has only some of the "
+            "parameters, and would clip by the norm of these. Pass "
+            "optimizer_class=functools.partial(ampfuse.AdamW, max_grad_norm=..., "
+            "process_group=torch.distributed.group.WORLD), and no max_grad_norm beside it"
         )

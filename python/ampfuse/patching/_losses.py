@@ -129,7 +129,7 @@ def _why_not(
     reduction: str,
 ) -> str | None:
     if type(input) not in PLAIN or type(target) not in PLAIN:
-        return f"{type(input).__name__} and {type(target).__name__} are no plain tensors"
+        return f"tensors of types {type(input).__name__} and {type(target).__name__}"
     if input.device.type not in ("cpu", "cuda"):
         return f"logits on {input.device.type}"
     if input.dtype not in DTYPES or input.layout != torch.strided:
@@ -137,7 +137,7 @@ def _why_not(
     if target.requires_grad:
         return "targets that require grad"
     if size_average is not None or reduce is not None or reduction not in REDUCTIONS:
-        return "size_average, reduce, or a reduction of another name"
+        return "size_average or reduce, or an unknown reduction"
     if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
         return "forward mode, or torch.func"
     if (
@@ -145,5 +145,5 @@ def _why_not(
         or torch.compiler.is_exporting()
         or _is_in_make_fx()
     ):
-        return "the graph is for elsewhere"
+        return "a graph that may run without ampfuse"
     return None

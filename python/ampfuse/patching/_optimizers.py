@@ -44,7 +44,7 @@ class _InPlaceOfTorchs(optim.Adam):
         """Add a group as torch does."""
         if isinstance(param_group, dict):
             if param_group.get("differentiable"):
-                raise ValueError("differentiable=True: only where an optimizer is made with it")
+                raise ValueError("differentiable=True: only allowed in the constructor")
             _listed([param_group])
             for name, value in self._implementations.items():
                 param_group.setdefault(name, value)
@@ -140,7 +140,7 @@ def _why_not(given: dict[str, Any]) -> str | None:
         return "differentiable=True"
     betas = [options["betas"] for options in (given, *groups) if "betas" in options]
     if not all(isinstance(beta, float) for pair in betas for beta in pair):
-        return "betas that are no floats"
+        return "betas that are not floats"
     is_foreach = bool(given.get("foreach"))
     has_rate_for_graphs = isinstance(given.get("lr"), Tensor) and not given.get("capturable")
     if is_foreach and (given.get("fused") or has_rate_for_graphs):

@@ -82,7 +82,7 @@ def chosen(names: Iterable[str], without: Iterable[str]) -> list[Part]:
     names, without = list(names), [without] if isinstance(without, str) else list(without)
     for name in (*names, *without):
         if not isinstance(name, str):
-            raise TypeError(f"expected parts as arguments of their own, got {name!r}")
+            raise TypeError(f"expected each part as one argument, got {name!r}")
         if name not in PARTS:
             raise ValueError(
                 f"expected parts among {', '.join(PARTS)}, got {name!r}{suggestion(name, PARTS)}"

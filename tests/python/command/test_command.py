@@ -159,7 +159,7 @@ def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, t
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["program"] == "train.py"
     assert told["torch"] == torch.__version__
-    assert told["ended"] == "as it should"
+    assert told["ended"] == "normally"
     assert {name: part["used"] for name, part in told["parts"].items()} == {
         "scaler": 1,
         "optimizers": 20,
@@ -176,7 +176,7 @@ def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, t
     assert told["hints"] == []
     for fact in (
         "train.py",
-        "as it should",
+        "normally",
         "used 20 times",
         f"{scaler['taken']} taken",
         "▁",

@@ -238,7 +238,7 @@ def partial_gradient(clip):
 @pytest.mark.parametrize("clip", [None, CLIP])
 def test_partial_gradients_are_refused_before_any_write(outcomes, clip):
     for result in outcomes("partial_gradient", clip):
-        assert "expected sharded or replicated gradients" in result["error"]
+        assert "expected a sharded or replicated gradient" in result["error"]
         assert_same_bits(result["params"], [torch.ones(4)])
 
 

@@ -83,7 +83,7 @@ def test_unknown_parts_are_refused(call):
         call("scaler", "adamw")
     with pytest.raises(ValueError, match="got 'loss'"), ampfuse.patched(without=["loss"]):
         pass
-    with pytest.raises(TypeError, match="parts as arguments of their own, got \\['scaler'\\]"):
+    with pytest.raises(TypeError, match="expected each part as one argument, got \\['scaler'\\]"):
         call(["scaler"])
     assert replaced() == []
 

@@ -116,7 +116,7 @@ def test_unsupported_optimizer_is_left_to_torch_and_the_reason_logged_once(name,
         cases = {
             "differentiable=True": cls(parameters("cpu"), differentiable=True),
             "parameters on meta": cls([torch.nn.Parameter(torch.ones(2, device="meta"))]),
-            "betas that are no floats": cls(parameters("cpu"), betas=(beta, beta), foreach=False),
+            "betas that are not floats": cls(parameters("cpu"), betas=(beta, beta), foreach=False),
         }
     for optimizer in cases.values():
         assert type(optimizer) is torchs
