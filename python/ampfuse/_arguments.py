@@ -35,7 +35,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def refuse_unknown(
     function: Callable[..., Any], names: Iterable[str], remedies: Mapping[str, str]
 ) -> None:
-    """Raise for the first of these keyword arguments, which the function does not have."""
+    """Raise for the first of these names, since the function has no such keyword arguments."""
     for name in names:
         parameters = inspect.signature(function).parameters.values()
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
@@ -45,7 +45,7 @@ def refuse_unknown(
 
 
 def explain(op: str, error: RuntimeError, **lists: Sequence[Tensor]) -> NoReturn:
-    """Raise a TypeError for the argument whose type does not fit the schema, or else the error.
+    """Raise a TypeError that names the argument of a wrong type; raise other errors unchanged.
 
     torch's own message prints the values of all tensors, and does not name the item of a list.
     """

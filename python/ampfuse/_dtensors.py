@@ -30,7 +30,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Return a shard as a DTensor if `tensor` is one; otherwise return it unchanged."""
+    """Return the shard as a DTensor like `tensor`, or unchanged if `tensor` is a plain tensor."""
     if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor

@@ -44,7 +44,7 @@ def eager_only(function: Callable[P, None]) -> Callable[P, None]:
 def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
     """Make a method run while its caller is traced, and leave it out of the graph.
 
-    This is `torch.compiler.assume_constant_result`, but the method is also not traced when its
+    Unlike with `torch.compiler.assume_constant_result`, the method is also not traced when its
     caller runs eagerly after a graph break.
     """
     untraced = _disable_dynamo(method)
@@ -60,7 +60,7 @@ def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
 def make_static(values: Iterable[Any], guard: bool = True) -> None:
     """Mark the tensors' addresses as fixed for the compiler, so that CUDA graphs may write them.
 
-    With `guard`, a graph is used only for these tensors.
+    With `guard`, a graph that was compiled for these tensors is not used for others.
     """
     for value in values:
         if isinstance(value, Tensor):

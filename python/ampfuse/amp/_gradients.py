@@ -47,7 +47,7 @@ class Gradients:
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
     """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
-    """True if the kernels get every element of every gradient, and nothing else."""
+    """False if any of them is only a rank's shard, or only the values of a sparse gradient."""
 
     def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
         part = self.on.setdefault(device, DeviceGradients([], []))
@@ -121,7 +121,8 @@ def inspect(
     """Multiply gradients by `inv_scale`; return flags for non-finite products, and the norms.
 
     There is one flag per device, or, if other ranks take part, one for all devices and ranks.
-    `found_inf` becomes the flag of its own device. With `inv_scale` equal to 1 nothing is written.
+    `found_inf` itself is the flag of its own device. With `inv_scale` equal to 1 no gradient is
+    written.
     """
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []

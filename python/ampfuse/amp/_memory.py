@@ -110,7 +110,7 @@ class Memory:
         return LastStep(self._found_inf, self._graph_step, self._is_replayed)
 
     def put_last_step(self, step: "LastStep") -> None:
-        """Restore a record, after steps that do not count or when a graph was replayed."""
+        """Set the record: to an earlier one after a capture, or to a graph's after its replay."""
         self._found_inf, self._graph_step, self._is_replayed = step
 
     def step_skipped(self) -> Tensor:

@@ -78,7 +78,7 @@ class Policy:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by the names that the op and state dicts have for them."""
+        """The options by name. The op and state dicts use the same names."""
         return {name: getattr(self, name) for name in self.__match_args__}
 
     def updated(self, saved: dict[str, Any]) -> "Policy":

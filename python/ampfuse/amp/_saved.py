@@ -31,7 +31,7 @@ class Loaded:
 def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
     """Parse a state dict of our scaler or torch's.
 
-    Entries that torch's lacks default to `policy` and `counts`.
+    Entries that are not in a state of torch's default to `policy` and `counts`.
     """
 
     def entry(name: str) -> Any:

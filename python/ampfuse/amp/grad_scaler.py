@@ -69,7 +69,7 @@ class GradScaler(TorchGradScaler):
       come some steps late, or not at all if a step was taken since. The scale has been updated
       nevertheless, and training may go on.
     - `history`: how many of the last updates `history()` returns.
-    - `process_group`: ranks that skip together, although each has other gradients.
+    - `process_group`: ranks with different gradients, which all skip a step if one overflows.
     - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
     - `allow_no_grads`: stepping an optimizer without gradients is not an error.
 
@@ -112,7 +112,7 @@ class GradScaler(TorchGradScaler):
         self.max_consecutive_skips = max_consecutive_skips
         self.process_group = process_group
         if not self._enabled:
-            self._policy = Policy()  # for the setters
+            self._policy = Policy()  # set_growth_factor() etc. read it
             return
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
         self._init_scale = _policy.scale("init_scale", init_scale)
@@ -185,7 +185,7 @@ class GradScaler(TorchGradScaler):
         return self._step(optimizer, state, args, kwargs)
 
     def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """Step an optimizer that does not take the scaler, but may take scale and flag."""
+        """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
         skips_itself = takes_tensors(optimizer)
         if state["stage"] is OptState.READY:
             if skips_itself:
@@ -351,7 +351,7 @@ class GradScaler(TorchGradScaler):
             return {**super().state_dict(), **self._policy.options, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or torch's. Options that torch's lacks stay unchanged.
+        """Load a state dict of this class or torch's. Options that it lacks stay unchanged.
 
         Nothing is loaded if an entry of torch's is missing or any entry is invalid.
         """
@@ -514,8 +514,8 @@ class GradScaler(TorchGradScaler):
     ) -> Any:
         """Step unless a flag is set, like torch's method of this name.
 
-        This is the only wait of the host in a step, once for all devices. It does not wait for an
-        `Adam` that can skip on the device without any code noticing.
+        This is the only place in a step where the host waits, once for all devices. It does not
+        wait for an `Adam` that skips on the device, if no code can notice the difference.
         """
         found_inf = largest(list(optimizer_state["found_inf_per_device"].values()))
         if skips_unseen(optimizer, args, kwargs):

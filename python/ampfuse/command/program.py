@@ -132,10 +132,10 @@ def report_exception(raised: BaseException | None) -> None:
 
 
 def end_by_interrupt() -> None:
-    """Make Python end the process by SIGINT, as it was about to.
+    """Make Python end the process by SIGINT.
 
-    Python does so if the last source text that it executed was interrupted. Since then, imported
-    modules may have executed other text (as named tuples do).
+    Python does this if KeyboardInterrupt ended the last source text that it executed. After the
+    program, imported modules may have executed other text, for example to define named tuples.
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")

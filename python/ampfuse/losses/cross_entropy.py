@@ -72,7 +72,7 @@ def cross_entropy(
     return_metrics: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-    """Compute `torch.nn.functional.cross_entropy`; 16-bit logits in float32, also under autocast.
+    """Compute `torch.nn.functional.cross_entropy`; the arithmetic of 16-bit logits is float32.
 
     Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`. They are read in place if the class
     dimension has stride 1, or if at least max(16, C/16) positions of a class are contiguous; others
@@ -95,11 +95,11 @@ def cross_entropy(
     - `softcap`: first replaces logits by `softcap * tanh(logits / softcap)`.
     - `return_metrics`: also returns `CrossEntropyMetrics` of all rows, including ignored ones.
 
-    If logits require grad and the loss is a mean or a sum, their gradient is computed in the same
-    pass. Instead, the logits are kept for backward with `reduction="none"`, for float16 logits
-    without `grad_scale`, for probabilities that require grad, and inside `torch.compile`. Second
-    derivatives, forward mode and `torch.func.grad` are not supported: use torch's function for
-    them.
+    If logits require grad, the pass that computes the loss also computes their gradient. In some
+    cases logits are kept instead, and backward computes the gradient: with `reduction="none"`, for
+    float16 logits without `grad_scale`, for probabilities that require grad, and inside
+    `torch.compile`. Second derivatives, forward mode and `torch.func.grad` are not supported: use
+    torch's function for them.
 
     On a CPU each thread allocates up to 8 bytes per class, 16 for float64 logits.
 

@@ -58,9 +58,9 @@ class EagerStep:
 
 
 def signals_of(optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return `grad_scale` and `found_inf`: a compiled scaler's, or the optimizer's attributes.
+    """Return `grad_scale` and `found_inf`: a compiled scaler's, or else the optimizer's attributes.
 
-    A compiled scaler may take a step that is not compiled itself.
+    A compiled scaler may call a step that runs eagerly.
     """
     source = optimizer if optimizer._traced.found_inf is None else optimizer._traced
     signals = getattr(source, "grad_scale", None), getattr(source, "found_inf", None)

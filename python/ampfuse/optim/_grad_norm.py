@@ -75,8 +75,8 @@ def group_clips(
     """Return how each group is clipped, and with `check` a flag for non-finite gradients.
 
     A group with a limit is clipped by its own norm. The other groups share one norm and one limit.
-    `check` reads all gradients. A group without gradients takes part in the same collectives, since
-    other ranks may have some.
+    With `check`, the gradients of all groups are read. A group without gradients calls the same
+    collectives as one with gradients, since other ranks may have some.
 
     `known_norms`: norms of all groups' gradients by device, if a scaler has just computed them.
     """
@@ -120,9 +120,9 @@ def measure(
 ) -> Measured:
     """Measure all gradients as one vector, in float64, on the device of the first one.
 
-    The norm of scaled gradients may exceed float32's range even if no element does. If the norm of
-    all gradients on a device is known, their flag is 0, since no caller uses it. `spread`:
-    shardings of which other ranks may have gradients, even if this rank has none.
+    The norm of scaled gradients may exceed float32's range even if no element does. Gradients whose
+    norm is known are not read, and their flag is 0, since no caller uses it. `spread`: shardings
+    whose collectives this rank calls, even if it has no such gradients.
     """
     lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {key: [] for key in spread}
     for part in columns:
@@ -177,9 +177,9 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
 def _measure_list(
     grads: list[Tensor], device: torch.device, sharding: Sharding | None, known: Tensor | None
 ) -> Measured:
-    """Measure whole tensors, of which `grads` may be this rank's shards.
+    """Measure tensors of one sharding, of which `grads` are this rank's shards.
 
-    A known norm of `grads` saves the read, but not the collectives.
+    If the norm of `grads` is known, they are not read, but the collectives are called all the same.
     """
     if known is not None:
         measured = Measured(known, known.new_zeros((), dtype=torch.float32))

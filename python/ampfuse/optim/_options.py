@@ -30,7 +30,7 @@ NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
 
 def has_torchs(group: dict[str, Any]) -> bool:
-    """Return True if a loaded group counts as one of torch's class, which steps no masters."""
+    """Return True if a group has options of torch's class, which does not step masters."""
     return any(name in group for name in TORCHS_OWN)
 
 

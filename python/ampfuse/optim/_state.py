@@ -12,7 +12,7 @@ from ampfuse.optim._remainders import join, split
 DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-Spares = dict[Tensor, Tensor]  # by parameter: masters to set to the parameter again, in place
+Spares = dict[Tensor, Tensor]  # by parameter: masters that the next step sets to the parameter
 
 
 def ensure(state: dict[str, Any], param: Tensor, kept: Kept, spares: Spares) -> None:

@@ -40,7 +40,7 @@ def steps_alone(optimizer: Any) -> bool:
 
 
 def skips_unseen(optimizer: Any) -> bool:
-    """Return True if, in addition, no hook after a step would count a skipped one as taken."""
+    """Return True if, in addition, no hook runs after a step: it would count skipped steps, too."""
     return (
         steps_alone(optimizer)
         and not optimizer._optimizer_step_post_hooks
@@ -71,7 +71,7 @@ class Traced:
     def begin(self) -> None:
         """Read the optimizer again, and register its parameters with the compiler.
 
-        Otherwise parameters that are constants of other graphs would be constants here, too.
+        A parameter that is not registered is a constant of this graph if it is one of another.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -145,7 +145,7 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param)
-        id(param)  # makes the graph valid for this parameter only, whose state it has
+        id(param)  # the graph holds this parameter's state, so it must not be used for another
         state = optimizer.state[param]
         kind = (param.device, "master_param" in state)
         columns = found.setdefault(kind, Columns(param.device))

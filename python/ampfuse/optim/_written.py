@@ -92,9 +92,9 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
 
 
 def writes(columns: list[list[Columns]]) -> Writes | None:
-    """Return counts of writes and hashes of addresses, for parameters with masters and counters.
+    """Return the writes to parameters with float32 masters, and to their step counters.
 
-    Return None for tensors of inference mode, which do not count writes.
+    The result is None if any of them is a tensor of inference mode, which does not count writes.
     """
     try:
         return [

@@ -49,9 +49,9 @@ class Adam(torch.optim.Adam):
     - `write_back_grads`: leaves the unscaled, clipped gradients in `.grad`.
     - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
       to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
-      An optimizer with a group cannot be pickled. DTensors need no group. A ZeroRedundancyOptimizer
-      would turn these arguments into group options: as its class pass
-      `functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)`.
+      An optimizer with a group cannot be pickled. DTensors need no group. For a
+      ZeroRedundancyOptimizer, which would turn these arguments into group options, pass
+      `optimizer_class=functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)`.
 
     Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
     for it, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. If only
@@ -64,11 +64,11 @@ class Adam(torch.optim.Adam):
 
     Masters are created at a parameter's first step. If other code writes a parameter later (loading
     or averaging models, masks), its master takes over the elements that were written, with a
-    warning the first time. On a GPU the step compares one element in 128, and so notices a write
-    that changes 128 adjacent elements. It is sure to notice other writes only under
-    `torch.no_grad()` (not through `.data`) between eager steps of the same parameters, or between
-    steps of a `GraphedStep`; otherwise call `sync_masters_from_model()` after them. Tensors whose
-    memory layout differs from their parameter's are copied for the step.
+    warning the first time. On a GPU the step itself notices a write only if it changes at least 128
+    adjacent elements. Smaller writes are noticed, too, if they are made under `torch.no_grad()`,
+    not through `.data`, and between eager steps of the same parameters or steps of a `GraphedStep`.
+    After other writes call `sync_masters_from_model()`. Tensors whose memory layout differs from
+    their parameter's are copied for the step.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
@@ -259,7 +259,7 @@ class Adam(torch.optim.Adam):
         run.finish(self, columns)
 
     def _may_skip_itself(self) -> bool:
-        """Return True if the device may skip a step, which then only creates state."""
+        """Return True if the device may decide to skip a step, which creates state even then."""
         return True
 
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
@@ -338,6 +338,6 @@ class Adam(torch.optim.Adam):
         tensors are replaced. `master_weights` and `state_dtype` are not loaded: saved state is
         converted to the present ones. After a checkpoint without masters, for example torch's, the
         next step makes them from the parameters; a checkpoint with masters sets the parameters too.
-        Options that torch's lacks stay unchanged.
+        Options that the checkpoint lacks stay unchanged.
         """
         _loading.load_into(self, state_dict)

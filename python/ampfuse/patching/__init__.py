@@ -1,8 +1,8 @@
-"""Replaces torch's names by ampfuse's, for programs that should not be changed.
+"""Makes torch's names refer to ampfuse's objects, in programs that are not changed themselves.
 
 | part             | what is replaced                                                        |
 | ---------------- | ----------------------------------------------------------------------- |
-| `scaler`         | `torch.amp.GradScaler`, `torch.GradScaler`, the old ones in `cuda.amp` … |
+| `scaler`         | `torch.amp.GradScaler`, `torch.GradScaler`, and their older names       |
 | `optimizers`     | `torch.optim.Adam`, `torch.optim.AdamW`                                 |
 | `cross_entropy`  | `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss` |
 | `clip_grad_norm` | `torch.nn.utils.clip_grad_norm_`                                        |
@@ -22,17 +22,17 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     The parts are `"scaler"`, `"optimizers"`, `"cross_entropy"` and `"clip_grad_norm"`.
 
     - `torch.amp.GradScaler(...)` and its older names make an `ampfuse.GradScaler`.
-    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's, whichever of torch's implementations
-      was chosen. They have torch's options and state; only the moments of float16 parameters are
-      float32. With `fused=True` the step unscales the gradients, as torch's does. Otherwise the
-      scaler unscales them before the step. The host then waits for the result, as in torch, if
-      hooks or wrappers would see a skipped step, or if there is no state yet.
+    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's optimizers, also with `foreach=True`,
+      `fused=True` or `capturable=True`. They have torch's options and state; only the moments of
+      float16 parameters are float32. With `fused=True` the step unscales the gradients, as torch's
+      does. Otherwise the scaler unscales them before the step. The host then waits for the result,
+      as in torch, if hooks or wrappers would see a skipped step, or if there is no state yet.
     - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. The
       gradient of float16 logits is computed in backward, where the loss scale is known: do not
       change the logits until then. The gradient of other logits is computed in forward; if the loss
       is scaled, one more pass multiplies it.
-    - `torch.nn.utils.clip_grad_norm_` is ampfuse's.
+    - `torch.nn.utils.clip_grad_norm_` is `ampfuse.clip_grad_norm_`, with norms in torch's dtypes.
 
     Torch's class is used for what ampfuse's cannot do: `differentiable=True`, parameters that are
     neither on a CPU nor on an NVIDIA GPU, a parameter that is in a group twice, and classes in

@@ -1,7 +1,7 @@
-"""Replacements of torch's classes: a call creates our object; in all else they act as torch's.
+"""Replacements of torch's classes. A call creates our object; otherwise they act as torch's class.
 
-So objects that code with torch's class creates, before or later, count as instances of both.
-A class that derives from a replacement derives from torch's class, whose internals it may use.
+So `isinstance` with a replacement is True for objects of torch's class, too. A class that derives
+from a replacement derives from torch's class, whose internals it may use.
 """
 
 import inspect
@@ -46,7 +46,7 @@ class ClassSwap(ABCMeta):  # ABCMeta, so that a class may also derive from abstr
         make: Callable[[dict[str, Any]], Any],
         usage: Usage,
     ) -> Any:
-        """Return a replacement: while `is_on()`, a call returns `make` of the arguments by name."""
+        """Return a replacement. While `is_on()`, calling it calls `make` with arguments by name."""
         body = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -79,7 +79,7 @@ class ClassSwap(ABCMeta):  # ABCMeta, so that a class may also derive from abstr
         return cls.make(given)
 
     def changed(cls) -> list[str]:
-        """Return the functions that a program has set in torch's class and ours would not call."""
+        """Return the names of functions that a program has set in torch's class but not in ours."""
         return [
             name
             for name, function in cls.replaced.items()

@@ -1,4 +1,4 @@
-"""Replaces `torch.optim.Adam` and `AdamW`, if ours compute what torch's would."""
+"""Replaces `torch.optim.Adam` and `AdamW`, except for arguments that ours do not support."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -17,7 +17,7 @@ _lock = RLock()
 
 
 class Part:
-    """Names of torch's that are replaced together.
+    """Objects of torch that are replaced together.
 
     They are replaced from `patch()` until `unpatch()`, and while any thread is inside of a
     `patched()` block.
@@ -38,7 +38,7 @@ class Part:
         self._homes += [(module, original.__name__) for module in modules]
 
     def is_on(self) -> bool:
-        """Return True while the part is wanted. Replacements that outlive this act like torch's."""
+        """Return True while the part is patched. Later, its replacements act as torch's objects."""
         return self.is_patched or self.blocks > 0
 
     def exchange_at_home(self, pairs: list[tuple[Any, Any]]) -> None:

@@ -44,8 +44,8 @@ def _modules() -> list[tuple[str, ModuleType]]:
 
 
 # The modules of a program name tens of thousands of objects, so this looks at classes alone. It
-# finds them by issubclass(type(value), type), since isinstance(value, type) asks the value, too: a
-# lazy object would import something, and a weakref.proxy whose object is gone would raise.
+# finds them by issubclass(type(value), type). isinstance(value, type) would read its __class__, for
+# which a lazy object imports something, and a weakref.proxy whose object is gone raises.
 
 
 def _modules_and_their_classes() -> Iterator[Any]:

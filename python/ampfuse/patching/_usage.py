@@ -1,4 +1,4 @@
-"""Counts how often replacements were used, and why torch's own were used instead."""
+"""Counts the uses of replacements, and those of torch's originals with the reasons."""
 
 import logging
 from collections import Counter
@@ -23,7 +23,7 @@ class Usage:
 
     @eager_only
     def leave_to_torch(self, what: str, reason: str) -> None:
-        """Count one use of torch's own, and log the first one for each reason."""
+        """Count one use of torch's original; log the first one for each reason."""
         self.left_to_torch[reason] += 1
         if self.left_to_torch[reason] == 1:
             logger.warning("%s is left to torch: %s", what, reason)
