@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         show.table(describe())
         sys.exit()
     if chosen.parts:
-        RECORDING.history = report.REMEMBERED
+        RECORDING.history = report.RECORDED_UPDATES
         patch(*chosen.parts)
     ending = Ending(chosen)
     # At exit Python joins the program's threads, and then calls the registered functions in reverse

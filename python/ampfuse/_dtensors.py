@@ -60,6 +60,6 @@ def spread_dimensions(placements: Sequence[Any]) -> list[int]:
     return [i for i, placement in enumerate(placements) if not placement.is_replicate()]
 
 
-def are_processes() -> bool:
+def is_distributed() -> bool:
     """Return True if there may be DTensors. Otherwise no parameter needs to be checked."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -137,13 +137,17 @@ class Watch:
         if is_looking and not self.is_scale_known and has_number(scale):
             clip = first_clip(grads)
             if clip is not None and has_number(clip.total_norm):
-                self._clipped = (clip.max_norm, sent(clip.total_norm.float()), sent(scale))
+                self._clipped = (
+                    clip.max_norm,
+                    copied_to_host(clip.total_norm.float()),
+                    copied_to_host(scale),
+                )
         self._report()
 
     def note_limit(self, scaled_norm: Tensor, limit: float, scale: Tensor) -> None:
         """Record the norm of scaled gradients, and the limit that the optimizer clips to."""
         if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):
-            self._norms.append((limit, sent(scaled_norm), sent(scale)))
+            self._norms.append((limit, copied_to_host(scaled_norm), copied_to_host(scale)))
             self._report()
 
     def _report(self) -> None:
@@ -188,7 +192,7 @@ def has_number(scalar: Tensor) -> bool:
     return type(scalar) is Tensor and not scalar.is_meta
 
 
-def sent(scalar: Tensor) -> HostCopy:
+def copied_to_host(scalar: Tensor) -> HostCopy:
     """Start copying a scalar to the host."""
     mirror = HostCopy()
     mirror.send(scalar)

@@ -71,7 +71,7 @@ def _norm_over_devices(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 @traced_as(_norm_over_devices)
-def _measured_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
+def _norm_of_list(tensors: list[Tensor], norm_type: float) -> Tensor:
     try:
         return ops.multi_tensor_norm(tensors, norm_type).total_norm
     except ValueError:  # most likely several devices; checking for them first would take long
@@ -132,7 +132,7 @@ def get_total_norm(
         total_norm = torch.tensor(0.0)
     elif _is_ours(tensors, norm_type):
         try:
-            total_norm = _measured_norm(tensors, norm_type)
+            total_norm = _norm_of_list(tensors, norm_type)
         except ValueError as error:
             if all(tensor.layout == torch.strided for tensor in tensors):
                 raise

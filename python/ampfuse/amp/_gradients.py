@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse._devices import largest, on_device
-from ampfuse._dtensors import are_processes, is_sharded, local, spread_dimensions
+from ampfuse._dtensors import is_distributed, is_sharded, local, spread_dimensions
 from ampfuse._graphs import traced_as
 from ampfuse.optim._grad_norm import found_by_any, rounded
 from ampfuse.optim._traced import groups_of
@@ -25,7 +25,7 @@ class DeviceGradients:
     params: list[Tensor]
     grads: list[Tensor]
 
-    def rounds(self) -> list["DeviceGradients"]:
+    def without_repeats(self) -> list["DeviceGradients"]:
         """Split the gradients into parts in which no two begin at the same address."""
         found: list[DeviceGradients] = []
         seen: Counter[int] = Counter()
@@ -66,7 +66,7 @@ class Inspection:
     is_scaled: bool = False  # True if the gradients were still scaled
 
 
-def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
+def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
     """Return the gradients of all parameter groups."""
     found = Gradients()
     for group_index, group in enumerate(groups_of(optimizer)):
@@ -74,7 +74,7 @@ def gather(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
         ordinary, others = ordinary_grads(params, allow_fp16)
         for of_device in ordinary:
             found.add(*of_device)
-        if are_processes():  # all ranks call the collectives, even without gradients
+        if is_distributed():  # all ranks call the collectives, even without gradients
             for param in filter(is_sharded, params):
                 spread = spread_dimensions(param.placements)
                 found.meshes |= {(param.device_mesh, dimension): None for dimension in spread}
@@ -136,7 +136,7 @@ def inspect(
             results = [unscale(part, flags[device], scale_there)]
         except ValueError:
             # For example, a parameter is in a group twice. torch multiplies its gradient twice.
-            rounds = part.rounds()
+            rounds = part.without_repeats()
             if len(rounds) == 1:
                 raise
             for once in rounds:  # writes nothing; raises for gradients that overlap partly

@@ -68,7 +68,7 @@ class Policy:
             raise TypeError(f"dynamic: expected a bool, got {described(self.dynamic)}")
         object.__setattr__(self, "dynamic", bool(self.dynamic))
 
-    def check_first(self, init_scale: float) -> None:
+    def check_initial(self, init_scale: float) -> None:
         """Raise if the initial scale is outside the limits."""
         low, high = self.min_scale, self.max_scale
         if low is not None and init_scale < low:

@@ -67,7 +67,7 @@ def check_pickled(state: dict[str, Any]) -> None:
     """Raise unless this is the pickled state of a scaler."""
     needed = {"_enabled", "_device"}
     if state.get("_enabled"):
-        needed |= {"_init_scale", "_init_growth_tracker", "_policy", "_memory", "_inspections"}
+        needed |= {"_init_scale", "_init_growth_tracker", "_policy", "_history", "_inspections"}
     missing = needed - state.keys()
     if missing:
         raise ValueError(f"GradScaler: expected a pickled scaler, got one without {missing}")

@@ -16,8 +16,8 @@ from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
 from ampfuse._mistakes import Watch
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
-from ampfuse.amp._gradients import Inspection, gather, inspect, norm_for, unscaled_norm
-from ampfuse.amp._memory import Memory, ScaleRecord, names_of
+from ampfuse.amp._gradients import Inspection, gradients_of, inspect, norm_for, unscaled_norm
+from ampfuse.amp._history import ScaleRecord, ScalerHistory, names_of
 from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
 from ampfuse.amp._tensor_step import (
@@ -119,12 +119,12 @@ class GradScaler(TorchGradScaler):
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
             self._policy, growth_factor, backoff_factor, growth_interval
         )
-        self._policy.check_first(self._init_scale)
+        self._policy.check_initial(self._init_scale)
         if max_consecutive_skips is not None:
             _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
         self._allow_fp16_grads = allow_fp16_grads
         self._allow_no_grads = allow_no_grads
-        self._memory = Memory(
+        self._history = ScalerHistory(
             [self._policy.hysteresis, 0, 0], _policy.count("history", history, least=0)
         )
         self._inspections: dict[int, Inspection] = {}  # by the optimizer's id, until next update
@@ -265,7 +265,7 @@ class GradScaler(TorchGradScaler):
                 "is intended, pass GradScaler(allow_no_grads=True)"
             )
         if found_infs:
-            counters, history = self._memory.tensors(scale.device)
+            counters, history = self._history.tensors(scale.device)
             ops.update_scale(
                 scale,
                 growth_tracker,
@@ -280,7 +280,7 @@ class GradScaler(TorchGradScaler):
             )
         self._per_optimizer_states.clear()
         self._inspections.clear()
-        self._memory.raise_if_collapsed(self.max_consecutive_skips)
+        self._history.raise_if_collapsed(self.max_consecutive_skips)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; with 1 it never grows."""
@@ -312,25 +312,25 @@ class GradScaler(TorchGradScaler):
     @property
     def step_skipped(self) -> Tensor:
         """A 0-dim bool tensor on the device: True if the last step was skipped."""
-        return self._memory.step_skipped() if self._enabled else torch.tensor(False)
+        return self._history.step_skipped() if self._enabled else torch.tensor(False)
 
     def was_skipped(self) -> bool:
         """Return True if the last step was skipped. The host waits for the check of that step.
 
         With several optimizers, this is the step of the one that was stepped last.
         """
-        return self._enabled and self._memory.was_skipped()
+        return self._enabled and self._history.was_skipped()
 
     def history(self) -> list[ScaleRecord]:
         """Return the last updates, oldest first. This takes one copy to the host."""
         if not self._enabled:
             return []
-        if self._memory.length == 0:
+        if self._history.length == 0:
             warn_caller(
                 "history(): this GradScaler remembers no updates; make it with "
                 "GradScaler(history=100) to remember the last 100"
             )
-        return self._memory.records()
+        return self._history.records()
 
     def overflow_report(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the parameters with non-finite gradients in the last skipped step.
@@ -338,7 +338,7 @@ class GradScaler(TorchGradScaler):
         The last 16 steps are searched; the list is empty if all of them were taken. So call this
         if `was_skipped()` returns True. The host waits for the result.
         """
-        return names_of(self._memory.offenders(), model) if self._enabled else []
+        return names_of(self._history.offenders(), model) if self._enabled else []
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class GradScaler(TorchGradScaler):
         """Return torch's five entries, which torch's scaler can load, and ours; not the history."""
         if not self._enabled:
             return {}
-        own = dict(zip(COUNTERS, self._memory.counts(), strict=True))
+        own = dict(zip(COUNTERS, self._history.counts(), strict=True))
         with self._watch.unnoticed():
             return {**super().state_dict(), **self._policy.options, **own}
 
@@ -357,9 +357,9 @@ class GradScaler(TorchGradScaler):
         """
         torchs = state_dict
         if self._enabled and state_dict:
-            state = loaded(state_dict, self._policy, self._memory.counts())
+            state = loaded(state_dict, self._policy, self._history.counts())
             self._policy, torchs = state.policy, state.torchs
-            self._memory.set_counts(state.counts)
+            self._history.set_counts(state.counts)
         super().load_state_dict(torchs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -368,7 +368,7 @@ class GradScaler(TorchGradScaler):
             return super().__getstate__()
         with self._watch.unnoticed():
             state = super().__getstate__()
-            state["_memory"] = Memory(self._memory.counts(), self._memory.length)
+            state["_history"] = ScalerHistory(self._history.counts(), self._history.length)
             state["_inspections"] = {}
             del state["_watch"]
         return state
@@ -407,7 +407,7 @@ class GradScaler(TorchGradScaler):
         if self._scale is None:
             super()._lazy_init_scale_growth_tracker(dev)
             assert self._scale is not None
-            self._memory.tensors(self._scale.device)
+            self._history.tensors(self._scale.device)
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return torch's record of what was done with the optimizer since the last update."""
@@ -426,7 +426,7 @@ class GradScaler(TorchGradScaler):
         """Create the scale, the counters and the history before a graph reads them."""
         self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        make_static([self._scale, self._growth_tracker, *self._memory.tensors(self._scale.device)])
+        make_static([self._scale, self._growth_tracker, *self._history.tensors(self._scale.device)])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker like torch's method of this name.
@@ -477,7 +477,7 @@ class GradScaler(TorchGradScaler):
             found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
         else:  # no gradients, so no overflow
             found_inf = torch.zeros_like(self._scale)
-        self._memory.note_step(found_inf, self._inspections.get(id(optimizer)))
+        self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
         return found_inf
 
     def _unscale_grads_(
@@ -492,7 +492,7 @@ class GradScaler(TorchGradScaler):
         `found_inf` is not changed; the returned flags are new tensors.
         """
         with torch.no_grad():
-            gradients = gather(optimizer, allow_fp16 or self._allow_fp16_grads)
+            gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
             flag = found_inf.clone()
             flags, inspection = inspect(gradients, inv_scale, flag, self.process_group)
         self._inspections[id(optimizer)] = inspection

@@ -15,7 +15,7 @@ from ampfuse.amp import GradScaler
 from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
 
-REMEMBERED = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
+RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
 SKIPS_IN_A_ROW = 10
 
 
@@ -37,8 +37,8 @@ def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[
         "ended": ended,
         "parts": {
             part.name: {
-                "used": part.usage.served,
-                "left_to_torch": dict(part.usage.left_to_torch),
+                "used": part.usage.uses,
+                "left_to_torch": dict(part.usage.fallbacks),
             }
             for part in parts
         },
@@ -74,7 +74,7 @@ def how_it_ended(raised: BaseException | None) -> str:
 
 def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
     history = GradScaler.history(scaler)  # the program may have replaced `history`
-    updates = scaler._memory.updates_since_loading()
+    updates = scaler._history.updates_since_loading()
     return {
         "updates": updates,
         "remembered": len(history),

@@ -111,7 +111,7 @@ class GraphedStep:
         self._modules = list(model.modules())
         self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
-        self._has_learnt = False
+        self._has_had_gradients = False
         self._written = WrittenParams()
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
@@ -238,10 +238,10 @@ class GraphedStep:
 
     def _check_gradients(self) -> None:
         """Raise if no parameter has a gradient: the optimizer may be that of an earlier model."""
-        if self._has_learnt or (self.scaler.is_enabled() and self.scaler._allow_no_grads):
+        if self._has_had_gradients or (self.scaler.is_enabled() and self.scaler._allow_no_grads):
             return
-        self._has_learnt = any(param.grad is not None for param in self._params())
-        if not self._has_learnt:
+        self._has_had_gradients = any(param.grad is not None for param in self._params())
+        if not self._has_had_gradients:
             raise RuntimeError(
                 "optimizer: none of its parameters got a gradient; does it have the model's "
                 "parameters?"
@@ -280,8 +280,8 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()
-        memory = self.scaler._memory if self.scaler.is_enabled() else None
-        before = memory and memory.last_step()
+        history = self.scaler._history if self.scaler.is_enabled() else None
+        before = history and history.last_step()
         try:
             # Other threads, for example of data loaders, may do what a global capture forbids.
             with (
@@ -294,9 +294,9 @@ class GraphedStep:
             raise
         finally:
             torch.clear_autocast_cache()
-            if memory and before:
-                self._replayed = memory.last_step()
-                memory.put_last_step(before)
+            if history and before:
+                self._replayed = history.last_step()
+                history.put_last_step(before)
         self._grads = [(param, param.grad) for param in self._params()]
         self._states = [
             (param, dict(self.optimizer.state[param]))
@@ -323,8 +323,8 @@ class GraphedStep:
             if param.grad is not grad:
                 param.grad = grad
         if self.scaler.is_enabled():
-            self.scaler._memory.put_last_step(self._replayed)
-            self.scaler._memory.raise_if_collapsed(self.scaler.max_consecutive_skips)
+            self.scaler._history.put_last_step(self._replayed)
+            self.scaler._history.raise_if_collapsed(self.scaler.max_consecutive_skips)
 
     def _take_over_state(self) -> None:
         """Copy loaded state to the tensors that the graph writes."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from ampfuse.amp import GradScaler
-from ampfuse.amp._memory import Memory
+from ampfuse.amp._history import ScalerHistory
 from ampfuse.optim import Adam
 
 
@@ -40,11 +40,11 @@ def _restored_scaler(scaler: GradScaler, device: torch.device) -> Iterator[None]
         yield
         return
     scale = scaler._scale_on(device)
-    growth_tracker, memory = scaler._growth_tracker, scaler._memory
+    growth_tracker, history = scaler._growth_tracker, scaler._history
     assert growth_tracker is not None
     kept = dict(vars(scaler))
     scaler._scale, scaler._growth_tracker = scale.clone(), growth_tracker.clone()
-    scaler._memory = Memory(memory.counts(), memory.length)
+    scaler._history = ScalerHistory(history.counts(), history.length)
     scaler._inspections = {}
     scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
     scaler.max_consecutive_skips = None

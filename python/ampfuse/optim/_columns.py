@@ -20,7 +20,7 @@ from ampfuse import _C
 from ampfuse._devices import on_device
 from ampfuse._dtensors import Sharding, local, sharding_of
 from ampfuse._graphs import traced_as
-from ampfuse.optim._options import check_params, kept, option
+from ampfuse.optim._options import check_params, option, state_options
 from ampfuse.optim._state import Spares, ensure
 
 
@@ -82,13 +82,13 @@ class GroupColumns:
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
         self._steps: list[Any] = []
-        self._kept = kept(group)
+        self._state_options = state_options(group)
         grads, self._kinds = self._inspect()
         for index, param in enumerate(self._params):
             if grads[index] is None:
                 continue
             refuse_sparse(param)
-            ensure(state[param], param, self._kept, spares)
+            ensure(state[param], param, self._state_options, spares)
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
             self._states.setdefault(kind, []).append(state[param])
@@ -100,7 +100,7 @@ class GroupColumns:
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
         grads, kinds = self._inspect()
-        if kinds != self._kinds or kept(group) != self._kept:
+        if kinds != self._kinds or state_options(group) != self._state_options:
             return None
         try:
             if not all(map(is_, self._steps, self._read_steps())):

@@ -9,7 +9,7 @@ from ampfuse._graphs import is_capturing
 from ampfuse._mistakes import note_step_without_scaler
 from ampfuse.optim import _options
 from ampfuse.optim._columns import Columns
-from ampfuse.optim._grad_norm import placed
+from ampfuse.optim._grad_norm import grad_norm_tensor
 
 
 class EagerStep:
@@ -27,7 +27,7 @@ class EagerStep:
         )
         optimizer._written.adopt(columns)
         limits = optimizer._limits(self.param_groups)
-        optimizer._grad_norm = placed(optimizer._grad_norm, limits, columns)
+        optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, columns)
         self._check_before_writing(optimizer, columns)
         return columns
 

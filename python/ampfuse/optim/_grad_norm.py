@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._devices import largest, on_device
-from ampfuse._dtensors import Sharding, are_processes, local, sharding_of, spread_dimensions
+from ampfuse._dtensors import Sharding, is_distributed, local, sharding_of, spread_dimensions
 from ampfuse.optim._columns import Columns
 
 
@@ -34,7 +34,7 @@ class Clip:
         }
 
 
-def placed(
+def grad_norm_tensor(
     norm: Tensor | None, limits: list[float | None], of_groups: Sequence[Sequence[Any]]
 ) -> Tensor:
     """Return the tensor that receives the norm: always the same, unless the parameters move.
@@ -49,15 +49,15 @@ def placed(
 
 
 @dataclass(frozen=True)
-class Measured:
+class Inspected:
     """The result of one read of gradients."""
 
     total_norm: Tensor
     found_inf: Tensor
 
-    def to(self, device: torch.device) -> "Measured":
+    def to(self, device: torch.device) -> "Inspected":
         """Return the result on the device."""
-        return Measured(self.total_norm.to(device), self.found_inf.to(device))
+        return Inspected(self.total_norm.to(device), self.found_inf.to(device))
 
 
 def group_clips(
@@ -81,44 +81,44 @@ def group_clips(
     `known_norms`: norms of all groups' gradients by device, if a scaler has just computed them.
     """
 
-    def measured_by_all(measured_groups: list[int]) -> Measured:
-        are_known = len(measured_groups) == len(groups) and not check
-        measured = measure(
-            [part for index in measured_groups for part in columns[index]],
+    def inspected_by_all(inspected_groups: list[int]) -> Inspected:
+        are_known = len(inspected_groups) == len(groups) and not check
+        inspected = inspect(
+            [part for index in inspected_groups for part in columns[index]],
             known_norms if are_known else {},
-            spread_shardings([groups[index] for index in measured_groups]),
+            spread_shardings([groups[index] for index in inspected_groups]),
         )
         if process_group is None:
-            return measured
-        return reduced(measured.to(device_of(groups, process_group)), process_group)
+            return inspected
+        return reduced(inspected.to(device_of(groups, process_group)), process_group)
 
     clips: list[Clip | None] = [None] * len(groups)
     flags = []
     for index, limit in enumerate(limits):
         if limit is not None and (check or limit != math.inf):
-            measured = measured_by_all([index])
-            clips[index] = Clip(measured.total_norm, limit, None)
-            flags.append(measured.found_inf)
+            inspected = inspected_by_all([index])
+            clips[index] = Clip(inspected.total_norm, limit, None)
+            flags.append(inspected.found_inf)
     sharing = [index for index, limit in enumerate(limits) if limit is None]
     if shared_limit is not None or (check and sharing):
-        measured = measured_by_all(sharing)
-        flags.append(measured.found_inf)
+        inspected = inspected_by_all(sharing)
+        flags.append(inspected.found_inf)
         if shared_limit is not None:
             if grad_norm is not None and not any(columns[index] for index in sharing):
                 # No step will write it, since these groups have no gradients.
-                norm = measured.total_norm
+                norm = inspected.total_norm
                 grad_norm.copy_(norm if grad_scale is None else norm / grad_scale)
             for index in sharing:
-                clips[index] = Clip(measured.total_norm, shared_limit, grad_norm)
+                clips[index] = Clip(inspected.total_norm, shared_limit, grad_norm)
     return clips, largest(flags) if check else None
 
 
-def measure(
+def inspect(
     columns: Sequence[Columns],
     known_norms: dict[torch.device, Tensor],
     spread: Iterable[tuple[torch.device, Sharding]] = (),
-) -> Measured:
-    """Measure all gradients as one vector, in float64, on the device of the first one.
+) -> Inspected:
+    """Inspect all gradients as one vector, in float64, on the device of the first one.
 
     The norm of scaled gradients may exceed float32's range even if no element does. Gradients whose
     norm is known are not read, and their flag is 0, since no caller uses it. `spread`: shardings
@@ -135,14 +135,14 @@ def measure(
     parts = []
     for (device, sharding), grads in lists.items():
         known = known_norms.get(device) if grads and devices.count(device) == 1 else None
-        parts.append(_measure_list(grads, device, sharding, known))
+        parts.append(_inspect_list(grads, device, sharding, known))
     if len(parts) == 1:
         return parts[0]
     if not parts:
         return _nothing(torch.device("cpu"))
     norms = [part.total_norm.to(parts[0].total_norm.device) for part in parts]
     total_norm = ops.multi_tensor_norm(norms).total_norm
-    return Measured(total_norm, largest([part.found_inf for part in parts]))
+    return Inspected(total_norm, largest([part.found_inf for part in parts]))
 
 
 def norm_of_shards(tensors: list[Tensor]) -> Tensor:
@@ -151,7 +151,7 @@ def norm_of_shards(tensors: list[Tensor]) -> Tensor:
         Columns(tensor.device, grads=[local(tensor)], shardings=[sharding_of(tensor)])
         for tensor in tensors
     ]
-    return rounded(measure(parts, {}).total_norm, tensors)
+    return rounded(inspect(parts, {}).total_norm, tensors)
 
 
 def rounded(norm: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -166,7 +166,7 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
     So all ranks call the same collectives, whichever of their parameters have gradients.
     """
     found: dict[tuple[torch.device, Sharding], None] = {}
-    if are_processes():
+    if is_distributed():
         for param in [param for group in groups for param in group["params"]]:
             sharding = sharding_of(param)
             if sharding is not None:
@@ -174,38 +174,38 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
     return found
 
 
-def _measure_list(
+def _inspect_list(
     grads: list[Tensor], device: torch.device, sharding: Sharding | None, known: Tensor | None
-) -> Measured:
-    """Measure tensors of one sharding, of which `grads` are this rank's shards.
+) -> Inspected:
+    """Inspect tensors of one sharding, of which `grads` are this rank's shards.
 
     If the norm of `grads` is known, they are not read, but the collectives are called all the same.
     """
     if known is not None:
-        measured = Measured(known, known.new_zeros((), dtype=torch.float32))
+        inspected = Inspected(known, known.new_zeros((), dtype=torch.float32))
     elif grads:
         result = ops.multi_tensor_norm(grads, dtype=torch.float64)
-        measured = Measured(result.total_norm, result.found_inf)
+        inspected = Inspected(result.total_norm, result.found_inf)
     else:
-        measured = _nothing(device)
+        inspected = _nothing(device)
     if sharding is None:
-        return measured
+        return inspected
     for dimension in spread_dimensions(sharding.placements):
-        measured = reduced(measured, sharding.mesh.get_group(dimension))
-    return measured
+        inspected = reduced(inspected, sharding.mesh.get_group(dimension))
+    return inspected
 
 
-def _nothing(device: torch.device) -> Measured:
+def _nothing(device: torch.device) -> Inspected:
     nothing = torch.zeros((), dtype=torch.float32, device=device)
-    return Measured(nothing, nothing.clone())
+    return Inspected(nothing, nothing.clone())
 
 
-def reduced(measured: Measured, process_group: Any) -> Measured:
-    """Combine the results of ranks that have each measured a part."""
-    sums = torch.stack([measured.total_norm.double().square(), measured.found_inf.double()])
+def reduced(inspected: Inspected, process_group: Any) -> Inspected:
+    """Combine the results of ranks that have each inspected a part."""
+    sums = torch.stack([inspected.total_norm.double().square(), inspected.found_inf.double()])
     torch.distributed.all_reduce(sums, group=process_group)
-    norm = sums[0].sqrt().to(measured.total_norm.dtype)
-    return Measured(norm, (sums[1] > 0).float())
+    norm = sums[0].sqrt().to(inspected.total_norm.dtype)
+    return Inspected(norm, (sums[1] > 0).float())
 
 
 def found_by_any(found_inf: Tensor, process_group: Any) -> Tensor:

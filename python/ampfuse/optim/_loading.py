@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from ampfuse._dtensors import is_sharded, local
 from ampfuse.optim._options import (
     NEEDED,
-    Kept,
+    StateOptions,
     check_options,
     has_torchs,
     is_number,
-    kept,
+    state_options,
     without_torchs,
 )
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
     MOMENTS,
     Spares,
+    convert_master,
     converted,
-    kept_master,
     master_dtype,
     moment_dtype,
     renew_master,
@@ -104,15 +104,15 @@ def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tens
         if key in saved["state"]:
             check_saved(saved["state"][key], param, index)
     return {
-        param: _new_state(saved["state"][key], param, kept(group))
+        param: _new_state(saved["state"][key], param, state_options(group))
         for key, (param, group, _) in found.items()
         if key in saved["state"]
     }
 
 
-def _new_state(saved: dict[str, Any], param: Tensor, kept: Kept) -> NewState:
+def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:
     """Create state in the dtypes of the group's options; torch would use the parameter's dtype."""
-    of_master = master_dtype(param, kept)
+    of_master = master_dtype(param, options)
     entries: dict[str, Any] = {}
     of_param = None
     for name, value in saved.items():
@@ -120,9 +120,9 @@ def _new_state(saved: dict[str, Any], param: Tensor, kept: Kept) -> NewState:
             step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
             entries[name] = step.reshape(()).clone()
         elif name in MOMENTS:
-            entries[name] = converted(value, param, moment_dtype(param, kept))
+            entries[name] = converted(value, param, moment_dtype(param, options))
         elif name == "master_param":
-            master, of_param = kept_master(value, param, of_master)
+            master, of_param = convert_master(value, param, of_master)
             if master is not None:
                 entries[name] = master
         else:

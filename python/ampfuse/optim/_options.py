@@ -58,7 +58,7 @@ def of_op(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Kept(NamedTuple):
+class StateOptions(NamedTuple):
     """The options that decide which state a parameter has, and its dtypes."""
 
     master_weights: bool | str
@@ -66,8 +66,10 @@ class Kept(NamedTuple):
     amsgrad: bool
 
 
-def kept(group: dict[str, Any]) -> Kept:
-    return Kept(option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"])
+def state_options(group: dict[str, Any]) -> StateOptions:
+    return StateOptions(
+        option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"]
+    )
 
 
 def state_dtype_name(dtype: torch.dtype | str) -> str:
@@ -86,7 +88,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-def check_first(options: dict[str, Any]) -> None:
+def check_initial(options: dict[str, Any]) -> None:
     """Raise for invalid initial options, with torch's message if torch raises too."""
     check_options(options)
     lr = options["lr"]
@@ -159,8 +161,8 @@ def are_two_numbers(value: Any) -> bool:
 
 def is_flag(value: Any) -> bool:
     """Return True if the value is a bool (numpy's included) or the integer 0 or 1."""
-    is_one = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
-    return is_one and value in (0, 1)
+    has_flag_type = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
+    return has_flag_type and value in (0, 1)
 
 
 def described(value: Any) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._graphs import is_capturing
-from ampfuse.optim._options import STATE_DTYPES, Kept, state_dtype_name
+from ampfuse.optim._options import STATE_DTYPES, StateOptions, state_dtype_name
 from ampfuse.optim._remainders import join, split
 
 DTYPES_16_BIT = (torch.float16, torch.bfloat16)
@@ -15,21 +15,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Spares = dict[Tensor, Tensor]  # by parameter: masters that the next step sets to the parameter
 
 
-def ensure(state: dict[str, Any], param: Tensor, kept: Kept, spares: Spares) -> None:
+def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: Spares) -> None:
     """Create missing entries of a parameter's state, and convert entries of another dtype."""
     if "step" not in state:
         refuse_in_capture()
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     else:  # other code may have put it on the host, as torch does
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
-    dtype = moment_dtype(param, kept)
-    for name in MOMENTS[: 3 if kept.amsgrad else 2]:
+    dtype = moment_dtype(param, options)
+    for name in MOMENTS[: 3 if options.amsgrad else 2]:
         if name not in state:
             refuse_in_capture()
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         elif isinstance(state[name], Tensor) and state[name].dtype != dtype:
             state[name] = state[name].to(dtype)
-    ensure_master(state, param, master_dtype(param, kept), spares)
+    ensure_master(state, param, master_dtype(param, options), spares)
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def ensure_master(
         if master.dtype == torch.int16:
             numbers = join(param, master) if param.dtype == torch.bfloat16 else param.detach()
         del state["master_param"]
-        now = kept_master(numbers, param, dtype)
+        now = convert_master(numbers, param, dtype)
         if now.master is not None:
             state["master_param"] = now.master
         if now.param is not None:
@@ -68,7 +68,7 @@ def refuse_in_capture() -> None:
         )
 
 
-def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
+def moment_dtype(param: Tensor, options: StateOptions) -> torch.dtype:
     """Return the dtype of a parameter's moments.
 
     float64 and complex parameters have moments of their own dtype, and others of `state_dtype`.
@@ -77,16 +77,16 @@ def moment_dtype(param: Tensor, kept: Kept) -> torch.dtype:
     """
     if param.dtype not in (*DTYPES_16_BIT, torch.float32):
         return param.dtype
-    if kept.state_dtype is None:
+    if options.state_dtype is None:
         return torch.float32 if param.dtype == torch.float16 else param.dtype
-    return STATE_DTYPES[state_dtype_name(kept.state_dtype)]
+    return STATE_DTYPES[state_dtype_name(options.state_dtype)]
 
 
-def master_dtype(param: Tensor, kept: Kept) -> torch.dtype | None:
+def master_dtype(param: Tensor, options: StateOptions) -> torch.dtype | None:
     """Return float32 for masters, int16 for remainders, or None for parameters without either."""
-    if param.dtype not in DTYPES_16_BIT or kept.master_weights is False:
+    if param.dtype not in DTYPES_16_BIT or options.master_weights is False:
         return None
-    return torch.int16 if kept.master_weights == "remainder" else torch.float32
+    return torch.int16 if options.master_weights == "remainder" else torch.float32
 
 
 def new_master(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,7 +121,7 @@ def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
     return copy.copy_(value)
 
 
-class KeptMaster(NamedTuple):
+class ConvertedMaster(NamedTuple):
     """A float32 master, converted to the form in which a group keeps masters."""
 
     master: Tensor | None
@@ -130,12 +130,12 @@ class KeptMaster(NamedTuple):
     """The parameter's new value, so that it fits the master; None if it stays."""
 
 
-def kept_master(value: Tensor, param: Tensor, dtype: torch.dtype | None) -> KeptMaster:
+def convert_master(value: Tensor, param: Tensor, dtype: torch.dtype | None) -> ConvertedMaster:
     """Convert a float32 master to `dtype`, the result of `master_dtype`."""
     if dtype is None:
         is_own_master = param.dtype not in DTYPES_16_BIT
-        return KeptMaster(None, value if is_own_master else None)
+        return ConvertedMaster(None, value if is_own_master else None)
     if dtype == torch.int16:
         parameter, remainder = split(value.to(param.device, torch.float32))
-        return KeptMaster(converted(remainder, param, dtype), parameter)
-    return KeptMaster(converted(value, param, dtype), value)
+        return ConvertedMaster(converted(remainder, param, dtype), parameter)
+    return ConvertedMaster(converted(value, param, dtype), value)

@@ -16,8 +16,8 @@ from torch.optim import optimizer as torch_optimizer
 from ampfuse._graphs import at_compile_time, make_static, traced_as
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 from ampfuse.optim._eager import EagerStep, signals_of
-from ampfuse.optim._grad_norm import placed
-from ampfuse.optim._options import kept, option
+from ampfuse.optim._grad_norm import grad_norm_tensor
+from ampfuse.optim._options import option, state_options
 from ampfuse.optim._state import ensure
 
 
@@ -103,13 +103,13 @@ class Traced:
             [group["params"][index] for index in indices]
             for group, indices in zip(self.param_groups, with_gradient, strict=True)
         ]
-        optimizer._grad_norm = placed(
+        optimizer._grad_norm = grad_norm_tensor(
             optimizer._grad_norm, optimizer._limits(self.param_groups), params
         )
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
-            of_state = kept(group)
+            of_state = state_options(group)
             for param in of_group:
                 state = optimizer.state[param]
                 ensure(state, param, of_state, optimizer._spare_masters)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 
-def steps_one_shard_of_many() -> bool:
+def is_constructed_by_zero() -> bool:
     """Return True if the optimizer under construction gets only a part of the parameters.
 
     ZeroRedundancyOptimizer does not declare this, so the callers' frames are searched for one.

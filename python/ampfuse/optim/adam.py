@@ -24,7 +24,7 @@ from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import Spares, renew_master
 from ampfuse.optim._traced import Traced, groups_of, step_of
 from ampfuse.optim._written import WrittenParams
-from ampfuse.optim._zero import refuse_limits, steps_one_shard_of_many
+from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits
 
 OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero"}
 
@@ -128,14 +128,14 @@ class Adam(torch.optim.Adam):
                 "max_grad_norm": None,
                 "write_back_grads": write_back_grads,
             }
-        _options.check_first(_options.plain(defaults))
+        _options.check_initial(_options.plain(defaults))
         _options.check_limit(max_grad_norm)
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
             self.process_group = process_group
         self._columns = ColumnCache()
         self._written = WrittenParams()
-        self._is_in_zero = steps_one_shard_of_many()
+        self._is_in_zero = is_constructed_by_zero()
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
         self._traced = Traced(self)
@@ -150,7 +150,7 @@ class Adam(torch.optim.Adam):
             group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
             _options.plain(group)
         try:
-            _options.check_first(group)
+            _options.check_initial(group)
             _options.check_params(group, len(self.param_groups) - 1)
         except Exception:
             del self.param_groups[-1]

@@ -34,7 +34,7 @@ class ClassSwap(ABCMeta):  # ABCMeta, so that a class may also derive from abstr
         originals = tuple(base.original if type(base) is mcs else base for base in bases)
         for base in bases:
             if type(base) is mcs and base.is_on():
-                base.usage.leave_to_torch(f"class {name}", "it derives from torch's class")
+                base.usage.count_fallback(f"class {name}", "it derives from torch's class")
         return types.new_class(name, originals, kwargs, lambda namespace: namespace.update(body))
 
     @classmethod
@@ -70,7 +70,7 @@ class ClassSwap(ABCMeta):  # ABCMeta, so that a class may also derive from abstr
             return cls.original(*args, **kwargs)
         if changed := cls.changed():
             reason = f"the program has put another {', '.join(changed)} into the class"
-            cls.usage.leave_to_torch(f"{cls.__module__}.{cls.__qualname__}", reason)
+            cls.usage.count_fallback(f"{cls.__module__}.{cls.__qualname__}", reason)
             return cls.original(*args, **kwargs)
         try:
             given = inspect.signature(cls.original).bind(*args, **kwargs).arguments

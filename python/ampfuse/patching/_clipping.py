@@ -33,9 +33,9 @@ def replacement(is_on: Callable[[], bool]) -> Any:
         try:
             norm = clip_grad_norm_(parameters, *rest, **named)
         except (TypeError, ValueError) as error:  # raised before anything is written
-            USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
+            USAGE.count_fallback(NAME, str(error).splitlines()[0])
             return original(parameters, *rest, **named)
-        USAGE.serve()
+        USAGE.count_use()
         return _as_torchs(norm, parameters)
 
     return replaced

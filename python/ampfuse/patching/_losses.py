@@ -52,13 +52,13 @@ def replacement(is_on: Callable[[], bool]) -> Any:
         }
         if not is_on():
             return original(input, target, **as_passed)
-        if has_torch_function_variadic(input, target, weight) and not _are_devices_alone():
+        if has_torch_function_variadic(input, target, weight) and not _has_only_default_devices():
             return handle_torch_function(  # type: ignore[no-any-return]
                 cross_entropy, (input, target, weight), input, target, **as_passed
             )
         reason = _why_not(input, target, size_average, reduce, reduction)
         if reason is not None:
-            USAGE.leave_to_torch(NAME, reason)
+            USAGE.count_fallback(NAME, reason)
             return original(input, target, **as_passed)
         return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
 
@@ -94,9 +94,9 @@ def _ours(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-        USAGE.leave_to_torch(NAME, str(error).splitlines()[0])
+        USAGE.count_fallback(NAME, str(error).splitlines()[0])
         return loss
-    USAGE.serve()
+    USAGE.count_use()
     return loss.to(_dtype_of_loss(input, target, weight))
 
 
@@ -109,7 +109,7 @@ def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torc
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _are_devices_alone() -> bool:
+def _has_only_default_devices() -> bool:
     """Return True if all function modes are default devices, which only affect tensor creation."""
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)

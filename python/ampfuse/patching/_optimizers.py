@@ -38,7 +38,7 @@ class _InPlaceOfTorchs(optim.Adam):
             raise TypeError(f"{type(self).__name__}: unexpected keyword argument {name!r}")
         super().__init__(*args, **options)
         self.defaults.update(self._implementations)
-        self._take_contract()
+        self._set_amp_scaling()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does."""
@@ -54,9 +54,9 @@ class _InPlaceOfTorchs(optim.Adam):
         """Restore the state for pickle, deepcopy and load_state_dict."""
         super().__setstate__(state)
         self._implementations = {name: self.defaults[name] for name in IMPLEMENTATIONS}
-        self._take_contract()
+        self._set_amp_scaling()
 
-    def _take_contract(self) -> None:
+    def _set_amp_scaling(self) -> None:
         is_fused = bool(self._implementations["fused"])
         self._step_supports_amp_scaling = self._unscales_in_place = is_fused
 
@@ -69,7 +69,7 @@ class _InPlaceOfTorchs(optim.Adam):
 
     def _step(self) -> None:
         super()._step()
-        USAGE.serve()
+        USAGE.count_use()
 
 
 class Adam(_InPlaceOfTorchs):
@@ -102,7 +102,7 @@ def _make(original: Any, ours: type[_InPlaceOfTorchs], given: dict[str, Any]) ->
             group.clear()
             group.update(entries)
     made = original(**given)
-    USAGE.leave_to_torch(f"torch.optim.{original.__name__}", reason)
+    USAGE.count_fallback(f"torch.optim.{original.__name__}", reason)
     return made  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,7 @@ class Part:
         self.pairs: list[tuple[Any, Any]] = []  # (torch's object, its replacement)
         self._homes: list[tuple[str, str]] = []  # (module of torch's, name in it)
 
-    def replace(self, original: Any, replacement: Any, modules: Iterable[str]) -> None:
+    def register(self, original: Any, replacement: Any, modules: Iterable[str]) -> None:
         """Register a replacement of an object that these modules define or re-export."""
         self.pairs.append((original, replacement))
         self._homes += [(module, original.__name__) for module in modules]
@@ -58,19 +58,19 @@ def _parts() -> Iterator[Part]:
         if original is torch.GradScaler:
             modules.append("torch")
         made = _scalers.replacement(original, ours, scaler.is_on)
-        scaler.replace(original, made, modules)
+        scaler.register(original, made, modules)
     yield scaler
     optimizers = Part(_optimizers.USAGE)
     for cls in _optimizers.CLASSES:
         made = _optimizers.replacement(cls, optimizers.is_on)
-        optimizers.replace(made.original, made, [made.original.__module__, "torch.optim"])
+        optimizers.register(made.original, made, [made.original.__module__, "torch.optim"])
     yield optimizers
     loss = Part(_losses.USAGE)
-    loss.replace(_losses.original, _losses.replacement(loss.is_on), ["torch.nn.functional"])
+    loss.register(_losses.original, _losses.replacement(loss.is_on), ["torch.nn.functional"])
     yield loss
     clipping = Part(_clipping.USAGE)
     modules = ["torch.nn.utils.clip_grad", "torch.nn.utils"]
-    clipping.replace(_clipping.original, _clipping.replacement(clipping.is_on), modules)
+    clipping.register(_clipping.original, _clipping.replacement(clipping.is_on), modules)
     yield clipping
 
 

@@ -69,8 +69,8 @@ def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
     try:
         scaler = ours(**given, history=RECORDING.history)
     except (TypeError, ValueError) as error:
-        USAGE.leave_to_torch(f"{original.__module__}.GradScaler", str(error))
+        USAGE.count_fallback(f"{original.__module__}.GradScaler", str(error))
         return original(**given)
-    USAGE.serve()
+    USAGE.count_use()
     RECORDING.note(scaler)
     return scaler

@@ -269,9 +269,9 @@ def test_replacements_kept_after_their_block_act_as_torchs():
         loss, clip = torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_
     assert type(adamw([parameter()])) is torch.optim.AdamW
     assert type(scaler("cpu")) is torch.amp.GradScaler
-    served = PARTS["cross_entropy"].usage.served
+    uses = PARTS["cross_entropy"].usage.uses
     loss(torch.zeros(1, 2), torch.tensor([0]))
-    assert PARTS["cross_entropy"].usage.served == served
+    assert PARTS["cross_entropy"].usage.uses == uses
     p = parameter()
     p.grad = torch.ones(3)
     assert clip([p], 1.0).item() == pytest.approx(3**0.5)

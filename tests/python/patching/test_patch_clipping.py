@@ -31,7 +31,7 @@ def test_patched_clipping_is_served_by_ampfuse_and_matches_torch(device):
     assert torch.nn.utils.clip_grad_norm_(iter(mine), 9.0, "inf").item() == pytest.approx(
         max(p.grad.abs().max().item() for p in mine)
     )
-    assert PARTS["clip_grad_norm"].usage.served == 2
+    assert PARTS["clip_grad_norm"].usage.uses == 2
 
 
 def test_norm_includes_writes_through_data_after_unscaling():

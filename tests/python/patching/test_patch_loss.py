@@ -51,7 +51,7 @@ def test_patched_losses_have_torchs_values_and_dtypes(device, dtype, reduction, 
     assert grad.dtype == dtype
     assert_close(loss.double(), exact, rtol=tolerance, atol=tolerance)
     assert_close(grad.double(), exact_grad, rtol=tolerance, atol=tolerance / 8)
-    assert USAGE.served == 1
+    assert USAGE.uses == 1
 
 
 def test_cross_entropy_loss_module_uses_the_patched_function(device):
@@ -62,7 +62,7 @@ def test_cross_entropy_loss_module_uses_the_patched_function(device):
     expected, right = results(torchs, logits, target, weight, label_smoothing=0.1, ignore_index=3)
     assert_close(loss, expected)
     assert_close(grad, right)
-    assert USAGE.served == 1
+    assert USAGE.uses == 1
 
 
 def test_unsupported_arguments_are_left_to_torch(device):
@@ -79,8 +79,8 @@ def test_unsupported_arguments_are_left_to_torch(device):
         expected = torchs(*arguments, **options)
         assert loss.shape == expected.shape
         assert loss.is_meta or torch.equal(loss, expected)
-    assert USAGE.served == 0
-    assert sum(USAGE.left_to_torch.values()) == len(cases)
+    assert USAGE.uses == 0
+    assert sum(USAGE.fallbacks.values()) == len(cases)
 
 
 def error_of(call, arguments, options):
@@ -187,7 +187,7 @@ def test_patched_loss_is_used_under_a_default_device(device):
     logits, target = batch(device)
     with torch.device(device):
         functional.cross_entropy(logits, target)
-    assert USAGE.served == 1
+    assert USAGE.uses == 1
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -58,7 +58,7 @@ def test_patched_optimizers_step_like_torchs(device, name, options, dtype):
         step(reference, others, number)
     for p, other in zip(params, others, strict=True):
         torch.testing.assert_close(p, other, rtol=2e-6, atol=1e-7)
-    assert PARTS["optimizers"].usage.served == 5
+    assert PARTS["optimizers"].usage.uses == 5
 
 
 @BOTH
@@ -123,7 +123,7 @@ def test_unsupported_optimizer_is_left_to_torch_and_the_reason_logged_once(name,
     for reason in cases:
         told = [r.getMessage() for r in caplog.records if reason in r.getMessage()]
         assert told == [f"torch.optim.{name} is left to torch: {reason}"]
-    assert PARTS["optimizers"].usage.left_to_torch == dict.fromkeys(cases, 2)
+    assert PARTS["optimizers"].usage.fallbacks == dict.fromkeys(cases, 2)
 
 
 @BOTH

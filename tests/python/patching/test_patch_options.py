@@ -298,7 +298,7 @@ def test_class_derived_by_the_program_is_reported_as_left_to_torch(is_patched):
 
     assert not isinstance(Mine([parameter()]), ampfuse.AdamW)
     told = {"it derives from torch's class": 1} if is_patched else {}
-    assert dict(usage.left_to_torch) == told
+    assert dict(usage.fallbacks) == told
 
 
 @BOTH

@@ -15,8 +15,8 @@ class FakeGraph:
     step = None  # the GraphedStep
 
     def replay(self):
-        memory = self.step.scaler._memory if self.step.scaler.is_enabled() else None
-        before = memory and memory.last_step()
+        history = self.step.scaler._history if self.step.scaler.is_enabled() else None
+        before = history and history.last_step()
         params = self.step._params()
         grads = [param.grad for param in params]
         with capturing():
@@ -26,13 +26,13 @@ class FakeGraph:
             if captured is not None:
                 captured.copy_(param.grad)
             param.grad = grad
-        if memory:
-            ours, now = self.step._replayed, memory.last_step()
+        if history:
+            ours, now = self.step._replayed, history.last_step()
             ours.found_inf.copy_(now.found_inf)
             pairs = zip(ours.graph_step[1].norms, now.graph_step[1].norms, strict=True)
             for captured, norms in pairs:
                 captured.copy_(norms)
-            memory.put_last_step(before)
+            history.put_last_step(before)
 
 
 _is_capturing = False
@@ -66,7 +66,7 @@ def capture(step, monkeypatch):
         if step.scaler.is_enabled():
             scaler = step.scaler
             tensors += [scaler._scale, scaler._growth_tracker]
-            tensors += [t for t in scaler._memory.tensors(torch.device("cpu")) if t is not None]
+            tensors += [t for t in scaler._history.tensors(torch.device("cpu")) if t is not None]
         values = [tensor.detach().clone() for tensor in tensors]
         random_state = torch.get_rng_state()
         try:
@@ -78,8 +78,8 @@ def capture(step, monkeypatch):
                     tensor.copy_(value)
             torch.set_rng_state(random_state)
 
-    monkeypatch.setattr("ampfuse.amp._memory.is_capturing", lambda: _is_capturing)
-    monkeypatch.setattr("ampfuse.amp._memory.is_in_graph", lambda: _is_capturing)
+    monkeypatch.setattr("ampfuse.amp._history.is_capturing", lambda: _is_capturing)
+    monkeypatch.setattr("ampfuse.amp._history.is_in_graph", lambda: _is_capturing)
     monkeypatch.setattr("ampfuse.optim._state.is_capturing", lambda: _is_capturing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", graph)

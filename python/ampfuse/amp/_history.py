@@ -1,4 +1,4 @@
-"""A scaler's memory on the device: its counters, the last updates and the last steps."""
+"""A scaler's history on the device: its counters, the last updates and the last steps."""
 
 import math
 from collections import deque
@@ -12,7 +12,7 @@ from ampfuse._graphs import eager_only, is_capturing, is_in_graph
 from ampfuse._host_copy import HostCopy
 from ampfuse.amp._gradients import Inspection
 
-REMEMBERED = 16  # number of last steps that an overflow report searches
+REPORTED_STEPS = 16  # number of last steps that an overflow report searches
 
 
 class ScaleCollapseError(RuntimeError):
@@ -46,21 +46,21 @@ class LastStep(NamedTuple):
     is_replayed: bool
 
 
-class Memory:
-    """The scaler's memory, except the scale and growth tracker, which torch's class stores."""
+class ScalerHistory:
+    """The record of a scaler, except its scale and growth tracker, which torch's class stores."""
 
     def __init__(self, counters: Sequence[int], history: int) -> None:
         self._first_counters = list(counters)
         self.length = history
         self._counters: Tensor | None = None
-        self._history: Tensor | None = None
+        self._records: Tensor | None = None
         self._recorded_from = 0  # index of the first update that the history may record
         self._found_inf: Tensor | None = None  # flag of the last step
         self._is_replayed = False  # True if a graph may replay that step unnoticed
         self._counters_copy = HostCopy()
         self._skips_in_a_row = 0  # the last number that the host has received
         self._found_inf_copy: HostCopy | None = None  # created by the first was_skipped()
-        self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REMEMBERED)
+        self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REPORTED_STEPS)
         # The last step, if it was captured or compiled.
         self._graph_step: tuple[Tensor, Inspection | None] | None = None
 
@@ -70,10 +70,10 @@ class Memory:
             counts = self.counts()
             self._counters = torch.zeros(len(counts), dtype=torch.int64, device=device)
             self.set_counts(counts)
-            self._history = None
+            self._records = None
             if self.length:
-                self._history = torch.zeros(self.length, 3, dtype=torch.float32, device=device)
-        return self._counters, self._history
+                self._records = torch.zeros(self.length, 3, dtype=torch.float32, device=device)
+        return self._counters, self._records
 
     def counts(self) -> list[int]:
         """Return the hysteresis left, the skips in a row and the number of updates."""
@@ -162,9 +162,9 @@ class Memory:
 
     def records(self) -> list[ScaleRecord]:
         """Return the records of the history, oldest first."""
-        if self._history is None or self._counters is None:
+        if self._records is None or self._counters is None:
             return []
-        copied = torch.cat([self._history.flatten().double(), self._counters.double()]).tolist()
+        copied = torch.cat([self._records.flatten().double(), self._counters.double()]).tolist()
         rows = [copied[3 * i : 3 * i + 3] for i in range(self.length)]
         updates = int(copied[-1])
         oldest = max(self._recorded_from, updates - self.length)
