@@ -40,7 +40,7 @@ def steps_alone(optimizer: Any) -> bool:
 
 
 def skips_unseen(optimizer: Any) -> bool:
-    """Return True if, in addition, no hook runs after a step: it would count skipped steps, too."""
+    """Return True if `steps_alone()`, and no hook runs after a step: it would see skipped ones."""
     return (
         steps_alone(optimizer)
         and not optimizer._optimizer_step_post_hooks

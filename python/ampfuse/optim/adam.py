@@ -64,7 +64,7 @@ class Adam(torch.optim.Adam):
 
     Masters are created at a parameter's first step. If other code writes a parameter later (loading
     or averaging models, masks), its master takes over the elements that were written, with a
-    warning the first time. On a GPU the step itself notices a write only if it changes at least 128
+    warning the first time. On a GPU the step itself is sure to notice only writes that change 128
     adjacent elements. Smaller writes are noticed, too, if they are made under `torch.no_grad()`,
     not through `.data`, and between eager steps of the same parameters or steps of a `GraphedStep`.
     After other writes call `sync_masters_from_model()`. Tensors whose memory layout differs from
