@@ -54,7 +54,7 @@ def test_report_that_fails_changes_no_exit_code(programs):
     programs.write(
         "breaks.py",
         f"{STEP}\nscaler = torch.amp.GradScaler('cpu')\nstep(scaler)\n"
-        "scaler._memory = None\nraise SystemExit(7)",
+        "scaler._history = None\nraise SystemExit(7)",
     )
     done = programs.run("-m", "ampfuse", "breaks.py")
     assert done.returncode == 7
