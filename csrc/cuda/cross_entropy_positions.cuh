@@ -86,8 +86,12 @@ __device__ __forceinline__ void write_gradient(const PositionTeam&,
   int first = 0;
   for (; first + kSize <= classes; first += kSize) {
     const int p = first / kSize;
-    write(first, p < kept.count ? gradient.template of_kept<scalar_t>(first, kept.at(p))
-                                : from_logits.template operator()<kSize>(first));
+    if (p < kept.count) {
+      const Pack<scalar_t> pack = kept.at(p);
+      write(first, gradient.template of_kept<scalar_t>(first, pack));
+    } else {
+      write(first, from_logits.template operator()<kSize>(first));
+    }
   }
 #pragma unroll 1
   for (; first < classes; ++first) write(first, from_logits.template operator()<1>(first));

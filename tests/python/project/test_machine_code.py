@@ -122,10 +122,10 @@ def plain_16_bit_kernels(code: MachineCode) -> dict[str, str]:
     return plain_kernels(code, "N3c10")
 
 
-def test_16_bit_logits_take_at_most_15_instructions_each(code: MachineCode) -> None:
+def test_16_bit_logits_take_fewer_than_16_instructions_each(code: MachineCode) -> None:
     for name, body in plain_16_bit_kernels(code).items():
         turns = shortest_turns(body, r"\bMUFU\.EX2")
-        for pass_stores, most in ((False, 7.5), (True, 7.7)):
+        for pass_stores, most in ((False, 7.7), (True, 7.8)):
             ratios = [
                 turn.instructions / turn.counted
                 for turn in turns
