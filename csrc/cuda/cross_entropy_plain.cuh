@@ -67,7 +67,7 @@ __device__ __forceinline__ float rounded(math::InTwo<float> x) {
   return x.high;
 }
 
-// Whether the first pass keeps exponentials for the second one, instead of logits. 16-bit numbers
+// True if the first pass keeps exponentials for the second one, instead of logits. 16-bit numbers
 // have too few digits for that.
 template <typename scalar_t>
 inline constexpr bool kKeepsExponentials = sizeof(scalar_t) > 2;
