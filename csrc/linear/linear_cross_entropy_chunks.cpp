@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../cpu/cross_entropy_prefault.h"
+#include "../tensors/dtype_name.h"
 #include "linear_cross_entropy_gradients.h"
 
 namespace ampfuse {
@@ -24,6 +25,8 @@ struct ChunkBudget {
 constexpr ChunkBudget kOnGpu = {int64_t{1} << 30, 2048, 256};
 constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
 
+// A single chunk may round the weight's gradient to 16 bits at once, where several chunks sum it in
+// float. If that saves as many bytes as one chunk of all rows adds, a GPU takes one chunk.
 int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes) {
   if (arguments.chunk_rows) return *arguments.chunk_rows;
   const ChunkBudget budget = arguments.hidden.is_cuda() ? kOnGpu : kOnCpu;
@@ -32,8 +35,14 @@ int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_b
   const int64_t classes = shard ? (shard->num_classes + shard->group_size - 1) / shard->group_size
                                 : arguments.weight.size(0);
   const int64_t row_bytes = std::max<int64_t>(1, classes * logit_bytes);
-  const int64_t rows = budget.bytes / row_bytes / budget.multiple * budget.multiple;
-  return std::max(rows, budget.fewest_rows);
+  const int64_t fitting = budget.bytes / row_bytes / budget.multiple * budget.multiple;
+  const int64_t rows = std::max(fitting, budget.fewest_rows);
+  if (!arguments.hidden.is_cuda()) return rows;
+  const size_t saved = c10::elementSize(accumulate_dtype(arguments.dtype)) -
+                       c10::elementSize(arguments.weight_grad_dtype);
+  const int64_t all = arguments.hidden.size(0);
+  const int64_t gradient = classes * arguments.weight.size(1) * static_cast<int64_t>(saved);
+  return (all - rows) * row_bytes <= gradient ? std::max(all, rows) : rows;
 }
 
 }  // namespace
@@ -45,11 +54,16 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
       loss_(arguments.loss_of_shard()) {
   loss_.is_weighed = true;
   loss_.gradient_limit = arguments.gradient_limit();
+  const at::ScalarType logits_dtype = arguments.logits_dtype;
   const at::ScalarType grad_dtype = head_.gradient_dtype();
-  const bool is_apart = grad_dtype != head_.logits_dtype() && !kernels.narrows_in_place;
+  TORCH_CHECK_TYPE(logits_dtype == grad_dtype || logits_dtype == head_.sum_dtype(),
+                   kLinearCrossEntropy, ": logits_dtype: expected ", dtype_name(head_.sum_dtype()),
+                   ", since this device has no products of ", dtype_name(arguments.dtype), ", got ",
+                   dtype_name(logits_dtype));
+  const bool is_apart = grad_dtype != logits_dtype && !kernels.narrows_in_place;
   // Chunks have the same size with and without gradients, so that the loss has the same bits.
   const size_t bytes =
-      c10::elementSize(head_.logits_dtype()) + (is_apart ? c10::elementSize(grad_dtype) : 0);
+      c10::elementSize(logits_dtype) + (is_apart ? c10::elementSize(grad_dtype) : 0);
   rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
                               std::max<int64_t>(count(), 1));
   const int64_t classes = arguments.weight.size(0);
@@ -64,7 +78,7 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
     prepare_fresh_memory(rows);
     return rows;
   };
-  const at::Tensor logits = memory_for_rows(head_.logits_dtype());
+  const at::Tensor logits = memory_for_rows(logits_dtype);
   logits_ = logits.narrow(1, 0, classes);
   if (!with_gradient) {
     grad_ = at::empty({0}, arguments.hidden.options().dtype(grad_dtype));

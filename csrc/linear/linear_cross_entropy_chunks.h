@@ -1,6 +1,6 @@
 // The rows of a linear cross-entropy, one chunk at a time, and the memory that all chunks share.
 //
-// Besides the gradients, memory is needed for one chunk's logits (4 bytes each) and for their
+// Besides the gradients, memory is needed for one chunk's logits (2 or 4 bytes each) and for their
 // 16-bit gradient (2 bytes each), unless the gradient can overwrite the logits.
 #pragma once
 

@@ -39,7 +39,7 @@ void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
   const at::Tensor of_rows = gradients_.hidden.narrow(0, first_row, grad.size(0));
   if (!arguments_.shard) return head_.hidden_gradient(grad, of_rows);
   // A rank's part is not rounded; the sum of all ranks is.
-  const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(head_.logits_dtype()));
+  const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(head_.sum_dtype()));
   head_.hidden_gradient(grad, part);
   sums_.begin(*arguments_.shard, part, of_rows);
 }

@@ -29,15 +29,15 @@ at::Tensor in_rows(const at::Tensor& matrix) {
 
 LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype)
-    : weight_(in_rows(weight.to(dtype))), logits_dtype_(accumulate_dtype(dtype)) {
-  gradient_dtype_ = has_wide_product(dtype, weight.device()) ? dtype : logits_dtype_;
-  if (bias) bias_ = bias->to(logits_dtype_);
+    : weight_(in_rows(weight.to(dtype))), sum_dtype_(accumulate_dtype(dtype)) {
+  gradient_dtype_ = has_wide_product(dtype, weight.device()) ? dtype : sum_dtype_;
+  if (bias) bias_ = bias->to(sum_dtype_);
 }
 
 // Calls visit(first class, number of classes) for each block of classes.
 template <typename Visit>
 void LinearHead::each_block(const Visit& visit) const {
-  const bool is_widened = weight_.is_cpu() && logits_dtype_ != weight_.scalar_type();
+  const bool is_widened = weight_.is_cpu() && sum_dtype_ != weight_.scalar_type();
   each_block_of(is_widened ? kBlockClasses : weight_.size(0), visit);
 }
 
@@ -50,8 +50,7 @@ void LinearHead::each_block_of(int64_t block_classes, const Visit& visit) const 
 }
 
 bool LinearHead::is_product_of(const at::Tensor& out) const {
-  return out.scalar_type() == logits_dtype_ ||
-         (out.is_cuda() && out.scalar_type() == gradient_dtype_);
+  return out.scalar_type() == sum_dtype_ || (out.is_cuda() && out.scalar_type() == gradient_dtype_);
 }
 
 at::Tensor LinearHead::weight_of(int64_t first, int64_t count) const {
@@ -63,17 +62,23 @@ at::Tensor LinearHead::rows(const at::Tensor& hidden, int64_t first, int64_t cou
 }
 
 void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
+  const bool is_rounded = !is_product_of(out);
+  const int64_t most = std::min(kBlockClasses, out.size(1));
+  const at::Tensor wide =
+      is_rounded ? at::empty({out.size(0), most}, out.options().dtype(sum_dtype_)) : at::Tensor();
   each_block([&](int64_t first, int64_t count) {
     at::Tensor block = out.narrow(1, first, count);
+    at::Tensor product = is_rounded ? wide.narrow(1, 0, count) : block;
     std::optional<at::Tensor> bias;
-    if (bias_) bias = bias_->narrow(0, first, count);
-    wide_product(block, rows, weight_of(first, count).t(), bias);
+    if (bias_) bias = bias_->narrow(0, first, count).to(product.scalar_type());
+    wide_product(product, rows, weight_of(first, count).t(), bias);
+    if (is_rounded) block.copy_(product);
   });
 }
 
 void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
   at::Tensor sum =
-      is_product_of(out) ? out : at::empty(out.sizes(), out.options().dtype(logits_dtype_));
+      is_product_of(out) ? out : at::empty(out.sizes(), out.options().dtype(sum_dtype_));
   each_block([&](int64_t first, int64_t count) {
     std::optional<at::Tensor> before;
     if (first > 0) before = sum;
@@ -99,10 +104,10 @@ void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
 
 void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
                                          at::Tensor& out) const {
-  const int64_t class_bytes = std::max<int64_t>(1, rows.size(1)) * at::elementSize(logits_dtype_);
+  const int64_t class_bytes = std::max<int64_t>(1, rows.size(1)) * at::elementSize(sum_dtype_);
   const int64_t block_classes = std::max<int64_t>(256, kBlockBytes / class_bytes);
   const at::Tensor memory = at::empty({std::min(block_classes, out.size(0)), out.size(1)},
-                                      out.options().dtype(logits_dtype_));
+                                      out.options().dtype(sum_dtype_));
   each_block_of(block_classes, [&](int64_t first, int64_t count) {
     at::Tensor block = memory.narrow(0, 0, count);
     wide_product(block, grad.narrow(1, first, count).t(), rows, std::nullopt);
@@ -111,7 +116,7 @@ void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tenso
 }
 
 void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
-  if (grad.is_cpu() && grad.scalar_type() != logits_dtype_) {
+  if (grad.is_cpu() && grad.scalar_type() != sum_dtype_) {
     // A CPU would copy the gradient to sum it in another dtype; a product with ones does not.
     at::Tensor row = sum.unsqueeze(0);
     std::optional<at::Tensor> before;
@@ -119,7 +124,7 @@ void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_
     wide_product(row, at::ones({1, grad.size(0)}, grad.options()), grad, before);
     return;
   }
-  const at::Tensor of_rows = grad.sum(0, /*keepdim=*/false, logits_dtype_);
+  const at::Tensor of_rows = grad.sum(0, /*keepdim=*/false, sum_dtype_);
   is_first ? sum.copy_(of_rows) : sum.add_(of_rows);
 }
 

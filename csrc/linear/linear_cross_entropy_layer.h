@@ -13,21 +13,20 @@ class LinearHead {
   /// `weight`: [classes, features]. `bias`: [classes]. Products are in `dtype`.
   LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::ScalarType dtype);
 
-  /// The dtype of logits. It is float for 16-bit products: a bfloat16 logit of 40 would be off by
-  /// up to 1/8.
-  at::ScalarType logits_dtype() const { return logits_dtype_; }
+  /// The dtype in which products are summed: float for 16-bit ones.
+  at::ScalarType sum_dtype() const { return sum_dtype_; }
   /// The dtype in which the logits' gradient is multiplied.
   at::ScalarType gradient_dtype() const { return gradient_dtype_; }
 
   /// Returns some rows of the hidden states, in the dtype and layout that products take.
   at::Tensor rows(const at::Tensor& hidden, int64_t first, int64_t count) const;
 
-  /// Computes out = rows · weightᵀ + bias.
+  /// Computes out = rows · weightᵀ + bias. `out` has sum_dtype() or gradient_dtype().
   void logits(const at::Tensor& rows, at::Tensor& out) const;
   /// Computes out = grad · weight. `out` may have any dtype.
   void hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const;
-  /// Computes sum = gradᵀ · rows if `is_first`, else sum += gradᵀ · rows. `sum` has the logits'
-  /// dtype; if `is_first` it may have any dtype.
+  /// Computes sum = gradᵀ · rows if `is_first`, else sum += gradᵀ · rows. `sum` has
+  /// sum_dtype(); if `is_first` it may have any dtype.
   void weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
                        bool is_first) const;
   /// Does the same for the bias, whose gradient is the sum of `grad` over rows.
@@ -46,7 +45,7 @@ class LinearHead {
 
   at::Tensor weight_;
   std::optional<at::Tensor> bias_;
-  at::ScalarType logits_dtype_;
+  at::ScalarType sum_dtype_;
   at::ScalarType gradient_dtype_;
 };
 

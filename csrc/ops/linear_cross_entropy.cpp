@@ -49,7 +49,7 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
   if (shard && is_whole && weights) {
     weights = weights->narrow_symint(0, shard->first_class, weight.sym_size(0));
   }
-  at::Tensor logits = at::empty({0}, hidden.options().dtype(accumulate_dtype(dtype)));
+  at::Tensor logits = at::empty({0}, hidden.options().dtype(logits_dtype));
   const std::vector<c10::SymInt> sizes = {hidden.sym_size(0), classes};
   const std::vector<c10::SymInt> strides = {classes, 1};
   logits.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
@@ -69,6 +69,17 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
 
 at::ScalarType accumulate_dtype(at::ScalarType dtype) {
   return is_16bit(dtype) ? at::kFloat : dtype;
+}
+
+void check_logits_dtype(at::ScalarType logits_dtype, at::ScalarType dtype, bool is_sharded) {
+  const at::ScalarType wide = accumulate_dtype(dtype);
+  TORCH_CHECK_TYPE(logits_dtype == wide || !is_sharded, kLinearCrossEntropy,
+                   ": logits_dtype: expected ", dtype_name(wide), " with a process group, got ",
+                   dtype_name(logits_dtype));
+  TORCH_CHECK_TYPE(logits_dtype == wide || logits_dtype == dtype, kLinearCrossEntropy,
+                   ": logits_dtype: expected ", dtype == wide ? "" : dtype_name(dtype) + " or ",
+                   dtype_name(wide), " for products of ", dtype_name(dtype), ", got ",
+                   dtype_name(logits_dtype));
 }
 
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
@@ -97,6 +108,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
       ": hidden, weight and bias: expected float16, bfloat16, float32 or float64, or autocast to "
       "one of these, got ",
       dtype_name(dtype));
+  check_logits_dtype(arguments.logits_dtype, dtype, arguments.shard.has_value());
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
   TORCH_CHECK_TYPE(weight_grad_dtype == accumulate_dtype(dtype) ||
                        (dtype == at::kBFloat16 && weight_grad_dtype == dtype),
@@ -137,6 +149,7 @@ NamedValues LinearCrossEntropyArguments::named_options() const {
   NamedValues values = options.named();
   for (auto& value : named(shard)) values.push_back(std::move(value));
   values.emplace_back("dtype", static_cast<int64_t>(dtype));
+  values.emplace_back("logits_dtype", static_cast<int64_t>(logits_dtype));
   values.emplace_back("weight_grad_dtype", static_cast<int64_t>(weight_grad_dtype));
   values.emplace_back("chunk_rows", chunk_rows);
   return values;
@@ -148,10 +161,11 @@ void LinearCrossEntropyArguments::set_options(const FindValue& find) {
   chunk_rows = find("chunk_rows")->toOptional<int64_t>();
   const auto dtype_of = [&](const char* name) {
     const c10::IValue* const value = find(name);
-    return value == nullptr ? at::ScalarType::Undefined
-                            : static_cast<at::ScalarType>(value->toInt());
+    return value == nullptr || value->isNone() ? at::ScalarType::Undefined
+                                               : static_cast<at::ScalarType>(value->toInt());
   };
   dtype = dtype_of("dtype");
+  logits_dtype = dtype_of("logits_dtype");
   weight_grad_dtype = dtype_of("weight_grad_dtype");
 }
 
@@ -222,6 +236,7 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
+      "ScalarType? logits_dtype=None, "
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
@@ -229,6 +244,7 @@ AMPFUSE_OPERATORS(m) {
       "Tensor? bias=None, *, Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
       "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
+      "ScalarType? logits_dtype=None, "
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
       {at::Tag::pt2_compliant_tag});
@@ -239,7 +255,7 @@ AMPFUSE_OPERATORS(m) {
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
       "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, int dtype, "
-      "int weight_grad_dtype, int? chunk_rows, str? group, int[]? vocab_shard, "
+      "int logits_dtype, int weight_grad_dtype, int? chunk_rows, str? group, int[]? vocab_shard, "
       "bool[3] output_mask, bool with_metrics) -> (Tensor loss, Tensor grad_hidden, "
       "Tensor grad_weight, Tensor grad_bias, Tensor baked_scale, Tensor statistics, "
       "Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
@@ -248,7 +264,7 @@ AMPFUSE_OPERATORS(m) {
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
       "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
-      "int dtype, int weight_grad_dtype, int? chunk_rows, str? group, "
+      "int dtype, int logits_dtype, int weight_grad_dtype, int? chunk_rows, str? group, "
       "int[]? vocab_shard, bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor "
       "grad_bias)",
       {at::Tag::pt2_compliant_tag});

@@ -22,9 +22,11 @@ struct LinearCrossEntropyArguments {
   at::Tensor target;                       // [rows] indices, or probabilities [rows, classes]
   std::optional<at::Tensor> class_weight;  // [classes of all shards], of the loss's dtype
   LossOptions options = {};
-  // The dtype of the matrices that are multiplied, and that of the weight's gradient:
-  // accumulate_dtype(dtype), or bfloat16 if `dtype` is bfloat16 too.
+  // The dtype of the matrices that are multiplied; that of the logits, `dtype` or
+  // accumulate_dtype(dtype); and that of the weight's gradient, accumulate_dtype(dtype), or
+  // bfloat16 if `dtype` is bfloat16 too.
   at::ScalarType dtype = at::ScalarType::Undefined;
+  at::ScalarType logits_dtype = at::ScalarType::Undefined;
   at::ScalarType weight_grad_dtype = at::ScalarType::Undefined;
   std::optional<int64_t> chunk_rows = {};
   // The classes of weight, bias and probabilities, if these do not have all classes.
@@ -35,7 +37,8 @@ struct LinearCrossEntropyArguments {
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
   /// Convert everything except the tensors to arguments of the operators that take rows, and back.
-  /// The public operators have no dtype arguments, so the dtypes stay Undefined.
+  /// The public operators may have no `logits_dtype`, and have no other dtype arguments; these
+  /// dtypes are then Undefined.
   NamedValues named_options() const;
   void set_options(const FindValue& find);
 
@@ -110,6 +113,9 @@ struct LinearCrossEntropyOutputs : LossOutputs {
 /// Returns the dtype in which products of matrices of this dtype are stored. It is float for 16-bit
 /// matrices: their products are summed in float anyway.
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
+
+/// Throws for a dtype that logits cannot have.
+void check_logits_dtype(at::ScalarType logits_dtype, at::ScalarType dtype, bool is_sharded);
 
 /// Throws for arguments from which the loss cannot be computed.
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,

@@ -47,6 +47,17 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   return hidden.scalar_type();
 }
 
+// Returns the dtype of logits that is asked for, or the default. On a GPU, 16-bit logits take half
+// of the memory. A CPU stores products as floats anyway, and shards exchange sums of floats.
+at::ScalarType dtype_of_logits(const LinearCrossEntropyArguments& inputs, at::ScalarType dtype) {
+  const bool is_sharded = inputs.shard.has_value();
+  if (inputs.logits_dtype == at::ScalarType::Undefined) {
+    return inputs.hidden.is_cuda() && !is_sharded ? dtype : accumulate_dtype(dtype);
+  }
+  check_logits_dtype(inputs.logits_dtype, dtype, is_sharded);
+  return inputs.logits_dtype;
+}
+
 // The weight's gradient is rounded to bfloat16 if `dtype` and weight.grad_dtype() are bfloat16 and
 // it is not accumulated: bfloat16 has the range of the float sum. fp16 lacks the range for
 // gradients that are not scaled yet.
@@ -151,6 +162,7 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   arguments.class_weight = loss_class_weight(kLinearCrossEntropy, "class_weight",
                                              arguments.class_weight, classes, loss_dtype, device);
   arguments.dtype = dtype;
+  arguments.logits_dtype = dtype_of_logits(arguments, dtype);
   arguments.weight_grad_dtype = dtype_of_weight_gradient(call_, dtype);
   call_.grad_scale =
       loss_number(kLinearCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, device);
@@ -188,6 +200,7 @@ torch::jit::Stack call_operator(const c10::OperatorHandle& op, const at::Tensor&
   values.emplace_back("grad_scale", options.grad_scale());
   values.emplace_back("denominator", options.denominator());
   values.emplace_back("chunk_rows", options.chunk_rows());
+  values.emplace_back("logits_dtype", options.logits_dtype());
   values.emplace_back("accumulate_into", options.accumulate_into());
   return call_by_name(op, std::move(values));
 }

@@ -69,6 +69,26 @@ TEST_CASE("accumulate_into takes the gradient of the weight in place of its grad
   }
 }
 
+TEST_CASE("logits of bfloat16 products may be float or bfloat16") {
+  for (const auto device : devices()) {
+    const Head head(device, torch::kBFloat16);
+    const auto loss = [&](torch::Dtype dtype) {
+      return ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target, head.bias,
+                                           LinearCrossEntropyOptions().logits_dtype(dtype));
+    };
+    const auto logits =
+        torch::nn::functional::linear(head.hidden.to(torch::kDouble),
+                                      head.weight.to(torch::kDouble), head.bias.to(torch::kDouble));
+    const auto exact = torch::nn::functional::cross_entropy(logits, head.target);
+    CHECK(torch::allclose(loss(torch::kFloat).to(torch::kDouble), exact, 1e-6, 0));
+    const auto rounded = torch::nn::functional::cross_entropy(
+        logits.to(torch::kBFloat16).to(torch::kDouble), head.target);
+    CHECK(torch::allclose(loss(torch::kBFloat16).to(torch::kDouble), rounded, 1e-3, 0));
+    CHECK_THROWS_WITH(loss(torch::kHalf),
+                      ContainsSubstring("logits_dtype: expected bfloat16 or float32"));
+  }
+}
+
 TEST_CASE("linear_cross_entropy_with_metrics returns the metrics of the logits") {
   for (const auto device : devices()) {
     const Head head(device);

@@ -27,9 +27,14 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(double, z_loss) = 0.0;
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
   /// The number of rows in a chunk. By default as many as fit 64 MiB of logits on a CPU (at least
-  /// 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). The default does not
-  /// depend on the number of rows in the batch.
+  /// 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). A GPU takes all rows in
+  /// one chunk if that takes no more memory: the weight's gradient of a single chunk may be
+  /// bfloat16 at once, where several chunks sum it in float.
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
+  /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products,
+  /// which takes half of the memory, but a bfloat16 logit of 40 is off by up to 1/8. By default
+  /// float on a CPU and for shards, and otherwise the dtype of the products, as in torch.
+  TORCH_ARG(std::optional<at::ScalarType>, logits_dtype) = std::nullopt;
   /// Float tensor of the weight's shape (double for double weights) to which backward adds the
   /// weight's gradient. The weight itself gets no gradient then.
   TORCH_ARG(std::optional<at::Tensor>, accumulate_into) = std::nullopt;
@@ -47,9 +52,9 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
 /// (int64, int32, uint8) of shape [...] or probabilities of shape [..., classes].
 ///
 /// Hidden states, weight and bias must have the same dtype. Autocast casts them to its dtype before
-/// the first chunk. If products are in half or bfloat16, the logits are float. The weight's
-/// gradient is then summed in float and rounded to the weight's dtype, or not rounded if
-/// weight.grad_dtype() is float. The loss is float (double for double tensors).
+/// the first chunk. If products are in half or bfloat16, the logits are float or of that dtype
+/// (logits_dtype). The weight's gradient is then summed in float and rounded to the weight's dtype,
+/// or not rounded if weight.grad_dtype() is float. The loss is float (double for double tensors).
 ///
 /// With reductions "mean" and "sum", forward computes the gradients, and backward only rescales
 /// them if the upstream gradient requires it. With "none", backward computes the logits again. A

@@ -65,6 +65,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk_rows: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | None = None,
     process_group: ProcessGroup | None = None,
     first_class: int | None = None,
@@ -77,10 +78,10 @@ def linear_cross_entropy(
     Hidden states have shape `(..., H)`, the weight `(V, H)`, the bias `(V)`; targets are classes of
     shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. Hidden states, weight and bias
     have one dtype; autocast converts them to its dtype, once. If that is float16 or bfloat16,
-    logits and the sums of the weight's gradient are float32. The gradient is then rounded to the
-    weight's dtype, unless `weight.grad_dtype` is float32. Such gradients are supported by
-    `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers, torch.compile and DDP. The
-    loss is float32 (float64 for float64 inputs).
+    losses and the sums of the weight's gradient are float32; logits have `logits_dtype`. The
+    gradient is then rounded to the weight's dtype, unless `weight.grad_dtype` is float32. Such
+    gradients are supported by `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers,
+    torch.compile and DDP. The loss is float32 (float64 for float64 inputs).
 
     One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
     and sum, backward then only multiplies the gradients by the number that it receives. With
@@ -95,10 +96,15 @@ def linear_cross_entropy(
       divided by n pass `1 / n`, or a `denominator`. Without `grad_scale`, float16 gradients are
       computed from losses that are not divided yet.
     - `chunk_rows`: number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU
-      (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). The default
-      does not depend on the number of rows. The same rows in the same chunks give the same
-      bits; on a CPU only with the same number of threads, since the matrix product of some CPUs
-      depends on it (for example that of bfloat16 without AVX512-BF16).
+      (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). A GPU takes
+      all rows in one chunk if that takes no more memory: the weight's gradient of a single chunk
+      may be bfloat16 at once, where several chunks sum it in float32. The same rows in the same
+      chunks give the same bits; on a CPU only with the same number of threads, since the matrix
+      product of some CPUs depends on it (for example that of bfloat16 without AVX512-BF16).
+    - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16.
+      `torch.float32` keeps all their digits. The products' dtype takes half of the memory and, on a
+      GPU, less time, but rounds each logit as `F.linear` does: a bfloat16 logit of 40 is off by up
+      to 1/8. By default float32 on a CPU and with a `process_group`, otherwise the products' dtype.
     - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
       which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
       one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set
@@ -143,6 +149,7 @@ def linear_cross_entropy(
     options |= {
         "class_weight": class_weight,
         "chunk_rows": chunk_rows,
+        "logits_dtype": logits_dtype,
         "accumulate_into": accumulate_into,
     }
     if process_group is not None:
@@ -195,6 +202,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         z_loss: float = 0.0,
         softcap: float | None = None,
         chunk_rows: int | None = None,
+        logits_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -208,10 +216,11 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.z_loss = z_loss
         self.softcap = softcap
         self.chunk_rows = chunk_rows
+        self.logits_dtype = logits_dtype
 
     def extra_repr(self) -> str:
         """Return the options that differ from the defaults."""
-        return changed_options(self, DEFAULTS | {"chunk_rows": None})
+        return changed_options(self, DEFAULTS | {"chunk_rows": None, "logits_dtype": None})
 
     def forward(
         self,
@@ -235,6 +244,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             z_loss=self.z_loss,
             softcap=self.softcap,
             chunk_rows=self.chunk_rows,
+            logits_dtype=self.logits_dtype,
             accumulate_into=accumulate_into,
         )
 

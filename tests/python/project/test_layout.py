@@ -25,7 +25,7 @@ MAY_INCLUDE = {
     "autograd": {"ops"},
     "optim": {"ops", "tensors"},
     "amp": {"ops", "tensors"},
-    "nn": {"ops"},
+    "nn": {"ops", "tensors"},
     "python": {"ops", "tensors"},
 }
 

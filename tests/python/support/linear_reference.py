@@ -23,6 +23,9 @@ class Head:
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
 
     def loss(self, **options: Any) -> Any:
+        """Return the loss, by default of logits with all their digits."""
+        if self.weight.dtype != torch.float64:
+            options.setdefault("logits_dtype", torch.float32)
         return ampfuse.linear_cross_entropy(
             self.hidden, self.weight, self.target, self.bias, **options
         )

@@ -15,8 +15,9 @@ def rows(dtype, device, count):
 
 
 def dtypes(dtype):
-    """Return the dtypes of products and of the weight's gradient."""
-    return dtype, torch.float32 if dtype == torch.float16 else dtype
+    """Return the dtypes of products, of logits and of the weight's gradient."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return dtype, wide, wide if dtype == torch.float16 else dtype
 
 
 def forward(dtype, device, count, reduction=SUM):
