@@ -57,7 +57,7 @@ def row(name: str, short: str, code: MachineCode) -> str:
     body = code.sass[name]
     registers = code.registers(name)
     threads = resident_threads(name, registers, code.arch)
-    loops = {}
+    loops: dict[tuple[str, ...], str] = {}
     for pattern in (rf"\bSTG{WIDE}", rf"\bLDG{WIDE}"):  # the latter decides if a loop has both
         loops |= {tuple(turn.loop): described(turn) for turn in shortest_turns(body, pattern)}
     requested = sum(

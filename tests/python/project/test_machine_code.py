@@ -6,6 +6,7 @@ and do not spill registers.
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import ampfuse
@@ -83,6 +84,15 @@ def test_hot_loops_load_16_bytes_at_a_time_and_four_times_before_use(
         loads = [i for i, text in enumerate(instructions) if re.search(r"\bLDG\.E\.128", text)]
         # Four loads within 12 instructions are all in flight at once.
         assert any(loads[i + 3] - loads[i] <= 12 for i in range(len(loads) - 3)), name
+
+
+def test_the_table_of_kernels_has_a_row_for_each_one(code: MachineCode) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "kernel_table.py", "--arch", code.arch]
+    command += ["--match", "multi_tensor_clip_kernel"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line for line in table.splitlines() if f"| {code.arch} |" in line]
+    assert len(rows) == len(code.functions("multi_tensor_clip_kernel"))
+    assert all("(LDG+STG)" in row for row in rows)
 
 
 PLACES = "LaneTeamILi1E"  # one thread per row, for rows whose classes are far apart in memory
