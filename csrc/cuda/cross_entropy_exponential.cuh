@@ -1,5 +1,6 @@
 // exp(z − reference) of a row's logits on the GPU, for sums and for gradients. The reference is
-// near the largest z of the row, or of the row so far.
+// near the largest z of the row, or of the row so far, or it is the target's logit
+// (cross_entropy_plain.cuh).
 #pragma once
 
 #include <cmath>
@@ -38,7 +39,7 @@ __device__ __forceinline__ float power_of_two(float x) {
 // The version for 16-bit logits takes one multiply-add and one power_of_two per exponential.
 //
 // exp(z − reference) is computed as 2^(z·factor − n), rounded once before the power. `factor` is
-// 1/log 2 as a float, and n is a z near the largest, times `factor` and rounded up to an integer.
+// 1/log 2 as a float, and n is the z of the reference, times `factor` and rounded up to an integer.
 // So changing the reference of a sum multiplies it by a power of two, which is exact. The reference
 // is n / factor, which takes the rounding of `factor` into account: what remains is an error of
 // 2⁻²⁶·|z − reference| of an exponential, and 2⁻²⁵·|z·factor − n| for the rounding of the exponent.

@@ -48,8 +48,8 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const PositionTeam& team,
     start();
     int first = 0;
     for (; first + kSize <= table.classes; first += kSize) {
-      add(first, gathered<kSize>(in, stride, first), [&](const Pack<scalar_t>& keep) {
-        if (first / kSize < kept.count) kept.at(first / kSize) = keep;
+      add(first, gathered<kSize>(in, stride, first), [&](const Pack<scalar_t>& pack) {
+        if (first / kSize < kept.count) kept.at(first / kSize) = pack;
       });
     }
 #pragma unroll 1

@@ -199,7 +199,8 @@ __device__ __forceinline__ int64_t team_argmax(const Team& team,
 template <typename scalar_t>
 struct RowSums {
   math::RowPartial<RowNumber<scalar_t>> partial;
-  // The reference for the second pass, and exp(it − the reference of row_exponential(largest)).
+  // The second pass uses this reference; `factor` is exp(this reference − the reference of
+  // row_exponential(largest)).
   RowExponential<scalar_t> exponential;
   RowNumber<scalar_t> factor;
   int64_t argmax;  // if asked for
@@ -253,7 +254,7 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
   const auto pass = [&](const auto& start, const auto& add) {
     each_pack<kReadUnroll<scalar_t, Team>>(
         team, PacksAnywhere<scalar_t>(in), 0, packs, start, [&](int p, const P& pack) {
-          add(p * P::kSize, pack, [&](const P& keep) { kept.keep(p, keep); });
+          add(p * P::kSize, pack, [&](const P& kept_pack) { kept.keep(p, kept_pack); });
         });
     if (single < table.classes) add(single, Pack<scalar_t, 1>{{in[single]}}, [](const auto&) {});
   };

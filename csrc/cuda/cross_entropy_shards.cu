@@ -27,7 +27,7 @@ void with_table(const CrossEntropyArguments& arguments, const Run& run) {
   with_logits.template operator()<float>();
 }
 
-void look(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
+void inspect(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const LaunchStream stream(arguments.input);
   auto* const partials = static_cast<math::ShardPartial*>(outputs.partials.mutable_data_ptr());
@@ -64,6 +64,6 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
 
 }  // namespace
 
-constexpr VocabShardKernels kVocabShardsCuda = {look, join};
+constexpr VocabShardKernels kVocabShardsCuda = {inspect, join};
 
 }  // namespace ampfuse

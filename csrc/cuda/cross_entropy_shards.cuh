@@ -2,7 +2,7 @@
 // sums of this rank's classes, the other combines the partial sums of all ranks.
 //
 // Bytes of device memory: itemsize per logit and 88 per row for the first kernel, 88 per row and
-// rank for the second.
+// rank for the second. Rows whose largest logit is far from the reference are read twice.
 #pragma once
 
 #include "../math/cross_entropy_shards.h"
@@ -27,13 +27,15 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const bool is_ignored = table.is_ignored(index);
     if (is_ignored && !with_metrics) continue;
     const int target_class = table.class_of(index);
+    // Without a target here, the row's first logit is the reference of its exponentials.
+    const int near = target_class < 0 && table.classes > 0 ? 0 : target_class;
+    const scalar_t near_logit = table.template logit<Team>(row, near);
     const RowSums<scalar_t> sums =
-        read_row<kWork>(team, table, row, target_class, scalar_t{}, with_metrics, nothing_kept);
-    const scalar_t target_logit = table.template logit<Team>(row, target_class);
+        read_row<kWork>(team, table, row, target_class, near_logit, with_metrics, nothing_kept);
     if (is_first) {
       const bool is_absent = is_ignored || table.is_elsewhere(index);
       partials[row] =
-          math::shard_partial(sums.partial, table.row_target(is_absent, target_class, target_logit),
+          math::shard_partial(sums.partial, table.row_target(is_absent, target_class, near_logit),
                               table.classes, with_metrics);
     }
     if (with_metrics && is_first) argmax[row] = sums.argmax;

@@ -118,10 +118,11 @@ struct CrossEntropyTable {
     if (target == nullptr || is_absent) return {};
     if (c < 0) return {true, NAN, NAN};
     const auto x = static_cast<Number>(static_cast<acc_t>(logit));
-    // Not (of_target + uniform)·w: each thread would keep this sum in a register from row to row.
+    // If the code added of_target and uniform first, each thread would keep the sum in a register.
     const auto w = static_cast<Number>(weight_of(c));
+    const Number mass = w * terms.of_target;
     return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
-            w * terms.of_target + w * terms.uniform};
+            terms.uniform == 0 ? mass : mass + w * terms.uniform};
   }
 };
 

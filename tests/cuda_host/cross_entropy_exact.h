@@ -80,7 +80,9 @@ long double last_place(long double x) {
 // double, with no wider type, so z − m is rounded. The exponential of a float logit is rounded to
 // float before it is multiplied.
 template <typename grad_t>
-constexpr long double kUlps = sizeof(grad_t) == 8 ? 100 : sizeof(grad_t) == 4 ? 1.6 : 1;
+constexpr long double kUlps = sizeof(grad_t) == 8   ? 100
+                              : sizeof(grad_t) == 4 ? 1.6
+                                                    : 1;
 
 template <typename scalar_t, typename grad_t>
 void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) {

@@ -105,7 +105,8 @@ TEMPLATE_TEST_CASE("a target of -inf has an infinite loss, and the gradient of a
       if (c == batch.targets[0]) continue;
       const long double p =
           std::exp(static_cast<long double>(float(logits[c])) - around) / sum * batch.baked;
-      misses += !(std::fabs(float(batch.gradient_of(0, c)) - p) <= kUlps<TestType> * last_place<TestType>(p));
+      misses += !(std::fabs(float(batch.gradient_of(0, c)) - p) <=
+                  kUlps<TestType> * last_place<TestType>(p));
     }
     CHECK(misses == 0);
   }

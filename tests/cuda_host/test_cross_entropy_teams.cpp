@@ -50,6 +50,19 @@ TEST_CASE("longer rows have larger teams") {
   CHECK(team_size<double>(kH200, 256000, true) == 256);
 }
 
+TEST_CASE("a grid has no more blocks than a device holds at a time") {
+  using ampfuse::resident_blocks;
+  using c10::BFloat16;
+  using Block = ampfuse::BlockTeam<256>;
+  constexpr int64_t kMany = 1000000;
+  CHECK(resident_blocks<BFloat16, Block, RowWork::kPlain>(132, kMany) == 4 * 132);
+  CHECK(resident_blocks<BFloat16, Block, RowWork::kAny>(132, kMany) == 3 * 132);
+  CHECK(resident_blocks<double, Block, RowWork::kAny>(132, kMany) == 2 * 132);
+  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kAny>(132, kMany) == 3 * 132);
+  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kAny>(132, 17) == 3);
+  CHECK(resident_blocks<BFloat16, Block, RowWork::kPlain>(132, 0) == 1);
+}
+
 TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10::BFloat16, float,
                    double) {
   for (const DeviceRoom& room : {kA100, kH200, kL4}) {
