@@ -3,9 +3,9 @@
     python benchmarks/kernel_table.py [--match 'cross_entropy_forward.*BFloat16'] [--arch sm_90]
 
 - registers  per thread
-- threads    resident on a multiprocessor, as registers and launch bounds allow
+- threads    resident on a multiprocessor, as registers allow
 - turns      of the innermost loops: instructions per load of 8 or 16 bytes, or per store
-- in flight  KiB that the resident threads have requested at a time, in the loop with most loads
+- in flight  KiB that the resident threads have requested at a time, at most
 """
 
 import argparse

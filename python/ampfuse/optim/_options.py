@@ -1,6 +1,5 @@
 """The options of Adam's groups, and their checks."""
 
-import math
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -125,7 +124,7 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
     if not options["eps"] >= 0:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
-    if math.isnan(options["weight_decay"]):
+    if options["weight_decay"] != options["weight_decay"]:  # NaN; isnan refuses very large ints
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     master_weights = option(options, "master_weights")
     if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):

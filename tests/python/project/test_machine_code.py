@@ -86,7 +86,7 @@ def test_hot_loops_load_16_bytes_at_a_time_and_four_times_before_use(
         assert any(loads[i + 3] - loads[i] <= 12 for i in range(len(loads) - 3)), name
 
 
-def test_the_table_of_kernels_has_a_row_for_each_one(code: MachineCode) -> None:
+def test_the_table_of_kernels_has_a_row_for_each_kernel_asked_for(code: MachineCode) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "kernel_table.py", "--arch", code.arch]
     command += ["--match", "multi_tensor_clip_kernel"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
