@@ -36,6 +36,7 @@ void check_all_memory(const LinearCrossEntropyArguments& arguments) {
 
 // Returns the largest factor by which class weights enlarge a gradient, at least 1.
 at::Tensor largest_class_weight(const at::Tensor& class_weight) {
+  if (class_weight.numel() == 0) return at::ones({}, class_weight.options());
   return class_weight.abs().amax().clamp_min(1);
 }
 
@@ -179,10 +180,14 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   at::Tensor row_grads = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
-    // Keeps half gradients in range, as fp16_scale does.
+    // Keeps half gradients below gradient_limit(). Class weights count only as far as they exceed
+    // it: the class with the largest weight may not occur, and then smaller gradients would lose
+    // digits.
     const OptionalTensor& weight = arguments.class_weight;
     at::Tensor largest = row_grads.abs().amax();
-    if (weight) largest = largest * largest_class_weight(*weight);
+    if (weight) {
+      largest = largest * (largest_class_weight(*weight) / arguments.gradient_limit()).clamp_min(1);
+    }
     const at::Tensor is_usable = at::isfinite(largest).logical_and(largest > 0);
     peak = at::where(is_usable, largest, at::ones_like(largest));
     row_grads = row_grads / *peak;

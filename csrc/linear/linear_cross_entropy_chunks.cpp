@@ -25,8 +25,10 @@ struct ChunkBudget {
 constexpr ChunkBudget kOnGpu = {int64_t{1} << 30, 2048, 256};
 constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
 
-// A single chunk may round the weight's gradient to 16 bits at once, where several chunks sum it in
-// float. If that saves as many bytes as one chunk of all rows adds, a GPU takes one chunk.
+// Several chunks sum the weight's gradient in float, where a single chunk may round it to 16 bits
+// at once. A GPU takes a single chunk if the bytes saved outweigh those of the additional logits.
+// Shards do not: all ranks must use the same chunks, although the dtypes of their weights may
+// differ.
 int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes) {
   if (arguments.chunk_rows) return *arguments.chunk_rows;
   const ChunkBudget budget = arguments.hidden.is_cuda() ? kOnGpu : kOnCpu;
@@ -37,7 +39,7 @@ int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_b
   const int64_t row_bytes = std::max<int64_t>(1, classes * logit_bytes);
   const int64_t fitting = budget.bytes / row_bytes / budget.multiple * budget.multiple;
   const int64_t rows = std::max(fitting, budget.fewest_rows);
-  if (!arguments.hidden.is_cuda()) return rows;
+  if (!arguments.hidden.is_cuda() || shard) return rows;
   const size_t saved = c10::elementSize(accumulate_dtype(arguments.dtype)) -
                        c10::elementSize(arguments.weight_grad_dtype);
   const int64_t all = arguments.hidden.size(0);

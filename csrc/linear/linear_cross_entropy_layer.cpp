@@ -62,17 +62,25 @@ at::Tensor LinearHead::rows(const at::Tensor& hidden, int64_t first, int64_t cou
 }
 
 void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
-  const bool is_rounded = !is_product_of(out);
-  const int64_t most = std::min(kBlockClasses, out.size(1));
-  const at::Tensor wide =
-      is_rounded ? at::empty({out.size(0), most}, out.options().dtype(sum_dtype_)) : at::Tensor();
-  each_block([&](int64_t first, int64_t count) {
-    at::Tensor block = out.narrow(1, first, count);
-    at::Tensor product = is_rounded ? wide.narrow(1, 0, count) : block;
+  const auto compute = [&](int64_t first, int64_t count, at::Tensor& product) {
     std::optional<at::Tensor> bias;
     if (bias_) bias = bias_->narrow(0, first, count).to(product.scalar_type());
     wide_product(product, rows, weight_of(first, count).t(), bias);
-    if (is_rounded) block.copy_(product);
+  };
+  if (is_product_of(out)) {
+    return each_block([&](int64_t first, int64_t count) {
+      at::Tensor block = out.narrow(1, first, count);
+      compute(first, count, block);
+    });
+  }
+  const int64_t class_bytes = std::max<int64_t>(1, out.size(0)) * at::elementSize(sum_dtype_);
+  const int64_t block_classes = std::clamp<int64_t>(kBlockBytes / class_bytes, 256, kBlockClasses);
+  const at::Tensor sums = at::empty({out.size(0), std::min(block_classes, out.size(1))},
+                                    out.options().dtype(sum_dtype_));
+  each_block_of(block_classes, [&](int64_t first, int64_t count) {
+    at::Tensor block = sums.narrow(1, 0, count);
+    compute(first, count, block);
+    out.narrow(1, first, count).copy_(block);
   });
 }
 

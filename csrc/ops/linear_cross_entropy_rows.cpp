@@ -47,8 +47,9 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
   return hidden.scalar_type();
 }
 
-// Returns the dtype of logits that is asked for, or the default. On a GPU, 16-bit logits take half
-// of the memory. A CPU stores products as floats anyway, and shards exchange sums of floats.
+// Returns the dtype of logits that is asked for, or the default. On a GPU, 16-bit logits and their
+// gradient take 2 bytes instead of 6. A CPU stores products as floats anyway, and shards exchange
+// sums of floats.
 at::ScalarType dtype_of_logits(const LinearCrossEntropyArguments& inputs, at::ScalarType dtype) {
   const bool is_sharded = inputs.shard.has_value();
   if (inputs.logits_dtype == at::ScalarType::Undefined) {
@@ -58,12 +59,14 @@ at::ScalarType dtype_of_logits(const LinearCrossEntropyArguments& inputs, at::Sc
   return inputs.logits_dtype;
 }
 
-// The weight's gradient is rounded to bfloat16 if `dtype` and weight.grad_dtype() are bfloat16 and
-// it is not accumulated: bfloat16 has the range of the float sum. fp16 lacks the range for
-// gradients that are not scaled yet.
+// Returns the dtype of the weight's gradient. It is rounded to bfloat16 if `dtype` and
+// weight.grad_dtype() are bfloat16 and it is not accumulated: bfloat16 has the range of the float
+// sum. fp16 lacks the range for gradients that are not scaled yet.
 at::ScalarType dtype_of_weight_gradient(const LinearCrossEntropyCall& call, at::ScalarType dtype) {
-  const bool is_rounded = dtype == at::kBFloat16 && !call.accumulate_into &&
-                          call.arguments.weight.grad_dtype() == dtype;
+  const at::Tensor& weight = call.arguments.weight;
+  const bool is_wanted = c10::GradMode::is_enabled() && weight.requires_grad();
+  const bool is_rounded =
+      dtype == at::kBFloat16 && !call.accumulate_into && is_wanted && weight.grad_dtype() == dtype;
   return is_rounded ? dtype : accumulate_dtype(dtype);
 }
 

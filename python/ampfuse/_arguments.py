@@ -16,6 +16,7 @@ _MISMATCH = re.compile(
 # The expected value of an argument, by its name or else by its type in the schema.
 _EXPECTED = {
     "dtype": "a torch.dtype",
+    "logits_dtype": "a torch.dtype",
     "ord": "1, 2 or inf",
     "List[Tensor]": "a list of tensors",
     "Tensor": "a Tensor",

@@ -187,8 +187,9 @@ TEST_CASE("AdamW loads an archive of Adam, but Adam refuses one of AdamW") {
   ampfuse::Adam adam(params);
   ampfuse::AdamW adamw(copies(params));
   CHECK_NOTHROW(move_state(adam, adamw));
-  CHECK_THROWS_WITH(move_state(adamw, adam),
-                    ContainsSubstring("decoupled_weight_decay: expected an archive of AdamOptions"));
+  CHECK_THROWS_WITH(
+      move_state(adamw, adam),
+      ContainsSubstring("decoupled_weight_decay: expected an archive of AdamOptions"));
 }
 
 TEST_CASE("an archive of other groups, sizes or shapes is refused as a whole") {

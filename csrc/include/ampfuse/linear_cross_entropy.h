@@ -31,9 +31,11 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// one chunk if that takes no more memory: the weight's gradient of a single chunk may be
   /// bfloat16 at once, where several chunks sum it in float.
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
-  /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products,
-  /// which takes half of the memory, but a bfloat16 logit of 40 is off by up to 1/8. By default
-  /// float on a CPU and for shards, and otherwise the dtype of the products, as in torch.
+  /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products.
+  /// With the latter, a GPU needs 2 bytes per logit and gradient instead of 6. But a bfloat16 logit
+  /// of 40 is off by up to 1/8, and a half logit beyond 65504 is infinite. By default float on a
+  /// CPU and for shards, and otherwise the dtype of the products, as in torch. Shards need float,
+  /// and a CPU float or bfloat16.
   TORCH_ARG(std::optional<at::ScalarType>, logits_dtype) = std::nullopt;
   /// Float tensor of the weight's shape (double for double weights) to which backward adds the
   /// weight's gradient. The weight itself gets no gradient then.

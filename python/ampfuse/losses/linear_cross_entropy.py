@@ -81,7 +81,7 @@ def linear_cross_entropy(
     losses and the sums of the weight's gradient are float32; logits have `logits_dtype`. The
     gradient is then rounded to the weight's dtype, unless `weight.grad_dtype` is float32. Such
     gradients are supported by `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers,
-    torch.compile and DDP. The loss is float32 (float64 for float64 inputs).
+    torch.compile and DDP. For float64 inputs, the loss is float64.
 
     One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
     and sum, backward then only multiplies the gradients by the number that it receives. With
@@ -102,9 +102,11 @@ def linear_cross_entropy(
       chunks give the same bits; on a CPU only with the same number of threads, since the matrix
       product of some CPUs depends on it (for example that of bfloat16 without AVX512-BF16).
     - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16.
-      `torch.float32` keeps all their digits. The products' dtype takes half of the memory and, on a
-      GPU, less time, but rounds each logit as `F.linear` does: a bfloat16 logit of 40 is off by up
-      to 1/8. By default float32 on a CPU and with a `process_group`, otherwise the products' dtype.
+      `torch.float32` keeps all their digits. With the products' dtype, a GPU needs 2 bytes per
+      logit and gradient instead of 6. But each logit is rounded, as `F.linear` does: a bfloat16
+      logit of 40 is off by up to 1/8, and a float16 logit beyond 65504 is infinite. By default
+      float32 on a CPU and with a `process_group`, otherwise the products' dtype. A `process_group`
+      needs float32, and a CPU float32 or, if it has such products, bfloat16.
     - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
       which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
       one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set
@@ -187,6 +189,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     """
 
     weight: Tensor | None
+    logits_dtype: torch.dtype | None = None  # modules that were pickled earlier have none
 
     def __init__(
         self,

@@ -68,6 +68,30 @@ def test_float16_gradients_do_not_underflow_for_thousands_of_rows(device, reduct
     assert (torch.tensor(1 / classes / rows / 8).half() == 0).all()
 
 
+@pytest.mark.parametrize("largest", [1.0, 1e4, 1e6])
+def test_a_large_weight_of_an_unused_class_costs_float16_gradients_no_digits(device, largest):
+    batch = head(device, torch.float16)
+    unused = next(c for c in range(101) if c not in batch.target)
+    weight = torch.ones(101, device=device)
+    weight[unused] = largest
+    options = {"reduction": "none", "class_weight": weight}
+    grads = batch.grads(batch.loss(chunk_rows=8, **options))
+    for grad, right in zip(grads, exactly(batch, **options).grads, strict=True):
+        assert off(grad, right) <= 2 * TOLERANCE[torch.float16]
+
+
+@EVERY_REDUCTION
+def test_float16_gradients_with_class_weights_of_no_classes_are_empty(device, reduction):
+    batch = head(device, torch.float16, classes=1)
+    batch.weight = batch.weight[:0].detach().requires_grad_()
+    batch.bias = None
+    batch.target = torch.full_like(batch.target, -100)
+    loss = batch.loss(reduction=reduction, class_weight=torch.empty(0, device=device))
+    hidden, weight = batch.grads(loss)
+    assert hidden.shape == batch.hidden.shape
+    assert weight.shape == (0, 24)
+
+
 @EVERY_REDUCTION
 def test_float16_gradients_with_large_class_weights_are_accurate(device, reduction):
     batch = head(device, torch.float16)

@@ -16,6 +16,7 @@ CALLS = {
     "none": {"reduction": "none"},
     "half": {"dtype": torch.float16},
     "bfloat16": {"dtype": torch.bfloat16},
+    "rounded": {"dtype": torch.bfloat16, "logits_dtype": torch.bfloat16},
     "smoothing": {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0},
     "denominator": {"denominator": 7.0, "grad_scale": 8.0},
     "metrics": {"return_metrics": True},

@@ -4,6 +4,7 @@ import ampfuse
 import pytest
 import torch
 from cross_entropy_reference import exact
+from harness.memory import extra_peak
 from linear_reference import TOLERANCE, check, exactly, head, off
 from linear_samples import forward
 from op_overloads import overload
@@ -117,6 +118,11 @@ def test_wrong_logits_dtype_raises(device, dtype, wrong, expected):
         overload("linear_cross_entropy_forward")(*sample)
 
 
+def test_logits_dtype_that_is_no_dtype_raises(device):
+    with pytest.raises(TypeError, match=r"logits_dtype: expected a torch\.dtype, got str"):
+        head(device, BFLOAT16).loss(logits_dtype="bfloat16")
+
+
 def test_float16_logits_need_a_gpu():
     batch = head(torch.device("cpu"), torch.float16)
     with pytest.raises(TypeError, match="logits_dtype: expected float32, since this device has no"):
@@ -160,6 +166,26 @@ def test_module_passes_its_logits_dtype(device):
     batch.weight = module.linear.weight
     assert torch.equal(module(batch.hidden, batch.target), batch.loss(logits_dtype=BFLOAT16))
     assert "logits_dtype=torch.bfloat16" in repr(module)
+
+
+def test_modules_that_were_pickled_without_logits_dtype_have_the_default(device):
+    module = ampfuse.LinearCrossEntropyLoss(24, 101, device=device)
+    del module.__dict__["logits_dtype"]
+    batch = head(device, torch.float32)
+    assert module(batch.hidden, batch.target).isfinite()
+
+
+def test_16_bit_logits_need_no_more_memory_than_float32_ones(device):
+    batch = head(device, BFLOAT16, rows=512, features=32, classes=4096, bias=False)
+
+    def bytes_with(dtype):
+        options = {"chunk_rows": 256, "logits_dtype": dtype}
+        return extra_peak(device, lambda: batch.loss(**options).backward())
+
+    few = 2**17
+    saved = 256 * 4096 * (4 if device.type == "cuda" else 0)  # a CPU rounds float32 products
+    bytes_with(BFLOAT16)  # allocates workspaces
+    assert bytes_with(BFLOAT16) <= bytes_with(torch.float32) - saved + few + 4 * 2**20
 
 
 def test_infinite_and_nan_logits(device):

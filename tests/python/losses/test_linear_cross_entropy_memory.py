@@ -33,7 +33,7 @@ def size(tensor):
 
 
 def bytes_of_a_logit(device, dtype):
-    """Return bytes of a logit and its gradient. On a GPU, a 16-bit gradient has its own memory."""
+    """Return bytes of a float32 logit and its gradient, which has its own memory on a GPU."""
     return 6 if device.type == "cuda" and dtype == torch.bfloat16 else 4
 
 
