@@ -186,7 +186,7 @@ def plot(path: Path, results: dict[str, Figures], title: str) -> None:
         peaks = [figures.bytes_of[part] / 2**20 for figures in results.values()]
         places = [row - 0.4 + (index + 0.5) * height for row in rows]
         axes["memory"].barh(places, peaks, height, color=color)
-    axes["time"].set(title="seconds of a step")
+    axes["time"].set(title="seconds of a step, medians of its parts")
     axes["time"].legend(frameon=False, ncols=len(PARTS), fontsize="small")
     axes["time"].set_ylim(len(results) - 0.5, -1.1)
     axes["memory"].set(title="most memory in each part, MiB")
