@@ -4,6 +4,7 @@
 #include <ATen/ops/ones.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "../ops/linear_cross_entropy.h"
 #include "linear_cross_entropy_product.h"
@@ -49,6 +50,23 @@ void LinearHead::each_block_of(int64_t block_classes, const Visit& visit) const 
   }
 }
 
+// Calls compute(first class, number of classes, product) for blocks of classes, and rounds their
+// products to `out`.
+template <typename Compute>
+void LinearHead::rounded(at::Tensor& out, int64_t class_dim, const Compute& compute) const {
+  const int64_t class_bytes =
+      std::max<int64_t>(1, out.size(1 - class_dim)) * at::elementSize(sum_dtype_);
+  const int64_t block_classes = std::clamp<int64_t>(kBlockBytes / class_bytes, 256, kBlockClasses);
+  std::vector<int64_t> sizes = out.sizes().vec();
+  sizes[class_dim] = std::min(block_classes, out.size(class_dim));
+  const at::Tensor products = at::empty(sizes, out.options().dtype(sum_dtype_));
+  each_block_of(block_classes, [&](int64_t first, int64_t count) {
+    at::Tensor product = products.narrow(class_dim, 0, count);
+    compute(first, count, product);
+    out.narrow(class_dim, first, count).copy_(product);
+  });
+}
+
 bool LinearHead::is_product_of(const at::Tensor& out) const {
   return out.scalar_type() == sum_dtype_ || (out.is_cuda() && out.scalar_type() == gradient_dtype_);
 }
@@ -73,15 +91,7 @@ void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
       compute(first, count, block);
     });
   }
-  const int64_t class_bytes = std::max<int64_t>(1, out.size(0)) * at::elementSize(sum_dtype_);
-  const int64_t block_classes = std::clamp<int64_t>(kBlockBytes / class_bytes, 256, kBlockClasses);
-  const at::Tensor sums = at::empty({out.size(0), std::min(block_classes, out.size(1))},
-                                    out.options().dtype(sum_dtype_));
-  each_block_of(block_classes, [&](int64_t first, int64_t count) {
-    at::Tensor block = sums.narrow(1, 0, count);
-    compute(first, count, block);
-    out.narrow(1, first, count).copy_(block);
-  });
+  rounded(out, /*class_dim=*/1, compute);
 }
 
 void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
@@ -100,26 +110,15 @@ void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
                                  bool is_first) const {
   if (!is_product_of(sum)) {
     TORCH_INTERNAL_ASSERT(is_first);
-    return rounded_weight_gradient(grad, rows, sum);
+    return rounded(sum, /*class_dim=*/0, [&](int64_t first, int64_t count, at::Tensor& product) {
+      wide_product(product, grad.narrow(1, first, count).t(), rows, std::nullopt);
+    });
   }
   each_block([&](int64_t first, int64_t count) {
     at::Tensor block = sum.narrow(0, first, count);
     std::optional<at::Tensor> before;
     if (!is_first) before = block;
     wide_product(block, grad.narrow(1, first, count).t(), rows, before);
-  });
-}
-
-void LinearHead::rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
-                                         at::Tensor& out) const {
-  const int64_t class_bytes = std::max<int64_t>(1, rows.size(1)) * at::elementSize(sum_dtype_);
-  const int64_t block_classes = std::max<int64_t>(256, kBlockBytes / class_bytes);
-  const at::Tensor memory = at::empty({std::min(block_classes, out.size(0)), out.size(1)},
-                                      out.options().dtype(sum_dtype_));
-  each_block_of(block_classes, [&](int64_t first, int64_t count) {
-    at::Tensor block = memory.narrow(0, 0, count);
-    wide_product(block, grad.narrow(1, first, count).t(), rows, std::nullopt);
-    out.narrow(0, first, count).copy_(block);
   });
 }
 

@@ -39,8 +39,8 @@ class LinearHead {
   void each_block_of(int64_t block_classes, const Visit& visit) const;
   // True if products can be computed in the dtype of `out`.
   bool is_product_of(const at::Tensor& out) const;
-  void rounded_weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
-                               at::Tensor& out) const;
+  template <typename Compute>
+  void rounded(at::Tensor& out, int64_t class_dim, const Compute& compute) const;
   at::Tensor weight_of(int64_t first, int64_t count) const;
 
   at::Tensor weight_;
