@@ -4,8 +4,8 @@
 // this sum, so it must be known before a gradient is written.
 // cross_entropy_forward_kernel, a team per row, makes one pass for the loss; it repeats this pass
 // for a row whose target is far below its largest logit. For the gradient it makes another pass
-// over the logits, from shared memory or from the L2 cache. cross_entropy_finish_kernel, one block,
-// adds up the losses of the blocks in a fixed order.
+// over the logits, from shared memory or from the L2 cache.
+// cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;

@@ -110,7 +110,7 @@ class RowExponential {
 
 // The version for fp32 logits uses math/cross_entropy_exponential.h. Sums are over exponentials of
 // more digits than a float has. Exponentials for gradients are rounded to a float, so that they can
-// be kept in the place of the logits: a gradient has an error of at most 1.6 ulps.
+// be kept instead of the logits: a gradient has an error of at most 1.6 ulps.
 template <>
 class RowExponential<float> {
  public:

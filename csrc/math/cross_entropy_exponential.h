@@ -1,6 +1,5 @@
 // exp(z − reference) for the terms of a softmax. No z may be more than 60 powers of two above the
-// reference, or biased results could overflow. V is a float
-// or a vector register of floats.
+// reference, or biased results could overflow. V is a float or a vector register of floats.
 //
 // exp z = 2ⁿ·exp r with |r| ≤ log 2 / 2, and exp r = 1 + r + r²·P(r). P has degree 4, comes from
 // Remez's algorithm, and has an error of 2⁻²⁸ of the result. The reference is a multiple of log 2,
