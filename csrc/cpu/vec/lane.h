@@ -26,7 +26,8 @@ struct Lane<at::vec::Vectorized<T>> {
   static AMPFUSE_HOST_DEVICE V log(const V& x) { return x.log(); }
   // Requires finite doubles that are at least -1/2.
   static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return CPU_CAPABILITY::finite_log1p(x); }
-  static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return x.tanh(); }
+  // Keeps the bits of a NaN: Sleef would set them all, and times_power() would give a number.
+  static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return V::blendv(x, x.tanh(), x == x); }
   static AMPFUSE_HOST_DEVICE V choose(const V& is, const V& yes, const V& no) {
     return V::blendv(no, yes, is);
   }
@@ -42,7 +43,7 @@ struct Lane<at::vec::Vectorized<T>> {
     return V::blendv(no, yes, a == b);
 #endif
   }
-  static AMPFUSE_HOST_DEVICE V from_floor_on(const V& x, const V& floor, const V& value) {
+  static AMPFUSE_HOST_DEVICE V zero_below(const V& x, const V& floor, const V& value) {
 #if defined(CPU_CAPABILITY_AVX512)
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, floor, _CMP_NLT_UQ), value);
 #else
