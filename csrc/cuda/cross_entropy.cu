@@ -14,9 +14,9 @@ namespace ampfuse {
 
 namespace {
 
-// Returns the number of blocks that sum target weights, at one target per thread: further targets
-// of a thread would be read one after the other. The limit is kThreads blocks, since a later kernel
-// adds up their results with one thread per block.
+// Returns the number of blocks that sum target weights. Each thread reads one target, because it
+// would read several one after the other. There are at most kThreads blocks: each thread of a later
+// kernel reads the result of one block (reduction_scale).
 int weight_blocks(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>((rows + kThreads - 1) / kThreads, 1, kThreads));
 }
@@ -37,11 +37,11 @@ at::Tensor launch_weigh(const LaunchStream& stream, const CrossEntropyTable<scal
 
 CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
                                    const BadTargets& bad_targets, const at::Tensor& divisor) {
-  const bool is_weighed = weights.numel() > 0;
+  const bool has_weights = weights.numel() > 0;
   return {nullptr,
           nullptr,
-          is_weighed ? static_cast<const TargetWeight*>(weights.const_data_ptr()) : nullptr,
-          is_weighed ? static_cast<int>(weights.size(0)) : 0,
+          has_weights ? static_cast<const TargetWeight*>(weights.const_data_ptr()) : nullptr,
+          has_weights ? static_cast<int>(weights.size(0)) : 0,
           is_mean,
           /*limit=*/INFINITY,
           nullptr,
@@ -55,9 +55,13 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
   const LaunchStream stream(total);
   BadTargets& bad_targets = bad_targets_of(total.device());
   bad_targets.raise_earlier();
+  if (arguments.has_probabilities()) {  // each row counts as 1; do not convert them all to float
+    total.fill_(static_cast<double>(arguments.rows().expect_int()));
+    return;
+  }
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
-    at::Tensor kept;
-    const auto table = table_of<scalar_t>(arguments, kept);
+    at::Tensor converted;
+    const auto table = table_of<scalar_t>(arguments, converted);
     const at::Tensor weights = launch_weigh(stream, table, total.options());
     stream.launch_blocks(cross_entropy_total_kernel<scalar_t>, 1, kThreads, 0, table,
                          reduction_of(/*is_mean=*/true, weights, bad_targets, total));
@@ -74,17 +78,17 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const LaunchStream stream(input);
   const DeviceRoom room = device_room(stream);
   BadTargets& bad_targets = bad_targets_of(input.device());
-  if (!arguments.is_weighed) bad_targets.raise_earlier();
-  const bool is_each = arguments.options.is_per_row();
+  if (!arguments.are_targets_checked) bad_targets.raise_earlier();
+  const bool is_per_row = arguments.options.is_per_row();
   const bool with_metrics = outputs.lse.numel() > 0;
   const bool with_grad = grad.numel() > 0;
   dispatch_real(input.scalar_type(), [&]<typename scalar_t>() {
     using acc_t = RowAcc<scalar_t>;
-    at::Tensor kept;
-    const auto table = table_of<scalar_t>(arguments, kept);
+    at::Tensor converted;
+    const auto table = table_of<scalar_t>(arguments, converted);
     const auto doubles = divisor.options();
-    const at::Tensor weights =
-        arguments.is_weighed ? at::empty({0}, doubles) : launch_weigh(stream, table, doubles);
+    const at::Tensor weights = arguments.are_targets_checked ? at::empty({0}, doubles)
+                                                             : launch_weigh(stream, table, doubles);
     CrossEntropyReduction reduction =
         reduction_of(arguments.options.is_mean(), weights, bad_targets, divisor);
     if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
@@ -94,11 +98,11 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const auto [grid, packs, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
-      const at::Tensor losses = at::empty({is_each ? 0 : grid}, doubles);
+      const at::Tensor losses = at::empty({is_per_row ? 0 : grid}, doubles);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
         const CrossEntropyResults<scalar_t, grad_t> results = {
-            is_each ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
-            is_each ? nullptr : losses.mutable_data_ptr<double>(),
+            is_per_row ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
+            is_per_row ? nullptr : losses.mutable_data_ptr<double>(),
             outputs.statistics.numel() == 0
                 ? nullptr
                 : static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr()),
@@ -110,7 +114,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
         stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, grid,
                              Team::kBlock, shared, table, reduction, results, packs);
       });
-      if (is_each) return;
+      if (is_per_row) return;
       stream.launch_blocks(cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0,
                            losses.const_data_ptr<double>(), grid, divisor.const_data_ptr<double>(),
                            outputs.loss.mutable_data_ptr<acc_t>());

@@ -12,8 +12,8 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
   check_cross_entropy_memory(arguments);
   const LaunchStream stream(arguments.input);
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
-    at::Tensor kept;
-    const auto table = table_of<scalar_t>(arguments, kept);
+    at::Tensor converted;
+    const auto table = table_of<scalar_t>(arguments, converted);
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const int blocks =
           resident_blocks<scalar_t, Team, kWork>(stream.multiprocessors(), table.rows);

@@ -42,9 +42,10 @@ inline RowsAt rows_at(const at::Tensor& rows) {
 }
 
 /// Returns the kernels' view of the arguments. Probabilities are converted to the dtype of the
-/// loss; `kept` owns them and must live until the launch.
+/// loss; `converted` owns them and must live until the launch.
 template <typename scalar_t>
-CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at::Tensor& kept) {
+CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments,
+                                     at::Tensor& converted) {
   using acc_t = RowAcc<scalar_t>;
   const at::Tensor& input = arguments.input;
   TORCH_CHECK_VALUE(input.size(1) <= kMostClasses, "cross_entropy: input: expected at most ",
@@ -56,9 +57,9 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments, at:
   table.classes = static_cast<int>(input.size(1));
   table.is_shard = arguments.all_classes.has_value();
   if (arguments.has_probabilities()) {
-    kept = arguments.target.to(loss_dtype(input));
-    table.probabilities = kept.const_data_ptr<acc_t>();
-    table.probabilities_at = rows_at(kept);
+    converted = arguments.target.to(loss_dtype(input));
+    table.probabilities = converted.const_data_ptr<acc_t>();
+    table.probabilities_at = rows_at(converted);
   } else {
     table.target = arguments.target.const_data_ptr();
     table.index_type = index_type(arguments.target);

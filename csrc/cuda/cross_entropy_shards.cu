@@ -18,8 +18,8 @@ T* data_or_null(const at::Tensor& tensor) {
 template <typename Run>
 void with_table(const CrossEntropyArguments& arguments, const Run& run) {
   const auto with_logits = [&]<typename scalar_t>() {
-    at::Tensor kept;
-    const auto table = table_of<scalar_t>(arguments, kept);
+    at::Tensor converted;
+    const auto table = table_of<scalar_t>(arguments, converted);
     run.template operator()<scalar_t>(table);
   };
   if (arguments.input.scalar_type() == at::kDouble)

@@ -1,5 +1,7 @@
 """Tests of the memory of linear_cross_entropy: gradients, and one chunk of logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness.memory import extra_peak as peak
@@ -108,3 +110,14 @@ def test_peak_of_torchs_loss_is_measured_as_at_least_five_times_ours(device, dty
 
     ours = peak(device, lambda: batch_on(device, dtype).loss(chunk_rows=CHUNK).backward())
     assert peak(device, step) >= 5 * ours
+
+
+def test_16_bit_probabilities_are_converted_one_chunk_at_a_time(device):
+    probabilities = torch.rand(ROWS, CLASSES, device=device).bfloat16()
+    batch = replace(batch_on(device, torch.bfloat16), target=probabilities)
+
+    def step():
+        batch.loss(chunk_rows=CHUNK).backward()
+
+    converted = 4 * CHUNK * CLASSES
+    assert peak(device, step) <= most(batch, torch.bfloat16) + converted
