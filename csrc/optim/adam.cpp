@@ -38,15 +38,15 @@ std::vector<AdamSettings> checked_settings(
   return settings;
 }
 
-at::TensorOptions first_param_options(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+bool are_on_gpu(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   for (const auto& group : groups) {
-    if (!group.params().empty()) return group.params()[0].options();
+    if (!group.params().empty()) return group.params()[0].is_cuda();
   }
-  return {};
+  return false;
 }
 
-std::optional<at::Tensor> on(at::Device device, const std::optional<at::Tensor>& scalar) {
+std::optional<at::Tensor> on_device_if_any(const std::optional<at::Tensor>& scalar,
+                                           at::Device device) {
   if (!scalar) return std::nullopt;
   return on_device(*scalar, device);
 }
@@ -67,7 +67,7 @@ FusedAdamOptions step_options(const AdamSettings& settings) {
 }
 
 void clip_on(at::Device device, const optim::Clip& clip, FusedAdamOptions& options) {
-  options.total_norm = on(device, clip.total_norm);
+  options.total_norm = on_device(clip.total_norm, device);
   options.max_norm = clip.max_norm;
   if (clip.grad_norm.defined() && clip.grad_norm.device() == device) {
     options.grad_norm = clip.grad_norm;
@@ -80,13 +80,25 @@ void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
              options);
 }
 
+// Returns the tensor that receives the norm: `current`, unless the gradients that the norm covers
+// have moved to another device.
+at::Tensor norm_tensor(const at::Tensor& current, const std::vector<AdamGroup>& groups) {
+  std::optional<at::Device> device;
+  for (const AdamGroup& group : groups) {
+    if (device || group.settings.max_grad_norm || group.lists.empty()) continue;
+    device = group.lists[0].device;
+  }
+  if (current.defined() && (!device || current.device() == *device)) return current;
+  return at::zeros({}, at::TensorOptions(device.value_or(at::kCPU)).dtype(at::kFloat));
+}
+
 size_t number_of_calls(const std::vector<AdamGroup>& groups) {
   size_t calls = 0;
   for (const AdamGroup& group : groups) calls += group.lists.size();
   return calls;
 }
 
-// Returns the properties of a tensor for which the op may throw, as the bits of one number.
+// Returns the properties of a tensor that may make the op throw, as the bits of one number.
 uintptr_t kind_of(const at::Tensor& tensor) {
   const bool is_strided = tensor.layout() == at::kStrided;
   const bool is_dense = is_strided && tensor.is_non_overlapping_and_dense();
@@ -95,9 +107,10 @@ uintptr_t kind_of(const at::Tensor& tensor) {
          static_cast<uintptr_t>(is_dense) << 1 | static_cast<uintptr_t>(is_allocated) << 2;
 }
 
-// Returns what may make the op throw and may change from step to step: kinds and addresses of the
-// tensors, with a 0 after each call's. Most gradients have a new address at each step. It counts
-// only if the op writes them, since they must not share memory then.
+// Returns the properties of the tensors that may make the op throw and may change from step to
+// step: kinds and addresses, with a 0 after those of each call. Most gradients have a new address
+// at each step. Their addresses are included only if the op writes them: only then must gradients
+// not share memory.
 std::vector<uintptr_t> checked_properties(const std::vector<AdamGroup>& groups) {
   std::vector<uintptr_t> properties;
   const auto add = [&](const std::vector<at::Tensor>& tensors, bool with_address) {
@@ -141,8 +154,8 @@ void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const AdamLists& lists : groups[i].lists) {
       FusedAdamOptions options = step_options(groups[i].settings);
-      options.grad_scale = on(lists.device, optimizer.grad_scale);
-      options.found_inf = on(lists.device, found_inf);
+      options.grad_scale = on_device_if_any(optimizer.grad_scale, lists.device);
+      options.found_inf = on_device_if_any(found_inf, lists.device);
       if (clips.of_groups[i]) clip_on(lists.device, *clips.of_groups[i], options);
       step_lists(lists, options);
     }
@@ -164,9 +177,9 @@ Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
       max_grad_norm(max_grad_norm) {
   for (const auto& group : param_groups) add_param_group(group);
-  optim::check_first(optim::checked_settings(this->defaults(), /*group=*/0));
+  optim::check_initial(optim::checked_settings(this->defaults(), /*group=*/0));
   for (const auto& settings : checked_settings(param_groups_, max_grad_norm)) {
-    optim::check_first(settings);
+    optim::check_initial(settings);
   }
 }
 
@@ -195,16 +208,14 @@ at::Tensor Adam::step(LossClosure closure) {
     if (properties != checked_) check_before_writing(groups);
     checked_ = std::move(properties);
   }
-  if (max_grad_norm && !grad_norm_.defined()) {
-    grad_norm_ = at::zeros({}, first_param_options(param_groups_).dtype(at::kFloat));
-  }
+  if (max_grad_norm) grad_norm_ = norm_tensor(grad_norm_, groups);
   step_groups(groups, *this, grad_norm_, known_norms_);
   writes_after_step_ = param_writes();
   return loss;
 }
 
 at::Tensor Adam::grad_norm() const {
-  return grad_norm_.defined() ? grad_norm_.clone() : grad_norm_;
+  return max_grad_norm && grad_norm_.defined() ? grad_norm_.clone() : at::Tensor();
 }
 
 std::vector<at::Tensor> Adam::master_params() const {
@@ -239,7 +250,7 @@ void Adam::sync_masters_from_model() {
 
 Adam::ParamWrites Adam::param_writes() const {
   ParamWrites writes;
-  for_each_master([&](const at::Tensor& param, const at::Tensor&) {
+  for_each_float_master([&](const at::Tensor& param, const at::Tensor&) {
     ++writes.masters;
     writes.versions += param._version();
     writes.addresses = writes.addresses * 31 + reinterpret_cast<uintptr_t>(param.const_data_ptr());
@@ -249,13 +260,13 @@ Adam::ParamWrites Adam::param_writes() const {
 
 void Adam::adopt_written_params() {
   const auto before = std::exchange(writes_after_step_, std::nullopt);
-  if (first_param_options(param_groups_).device().is_cuda() && is_capturing()) return;
+  if (are_on_gpu(param_groups_) && is_capturing()) return;
   warn_of_written_params();
   // ParamWrites can be compared only if the number of masters is the same.
   const ParamWrites now = param_writes();
   if (before && before->masters == now.masters && *before != now) {
     std::vector<at::Tensor> written_over;
-    for_each_master([&](const at::Tensor& param, const at::Tensor& master) {
+    for_each_float_master([&](const at::Tensor& param, const at::Tensor& master) {
       written_over.push_back(optim::adopt_param(param, master));
     });
     // A new copy is started only when the last one has arrived. If each step replaced it, the host
@@ -280,7 +291,7 @@ void Adam::warn_of_written_params() {
       "loading a model call sync_masters_from_model(). This warning is given once");
 }
 
-void Adam::for_each_master(
+void Adam::for_each_float_master(
     const std::function<void(const at::Tensor&, const at::Tensor&)>& visit) const {
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {

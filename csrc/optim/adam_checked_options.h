@@ -27,7 +27,7 @@ AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, siz
 
 /// Throws for a negative learning rate or weight decay. Only constructors call this: schedules may
 /// go below 0 later, as in torch.
-void check_first(const AdamSettings& settings);
+void check_initial(const AdamSettings& settings);
 
 /// Throws unless the limit is absent or at least 0.
 void check_max_grad_norm(std::optional<double> max_grad_norm);

@@ -52,7 +52,7 @@ GradInspection inspect(const std::vector<const AdamGroup*>& groups) {
 Clips inspect_for_clipping(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
                            const at::Tensor& grad_norm, bool find_inf,
                            const std::vector<at::Tensor>& known_norms) {
-  // Known norms cover all gradients, so they are used only if all groups are measured together.
+  // Known norms cover all gradients, so they are used only if all groups are inspected together.
   const auto inspect_groups = [&](const std::vector<const AdamGroup*>& members) {
     const bool is_known = !known_norms.empty() && !find_inf && members.size() == groups.size();
     return is_known ? GradInspection{joined_norm(known_norms), {}} : inspect(members);

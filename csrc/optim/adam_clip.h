@@ -18,10 +18,11 @@ struct Clips {
 
 /// A group with a limit is clipped by its own norm. All other groups are clipped by their joint
 /// norm, if there is a `shared_limit`. The step then writes that norm, unscaled, to `grad_norm`; if
-/// those groups have no gradients, this function writes 0. Norms are double: a norm of scaled
-/// gradients may exceed the range of float though no element does. `known_norms` are the norms of
-/// all gradients of all groups, one per device, if the caller has just inspected them; otherwise
-/// empty.
+/// those groups have no gradients, this function writes 0. With `find_inf`, the gradients of all
+/// groups are inspected for non-finite elements, also those of groups that are not clipped. Norms
+/// are double: a norm of scaled gradients may exceed the range of float though no element does.
+/// `known_norms` are the norms of all gradients of all groups, one per device, if the caller has
+/// just inspected them; otherwise empty.
 Clips inspect_for_clipping(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
                            const at::Tensor& grad_norm, bool find_inf,
                            const std::vector<at::Tensor>& known_norms);

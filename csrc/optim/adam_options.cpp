@@ -97,7 +97,7 @@ AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, siz
   return checked;
 }
 
-void check_first(const AdamSettings& settings) {
+void check_initial(const AdamSettings& settings) {
   TORCH_CHECK_VALUE(settings.lr >= 0, "Invalid learning rate: ", settings.lr);
   TORCH_CHECK_VALUE(settings.weight_decay >= 0,
                     "Invalid weight_decay value: ", settings.weight_decay);

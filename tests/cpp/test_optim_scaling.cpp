@@ -94,6 +94,20 @@ TEST_CASE("grad_norm is undefined without a limit and before the first step") {
   CHECK_FALSE(clipping.grad_norm().defined());
   train(plain, params, 1, 1);
   CHECK_FALSE(plain.grad_norm().defined());
+  train(clipping, params, 1, 1);
+  CHECK(clipping.grad_norm().defined());
+  clipping.max_grad_norm = std::nullopt;
+  CHECK_FALSE(clipping.grad_norm().defined());
+}
+
+TEST_CASE("grad_norm is that of the gradients when those of the first device are missing") {
+  if (devices().size() < 2) return;
+  const torch::Tensor on_cpu = torch::ones({2});
+  const torch::Tensor on_gpu = torch::ones({2}, torch::kCUDA);
+  ampfuse::AdamW optimizer({on_cpu, on_gpu}, ampfuse::AdamWOptions().max_grad_norm(0.5));
+  on_gpu.mutable_grad() = torch::full({2}, 3.0, torch::kCUDA);
+  optimizer.step();
+  CHECK(optimizer.grad_norm().item<float>() == Approx(std::sqrt(18.0)));
 }
 
 TEST_CASE("scaled gradients with grad_scale step like unscaled ones") {

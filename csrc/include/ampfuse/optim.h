@@ -114,8 +114,9 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   /// closure's result.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Returns the norm of the last step's unscaled gradients before clipping: a copy, 0-dim, on
-  /// their device. It is undefined before the first step and without a `max_grad_norm`.
+  /// Returns the norm of the last step's unscaled gradients before clipping, without those of
+  /// groups that have a limit of their own: a copy, 0-dim, on their device. It is undefined before
+  /// the first step and without a `max_grad_norm`.
   at::Tensor grad_norm() const;
 
   /// Returns the values that steps update, in the order of the parameters: the float master; with a
@@ -139,7 +140,8 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Limit of the joint norm of all groups that have no limit of their own. The constructor moves
-  /// it here from the options, since groups without options get those as their own.
+  /// it here from the defaults. Otherwise torch would copy it to each group without options, as a
+  /// limit of that group alone.
   std::optional<double> max_grad_norm;
 
   /// Loss scaling, set around step() by the code that scales the losses. Gradients are divided by
@@ -169,7 +171,7 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   ParamWrites param_writes() const;
   void adopt_written_params();
   void warn_of_written_params();
-  void for_each_master(
+  void for_each_float_master(
       const std::function<void(const at::Tensor& param, const at::Tensor& master)>& visit) const;
 
   at::Tensor grad_norm_;
