@@ -21,7 +21,7 @@ at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked_scale,
   const at::Tensor rows = is_vector ? saved.unsqueeze(0) : saved;
   // Copy it if another backward needs it, or if a saved-tensor hook returned it with other strides.
   const bool is_kept =
-      torch::autograd::get_current_graph_task_keep_graph() || !has_disjoint_elements(rows);
+      torch::autograd::get_current_graph_task_keep_graph() || !can_be_overwritten(rows);
   const at::Tensor grad = is_kept ? rows.clone(at::MemoryFormat::Contiguous) : rows.detach();
   cross_entropy_rescale_(grad, baked_scale, grad_output);
   return is_vector ? grad.squeeze(0) : grad;

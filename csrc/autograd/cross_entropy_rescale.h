@@ -1,4 +1,4 @@
-// Gradients that a loss forms in forward, where it has the logits.
+// Rescales, in backward, the gradients that a loss computed in forward.
 #pragma once
 
 #include <ATen/core/Tensor.h>

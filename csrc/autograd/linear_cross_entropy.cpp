@@ -56,14 +56,15 @@ LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor&
   call.arguments.bias = bias;
   context->saved_data["has_bias"] = bias.has_value();
   context->set_materialize_grads(false);  // for the gradients of metrics
-  // Not in save_for_backward(), which forbids later writes: backward writes to this buffer, and may
-  // do so again.
+  // The buffer is not passed to save_for_backward(), which forbids later writes: backward writes to
+  // it, possibly more than once.
   if (call.accumulate_into) context->saved_data["accumulate_into"] = *call.accumulate_into;
   const at::AutoDispatchBelowADInplaceOrView below;
   return call_forward(call, wanted);
 }
 
-// Autograd does not count an absent bias as an input: needs_input_grad(2) is valid only with one.
+// Autograd does not count an absent bias as an input: needs_input_grad(2) is valid only if there is
+// a bias.
 LinearGradientMask needed(AutogradContext* context) {
   return {context->needs_input_grad(0), context->needs_input_grad(1),
           context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)};

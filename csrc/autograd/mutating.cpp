@@ -77,11 +77,6 @@ void refuse_differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-void bump_version(const c10::IValue& tensor) {
-  const at::Tensor& written = tensor.toTensor();
-  if (written.defined() && !written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
-}
-
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
   // Hold the written arguments, since the call takes them off the stack. Their versions are bumped
@@ -92,9 +87,9 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
   for (const c10::IValue& argument : written) {
-    if (argument.isTensor()) bump_version(argument);
-    if (!argument.isTensorList()) continue;
-    for (const c10::IValue& tensor : argument.toListRef()) bump_version(tensor);
+    for_each_tensor(argument, [](const at::Tensor& tensor, int64_t) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    });
   }
 }
 

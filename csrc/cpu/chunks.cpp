@@ -10,9 +10,10 @@ namespace ampfuse {
 
 namespace {
 
-// Starting a chunk costs about as much as processing a few hundred elements (about 50 ns).
-constexpr int64_t kEntry = 512;
-constexpr int64_t kStride = math::kNormChunk + kEntry;  // effort from one chunk's start to the next
+// Starting a chunk takes about as long as processing this many elements.
+constexpr int64_t kChunkCost = 512;
+constexpr int64_t kStride =
+    math::kNormChunk + kChunkCost;  // effort from one chunk's start to the next
 
 // A thread gets at least this much effort, about 10 µs, because waking a thread costs microseconds.
 //
@@ -37,7 +38,7 @@ Chunks::Chunks(std::vector<TensorRun> runs) : runs_(std::move(runs)) {
     effort_.push_back(effort);
     const int64_t chunks = (run.size + math::kNormChunk - 1) / math::kNormChunk;
     first += chunks;
-    effort += run.size + chunks * kEntry;
+    effort += run.size + chunks * kChunkCost;
     has_long_ |= run.size > kGrain;
   }
   first_.push_back(first);

@@ -5,7 +5,7 @@
 #include "../ops/cross_entropy_kernels.h"
 #include "../ops/registration.h"
 #include "cross_entropy_passes.h"
-#include "cross_entropy_prefault.h"
+#include "fresh_memory.h"
 #include "vec/multi_tensor_scale.h"
 
 namespace ampfuse {
@@ -14,7 +14,7 @@ namespace {
 
 // Throws if a target is out of range. Returns the total weight of the targets, added in an order
 // that does not depend on the number of threads.
-double check_targets(const CpuRows& rows) {
+double checked_target_weight(const CpuRows& rows) {
   if (rows.has_probabilities()) return static_cast<double>(rows.count());
   constexpr int64_t kRows = 16384;
   const int64_t blocks = (rows.count() + kRows - 1) / kRows;
@@ -37,7 +37,7 @@ double check_targets(const CpuRows& rows) {
 
 void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
   check_target_memory(arguments);
-  *total.mutable_data_ptr<double>() = check_targets(CpuRows(arguments));
+  *total.mutable_data_ptr<double>() = checked_target_weight(CpuRows(arguments));
 }
 
 void forward(const CrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
@@ -46,7 +46,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const at::Tensor& statistics = outputs.statistics;
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
-  const double weight = arguments.is_weighed ? 0 : check_targets(rows);
+  const double weight = arguments.are_targets_checked ? 0 : checked_target_weight(rows);
   const bool is_mean = arguments.options.is_mean();
   const double divisor = !is_mean      ? 1
                          : denominator ? *denominator->const_data_ptr<double>()
@@ -54,13 +54,13 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const float scale = grad_scale ? math::baked_scale(*grad_scale->const_data_ptr<float>(), divisor,
                                                      arguments.gradient_limit)
                                  : 1;
-  const bool is_each = arguments.options.is_per_row();
+  const bool is_per_row = arguments.options.is_per_row();
   const bool with_grad = grad.numel() > 0;
   if (with_grad && !grad.is_alias_of(arguments.input)) prepare_fresh_memory(grad);
   const int64_t summands = rows.are_tiled() ? rows.tiles() : rows.count();
-  std::vector<double> losses(static_cast<size_t>(is_each ? 0 : summands));
+  std::vector<double> losses(static_cast<size_t>(is_per_row ? 0 : summands));
   const ForwardResults results = {
-      is_each,
+      is_per_row,
       NumberWriter(outputs.loss),
       losses.data(),
       statistics.numel() == 0 ? nullptr
@@ -74,7 +74,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
                    : forward_by_row(rows, scale / divisor, results);
   *outputs.baked_scale.mutable_data_ptr<float>() = scale;
   *outputs.divisor.mutable_data_ptr<double>() = divisor;
-  if (is_each) return;
+  if (is_per_row) return;
   double total = 0;
   for (const double some : losses) total += some;
   NumberWriter(outputs.loss).put(0, math::reduced_loss(total, divisor));
@@ -84,7 +84,7 @@ void backward(const CrossEntropyArguments& arguments, const at::Tensor& grad_out
               const at::Tensor& statistics, const at::Tensor& divisor, const at::Tensor& grad) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
-  if (!arguments.is_weighed) check_targets(rows);
+  if (!arguments.are_targets_checked) checked_target_weight(rows);
   if (!grad.is_alias_of(arguments.input)) prepare_fresh_memory(grad);
   const BackwardInputs inputs = {
       static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),

@@ -1,6 +1,6 @@
-// Threads share the rows. If there are fewer rows than threads, they share the blocks of one row at
-// a time. In both cases results are joined in the order of the blocks, so that they do not depend
-// on the number of threads.
+// Threads share the rows. If there are fewer rows than threads, the threads share the blocks of one
+// row at a time. In both cases the partial sums of a row are joined in the order of its blocks, so
+// that the result does not depend on the number of threads.
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -57,8 +57,8 @@ int64_t argmax_of(const CpuRows& rows, int64_t row) {
 }
 
 void put_loss(const ForwardResults& results, int64_t row, double loss) {
-  if (results.is_each) {
-    results.each_loss.put(row, loss);
+  if (results.is_per_row) {
+    results.row_losses.put(row, loss);
   } else {
     results.losses[row] = loss;
   }
@@ -133,8 +133,8 @@ void forward_row(const CpuRows& rows, const ForwardResults& results, double scal
   each_block(rows.blocks(), in_parallel, [&](int64_t block) {
     // Exponentials are relative to their block's reference. They are 0 if all logits are -infinity.
     const RowPartial& partial = scratch.partial(block);
-    const bool is_nothing = partial.largest == math::minus_infinity<double>();
-    const double below = is_nothing ? 0 : whole.reference - partial.reference;
+    const bool is_all_minus_infinity = partial.largest == math::minus_infinity<double>();
+    const double below = is_all_minus_infinity ? 0 : whole.reference - partial.reference;
     math::RowGradient<double> of_block = of_row;
     if (below != 0) of_block.of_exponential *= std::exp(-below);
     gradient(rows.logits(row, block), rows.masses(row, block), scratch.exponentials(block),

@@ -13,10 +13,10 @@ template <typename Visit>
 void each_tile(const CpuRows& rows, const Visit& visit) {
   at::parallel_for(0, rows.tiles(), worth_a_thread(rows.classes() * kTileRows),
                    [&](int64_t begin, int64_t end) {
-                     const Tile any = rows.tile(rows.tile_position(begin));
+                     const Tile any = rows.tile(rows.first_row_of(begin));
                      const auto memory = c10::GetCPUAllocator()->allocate(tile_bytes(any));
                      for (int64_t number = begin; number < end; ++number) {
-                       const RowLocation first = rows.tile_position(number);
+                       const RowLocation first = rows.first_row_of(number);
                        visit(rows.tile(first), number, first, memory.get());
                      }
                    });
@@ -24,8 +24,8 @@ void each_tile(const CpuRows& rows, const Visit& visit) {
 
 void put_losses(const Tile& tile, const TileLoss& loss, int64_t number, int64_t first,
                 const ForwardResults& results) {
-  if (results.is_each) {
-    for (int64_t i = 0; i < tile.rows; ++i) results.each_loss.put(first + i, loss.loss[i]);
+  if (results.is_per_row) {
+    for (int64_t i = 0; i < tile.rows; ++i) results.row_losses.put(first + i, loss.loss[i]);
   } else {
     results.losses[number] = loss.total;
   }

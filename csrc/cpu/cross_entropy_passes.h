@@ -6,12 +6,12 @@
 
 namespace ampfuse {
 
-/// Outputs of forward. If `is_each` (reduction "none"), `each_loss` gets the loss of each row.
+/// Outputs of forward. If `is_per_row` (reduction "none"), `row_losses` gets the loss of each row.
 /// Otherwise `losses` gets the loss of each row or the sum of each tile, so that the caller can add
 /// them in an order that does not depend on threads.
 struct ForwardResults {
-  bool is_each;
-  NumberWriter each_loss;
+  bool is_per_row;
+  NumberWriter row_losses;
   double* losses;
   math::RowStatistics* statistics;  // may be null
   RowWriter grad;
@@ -24,11 +24,11 @@ struct ForwardResults {
 /// Inputs of backward.
 struct BackwardInputs {
   const math::RowStatistics* statistics;
-  const double* grad_output;  // one number, or one per row if `is_each`
-  bool is_each;
+  const double* grad_output;  // one number, or one per row if `is_per_row`
+  bool is_per_row;
   double divisor;
 
-  double scale(int64_t row) const { return grad_output[is_each ? row : 0] / divisor; }
+  double scale(int64_t row) const { return grad_output[is_per_row ? row : 0] / divisor; }
 };
 
 /// Outputs for the rows of a shard: partial results, and the index of the largest logit among the

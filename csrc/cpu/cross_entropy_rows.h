@@ -5,7 +5,7 @@
 
 #include "../ops/cross_entropy.h"
 #include "cross_entropy_row_layout.h"
-#include "vec/cross_entropy_indices.h"
+#include "vec/cross_entropy_targets.h"
 
 namespace ampfuse {
 
@@ -50,7 +50,7 @@ class CpuRows {
   int64_t tiles() const {
     return positions_ == 0 ? tiles_of(count_) : tiles_of(positions_) * (count_ / positions_);
   }
-  RowLocation tile_position(int64_t tile) const {
+  RowLocation first_row_of(int64_t tile) const {
     if (positions_ == 0) return {tile * kTileRows, tile * kTileRows, 0};
     const int64_t each = tiles_of(positions_);
     const int64_t entry = tile / each;
@@ -87,10 +87,10 @@ class CpuRows {
   Weighed weigh_targets(int64_t begin, int64_t end) const {
     Weighed all;
     with_targets(begin, [&](const auto* targets) {
-      const ClassIndices indices = AMPFUSE_CHOOSE(look_at_indices)(
-          targets, target_dtype_, end - begin, ignore_index_, classes_);
-      all.weight = static_cast<double>(indices.counting);
-      if (indices.are_classes && masses_.weight == nullptr) return;
+      const TargetCount indices = AMPFUSE_CHOOSE(count_targets)(targets, target_dtype_, end - begin,
+                                                                ignore_index_, classes_);
+      all.weight = static_cast<double>(indices.counted);
+      if (indices.are_in_range && masses_.weight == nullptr) return;
       all.weight = 0;
       for (int64_t i = 0; i < end - begin; ++i) {
         const int64_t target = targets[i];

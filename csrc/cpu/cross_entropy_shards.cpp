@@ -1,5 +1,5 @@
-// Rows whose classes are divided among ranks: inspect() computes the partial results of this rank's
-// classes, join() joins those of all ranks.
+// Rows whose classes are divided among ranks. inspect() computes the partial sums of this rank's
+// classes, and join() combines the partial sums of all ranks.
 #include "../ops/cross_entropy_shards.h"
 
 #include <ATen/Parallel.h>

@@ -18,7 +18,7 @@ std::vector<math::AdamStep<double>> count_steps(const std::vector<AdamTensor>& t
   std::vector<math::AdamStep<double>> steps(tensors.size());
   float last = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {
-    // Each count is on its own cache line.
+    // Each count is a tensor with a cache line of its own, which the hardware does not prefetch.
     if (t + 8 < tensors.size()) __builtin_prefetch(tensors[t + 8].step);
     const float count = *tensors[t].step += 1;
     steps[t] = t > 0 && count == last ? steps[t - 1] : math::adam_step<double>(options, lr, count);

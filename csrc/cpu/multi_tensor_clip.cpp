@@ -11,7 +11,7 @@ namespace ampfuse {
 namespace {
 
 void multi_tensor_clip_cpu(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
-  const DenseRuns dense("multi_tensor_clip", tensors, Complex::kAsReal, Use::kWrite);
+  const DenseRuns dense("multi_tensor_clip", tensors, ComplexAs::kRealPairs, Use::kWrite);
   check_clip_norm(tensors, total_norm);
   const double factor = math::clip_factor(total_norm.item<double>(), max_norm);
   if (factor == 1) return;

@@ -42,7 +42,7 @@ NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord,
                                   std::optional<at::ScalarType> dtype) {
   const math::NormType type = norm_type("multi_tensor_norm", ord);
   check_norm_dtype("multi_tensor_norm", dtype);
-  const DenseRuns dense("multi_tensor_norm", tensors, norm_cut(type), Use::kRead);
+  const DenseRuns dense("multi_tensor_norm", tensors, complex_as(type), Use::kRead);
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);

@@ -14,7 +14,7 @@ namespace {
 
 void multi_tensor_unscale_cpu(at::TensorList tensors, const at::Tensor& found_inf,
                               const at::Tensor& inv_scale) {
-  const DenseRuns dense("multi_tensor_unscale", tensors, Complex::kAsReal, Use::kWrite);
+  const DenseRuns dense("multi_tensor_unscale", tensors, ComplexAs::kRealPairs, Use::kWrite);
   check_unscale_scalars("multi_tensor_unscale", tensors, found_inf, inv_scale);
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto scale_chunk = AMPFUSE_CHOOSE(scale_chunk);
@@ -35,7 +35,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   const char* op = "multi_tensor_unscale_norm";
   const math::NormType type = norm_type(op, ord);
   check_norm_dtype(op, dtype);
-  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
+  const DenseRuns dense(op, tensors, complex_as(type), Use::kWrite);
   check_unscale_scalars(op, tensors, found_inf, inv_scale);
   const double factor = *inv_scale.const_data_ptr<float>();
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);

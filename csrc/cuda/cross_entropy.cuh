@@ -105,14 +105,14 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   using Block = BlockTeam<Team::kBlock>;
   AMPFUSE_SHARED(double, scratch, Block::kWarps);
   const Block block(scratch);
-  // In shared memory, since threads have no register left to hold it while they read a row.
+  // The scale is in shared memory, since threads have no register for it while they read a row.
   AMPFUSE_SHARED(Number, scale, 1);
   const double factor = reduction_scale(block, table, reduction);
   if (block.index() == 0) *scale = static_cast<Number>(factor);
   block.sync();
   const Team team(scratch);
   const auto kept = kept_packs<scalar_t>(team, kept_count);
-  const bool with_metrics = kWork == RowWork::kAny && results.argmax != nullptr;
+  const bool with_metrics = kWork == RowWork::kGeneral && results.argmax != nullptr;
   const bool is_first = team.index() == 0;
   double losses = 0;
   // The index of the next row's target is requested while this row is processed. Otherwise each row
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     next_index = table.raw_index(row + Team::count());
     const bool is_ignored = table.is_ignored(index);
     if (is_ignored) {
-      if (is_first && results.each_loss != nullptr) results.each_loss[row] = 0;
+      if (is_first && results.row_losses != nullptr) results.row_losses[row] = 0;
       if (is_first && results.statistics != nullptr) results.statistics[row] = {};
       if (results.grad != nullptr && !with_metrics) {
         write_zeros(team, results.template grad_of<Team>(row), results.grad_at, table.classes);
@@ -131,13 +131,13 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       if (!with_metrics) continue;
     }
     const int target_class = table.class_of(index);
-    // kPlain requests the target's logit together with the row. kAny has no register to hold it,
-    // and requests it after the row was read, when it is still in a cache.
+    // kPlain requests the target's logit together with the row. kGeneral has no register to hold
+    // it, and requests it after the row was read, when it is still in a cache.
     scalar_t target_logit{};
     if (kWork == RowWork::kPlain) target_logit = table.template logit<Team>(row, target_class);
     const RowSums<scalar_t> sums =
         read_row<kWork>(team, table, row, target_class, target_logit, with_metrics, kept);
-    if (kWork == RowWork::kAny) target_logit = table.template logit<Team>(row, target_class);
+    if (kWork == RowWork::kGeneral) target_logit = table.template logit<Team>(row, target_class);
     const math::RowTarget<Number> target = table.row_target(is_ignored, target_class, target_logit);
     const auto at_largest =
         row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(sums.partial.largest));
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     if (is_first && !is_ignored) {
       losses += loss.loss;
       if (results.statistics != nullptr) results.statistics[row] = loss.statistics;
-      if (results.each_loss != nullptr) {
-        results.each_loss[row] = static_cast<RowAcc<scalar_t>>(loss.loss);
+      if (results.row_losses != nullptr) {
+        results.row_losses[row] = static_cast<RowAcc<scalar_t>>(loss.loss);
       }
     }
     if (results.grad == nullptr) continue;

@@ -7,12 +7,12 @@
 namespace ampfuse {
 
 // Computes the gradient from the logits. This moves 2·itemsize bytes per logit. `grad_output` has
-// one number, or one per row if `is_each`.
+// one number, or one per row if `is_per_row`.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
                                   const math::RowStatistics* statistics, const double* divisor,
-                                  const double* grad_output, bool is_each, grad_t* grad,
+                                  const double* grad_output, bool is_per_row, grad_t* grad,
                                   const __grid_constant__ RowsAt grad_at) {
   using Number = RowNumber<scalar_t>;
   const Team team(nullptr);
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       continue;
     }
     const int target_class = table.class_of(index);
-    const auto scale = static_cast<Number>(grad_output[is_each ? row : 0] / *divisor);
+    const auto scale = static_cast<Number>(grad_output[is_per_row ? row : 0] / *divisor);
     const math::RowStatistics known = statistics[row];
     const auto exponential =
         row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(known.largest));

@@ -31,8 +31,9 @@ void BadTargets::raise_earlier() {
   const std::lock_guard lock(mutex_);
   volatile BadTarget& bad_target = *bad_target_;
   if (bad_target.is_set == 0) return;
-  // Cleared first: a kernel may report another target from now on. If it does so during the next
-  // two lines, the message may have its row with the earlier target.
+  // Clear the flag before reading the report, so that a later report is not lost. If a kernel
+  // writes one while this one is read, the message may mix the row of one with the target of the
+  // other.
   bad_target.is_set = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const int64_t row = bad_target.row;

@@ -38,16 +38,17 @@ __device__ __forceinline__ float power_of_two(float x) {
 
 // The version for 16-bit logits takes one multiply-add and one power_of_two per exponential.
 //
-// exp(z − reference) is computed as 2^(z·factor − n), rounded once before the power. `factor` is
-// 1/log 2 as a float, and n is the z of the reference, times `factor` and rounded up to an integer.
-// So changing the reference of a sum multiplies it by a power of two, which is exact. The reference
-// is n / factor, which takes the rounding of `factor` into account: what remains is an error of
-// 2⁻²⁶·|z − reference| of an exponential, and 2⁻²⁵·|z·factor − n| for the rounding of the exponent.
+// exp(z − reference) is computed as 2^(z·factor − n), with one rounding before the power. `factor`
+// is 1/log 2 as a float, and n is an integer: `largest` times `factor`, rounded up. So changing the
+// reference of a sum multiplies the sum by a power of two, which is exact. The reference is
+// n / factor, with the rounded `factor`. An exponential then has two relative errors: at most
+// 2⁻²⁶·|z − reference| from the rounding of `factor`, and at most 2⁻²⁴·|z·factor − n| from the
+// rounding of the exponent.
 //
-// float16 ends at 2¹⁶, and bfloat16 numbers are at least 512 apart from there on, so exponentials
-// are 0 or 1. For them `factor` is a power of two, so small that n is at most 2¹⁸, but neighbours
-// are still 512 apart after the product. With 1/log 2, z·factor would overflow for the largest
-// logits, and adding a bias to n would be inexact.
+// Logits of 2¹⁶ and more exist only in bfloat16. Neighbouring numbers are at least 512 apart there,
+// so each exponential is 0 or 1. If `largest` is that far from 0, `factor` is a power of two, so
+// small that n is at most 2¹⁸, but neighbours are still 512 apart after the product. With 1/log 2,
+// z·factor would overflow for the largest logits, and adding a bias to n would be inexact.
 template <typename scalar_t>
 class RowExponential {
  public:

@@ -87,7 +87,7 @@ class PackGradient {
     for (int e = 0; e < kCount; ++e) {
       const acc_t logit = logits[e];
       acc_t g = exponential_.times(kWork == RowWork::kPlain ? logit : table_.z(logit), factor_);
-      if constexpr (kWork == RowWork::kAny) {
+      if constexpr (kWork == RowWork::kGeneral) {
         if (table_.has_masses()) {
           g -= static_cast<acc_t>(
               math::Lane<Number>::product(scale_, table_.mass(probabilities_, first + e)));

@@ -76,8 +76,9 @@ inline constexpr bool kKeepsExponentials = sizeof(scalar_t) > 2;
 // The sum over a thread's part of a row: 7 to 8 instructions per 16-bit logit.
 //
 // The reference is fixed for a pass over the row, so that no pack waits for the largest logit of
-// those before it, and sums need not be rescaled. It is the target's logit, which costs a loss no
-// digits: the further it is below the largest logit, the larger is the loss.
+// those before it, and sums need not be rescaled. It is the target's logit. The error of the sum
+// grows with the distance from the target's logit to the largest one, but the loss is at least that
+// distance, so its relative error stays small.
 template <typename scalar_t>
 class PlainSum {
  public:

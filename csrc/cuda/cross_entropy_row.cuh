@@ -6,15 +6,17 @@
 namespace ampfuse {
 
 // The work of a pass. kPlain is for losses in which only the target class has a mass B
-// (math/cross_entropy.h), without softcap and metrics: it needs exponentials only. kAny does
+// (math/cross_entropy.h), without softcap and metrics: it needs exponentials only. kGeneral does
 // everything, and needs more registers.
-enum class RowWork { kPlain, kAny };
+enum class RowWork { kPlain, kGeneral };
 
-// Threads that a multiprocessor has registers for; kAny and double need more registers per thread.
+// Threads that a multiprocessor has registers for; kGeneral and double need more registers per
+// thread.
 template <RowWork kWork, typename scalar_t>
-inline constexpr int kRowThreads = std::is_same_v<scalar_t, double> ? 512
-                                   : kWork == RowWork::kAny ? 768
-                                                            : kThreads * kBlocksPerMultiprocessor;
+inline constexpr int kRowThreads =
+    std::is_same_v<scalar_t, double> ? 512
+    : kWork == RowWork::kGeneral     ? 768
+                                     : kThreads * kBlocksPerMultiprocessor;
 template <RowWork kWork, typename scalar_t, typename Team>
 inline constexpr int kRowBlocks = kRowThreads<kWork, scalar_t> / Team::kBlock;
 
@@ -71,7 +73,7 @@ class KeptPacks {
 #endif
 };
 
-// A thread's partial sums over its part of a row, with kAny. Exponentials are relative to the
+// A thread's partial sums over its part of a row, with kGeneral. Exponentials are relative to the
 // reference of RowExponential(largest); `entropy` and `spread` are relative to `largest` itself.
 template <typename scalar_t>
 struct ThreadPartial {

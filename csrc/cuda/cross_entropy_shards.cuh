@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
   const Team team(scratch);
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);
-  const bool with_metrics = kWork == RowWork::kAny && argmax != nullptr;
+  const bool with_metrics = kWork == RowWork::kGeneral && argmax != nullptr;
   const bool is_first = team.index() == 0;
   RawIndex next_index = table.raw_index(team.number());  // as in cross_entropy_forward_kernel
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {

@@ -158,8 +158,8 @@ struct CrossEntropyReduction {
 // it is computed.
 template <typename scalar_t, typename grad_t = scalar_t>
 struct CrossEntropyResults {
-  RowAcc<scalar_t>* each_loss;  // one per row, with reduction none
-  double* block_losses;         // sum of the losses of each block's rows
+  RowAcc<scalar_t>* row_losses;  // one per row, with reduction none
+  double* block_losses;          // sum of the losses of each block's rows
   math::RowStatistics* statistics;
   grad_t* grad;
   RowsAt grad_at;

@@ -83,27 +83,27 @@ RowLaunch row_launch(const DeviceRoom& room, int64_t rows, int64_t classes, bool
 
 /// Calls launch.operator()<Team, kWork>(). A team is a few lanes, a warp, or a block. The block has
 /// 256 threads if it can keep all of its row. Otherwise it has 512, or 1024 if the L2 cache could
-/// not hold what blocks of 512 do not keep. kAny needs too many registers for 1024 threads.
+/// not hold what blocks of 512 do not keep. kGeneral needs too many registers for 1024 threads.
 template <typename scalar_t, typename Launch>
 void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const Launch& launch) {
   using Block = BlockTeam<kThreads>;
   using Wide = BlockTeam<2 * kThreads>;
   using Widest = BlockTeam<4 * kThreads>;
   constexpr RowWork kPlain = RowWork::kPlain;
-  constexpr RowWork kAny = RowWork::kAny;
+  constexpr RowWork kGeneral = RowWork::kGeneral;
   // double logits are for checking gradients, not for speed, so they need no other teams.
   constexpr bool kIsDouble = std::is_same_v<scalar_t, double>;
   const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
   if (row_bytes <= kWarpBytes) {
-    if (!plain) return launch.template operator()<WarpTeam, kAny>();
+    if (!plain) return launch.template operator()<WarpTeam, kGeneral>();
     if constexpr (!kIsDouble) {
       if (classes <= kFewClasses) return launch.template operator()<LaneTeam<kFewLanes>, kPlain>();
     }
     return launch.template operator()<WarpTeam, kPlain>();
   }
   if constexpr (!kIsDouble) {
-    if (!plain && !TeamRoom<scalar_t, Block, kAny>{room}.keeps(row_bytes)) {
-      return launch.template operator()<Wide, kAny>();
+    if (!plain && !TeamRoom<scalar_t, Block, kGeneral>{room}.keeps(row_bytes)) {
+      return launch.template operator()<Wide, kGeneral>();
     }
     if (plain && !TeamRoom<scalar_t, Block, kPlain>{room}.keeps(row_bytes)) {
       return TeamRoom<scalar_t, Wide, kPlain>{room}.l2_holds_rest(row_bytes)
@@ -112,14 +112,14 @@ void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const
     }
   }
   if (plain) return launch.template operator()<Block, kPlain>();
-  return launch.template operator()<Block, kAny>();
+  return launch.template operator()<Block, kGeneral>();
 }
 
 /// Calls launch.operator()<Team, kWork>() for rows that are positions of images.
 template <typename Launch>
 void for_positions(bool plain, const Launch& launch) {
   if (plain) return launch.template operator()<PositionTeam, RowWork::kPlain>();
-  return launch.template operator()<PositionTeam, RowWork::kAny>();
+  return launch.template operator()<PositionTeam, RowWork::kGeneral>();
 }
 
 /// Calls launch.operator()<Team, kWork>() for kernels that read rows only once.
@@ -127,9 +127,9 @@ template <typename Launch>
 void for_backward_rows(int64_t row_bytes, bool plain, const Launch& launch) {
   const bool is_short = row_bytes <= kWarpBytes;
   if (is_short && plain) return launch.template operator()<WarpTeam, RowWork::kPlain>();
-  if (is_short) return launch.template operator()<WarpTeam, RowWork::kAny>();
+  if (is_short) return launch.template operator()<WarpTeam, RowWork::kGeneral>();
   if (plain) return launch.template operator()<BlockTeam<kThreads>, RowWork::kPlain>();
-  return launch.template operator()<BlockTeam<kThreads>, RowWork::kAny>();
+  return launch.template operator()<BlockTeam<kThreads>, RowWork::kGeneral>();
 }
 
 }  // namespace ampfuse

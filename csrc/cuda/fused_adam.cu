@@ -106,14 +106,12 @@ void fused_adam_cuda(const FusedAdamArguments& arguments) {
   if (arguments.count() == 0) return;
   const AdamTensors tensors(arguments);
   const LaunchStream stream(arguments.tensor(math::kParam, 0));
-  std::vector<AdamDtypeGroup> doubles = group_by_dtypes(tensors.get());
+  std::vector<AdamDtypeGroup> groups = group_by_dtypes(tensors.get());
   const auto first_double = std::stable_partition(
-      doubles.begin(), doubles.end(),
+      groups.begin(), groups.end(),
       [](const AdamDtypeGroup& group) { return group.dtypes.param != at::kDouble; });
-  const std::vector<AdamDtypeGroup> floats(doubles.begin(), first_double);
-  doubles.erase(doubles.begin(), first_double);
-  launch_groups<float>(stream, arguments, floats);
-  launch_groups<double>(stream, arguments, doubles);
+  launch_groups<float>(stream, arguments, {groups.begin(), first_double});
+  launch_groups<double>(stream, arguments, {first_double, groups.end()});
   tensors.write_back();
 }
 

@@ -1,6 +1,6 @@
 // One Adam step for a list of tensors: a launch for the step counters of the tensors, and a launch
-// for their elements. A list of several dtypes, or of more tensors than a table holds, takes
-// several.
+// for their elements. A list of several dtypes, or of more tensors than a table holds, takes more
+// launches.
 //
 // fused_adam_prepare_kernel, a thread per tensor, increments the step counter unless the step is
 // skipped, and writes the result of math::adam_step and the gradient factor to an AdamPlan.

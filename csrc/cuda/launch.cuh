@@ -27,20 +27,19 @@ inline int grid_size(int64_t warps, int multiprocessors) {
   return blocks > 0 ? static_cast<int>(blocks) : 1;
 }
 
-// The most bytes of static shared memory that a kernel declares, besides the dynamic shared memory
-// of its launch.
-inline constexpr int kOwnShared = 512;
+// Upper bound on the bytes of static shared memory that a kernel declares.
+inline constexpr int kMostStaticShared = 512;
 
 // Returns true if a launch with this much dynamic shared memory is possible only after the limit of
-// its kernel is raised. The 48 KiB that a block always has include what the kernel declares.
+// its kernel is raised. At first the limit is 48 KiB, for static and dynamic memory together.
 constexpr bool must_ask_for_shared(int dynamic) {
-  return dynamic > 48 * 1024 - kOwnShared;
+  return dynamic > 48 * 1024 - kMostStaticShared;
 }
 
 // Returns the most dynamic shared memory that a launch may ask for if a block may have `per_block`
 // bytes in total.
 constexpr int64_t most_shared(int64_t per_block) {
-  return per_block - kOwnShared;
+  return per_block - kMostStaticShared;
 }
 
 }  // namespace ampfuse

@@ -20,7 +20,7 @@ void clip(const LaunchStream& stream, const DenseRuns& dense, const norm_t* tota
 }  // namespace
 
 void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
-  const DenseRuns dense("multi_tensor_clip", tensors, Complex::kAsReal, Use::kWrite);
+  const DenseRuns dense("multi_tensor_clip", tensors, ComplexAs::kRealPairs, Use::kWrite);
   check_clip_norm(tensors, total_norm);
   const LaunchStream stream(total_norm);
   if (total_norm.scalar_type() == at::kDouble) {

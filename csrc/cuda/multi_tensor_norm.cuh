@@ -98,7 +98,7 @@ struct NormResults {
   out_t* total_norm;
   out_t* norms;
   float* found_inf;
-  bool clear_found_inf;  // true: set found_inf to 0 or 1; false: never set it to 0
+  bool clear_found_inf;  // if false, found_inf is only ever set to 1
   int64_t* first_nonfinite;
   int64_t* nonfinite_count;
 };

@@ -38,13 +38,13 @@ class NormScratch {
                         tensors * int64_t(sizeof(NormRange)) + int64_t(sizeof(unsigned))},
                        at::TensorOptions().device(device).dtype(at::kByte));
     this->partials = reinterpret_cast<math::NormPartial*>(bytes_.mutable_data_ptr());
-    this->tensors = this->partials + partials;
-    ranges = reinterpret_cast<NormRange*>(this->tensors + tensors);
+    norms = this->partials + partials;
+    ranges = reinterpret_cast<NormRange*>(norms + tensors);
     finished = reinterpret_cast<unsigned*>(ranges + tensors);
   }
 
   math::NormPartial* partials;
-  math::NormPartial* tensors;
+  math::NormPartial* norms;  // one per tensor
   NormRange* ranges;
   unsigned* finished;
 
@@ -69,7 +69,7 @@ void for_each_norm_table(const std::vector<TensorRun>& runs, const NormScratch& 
       builder.flush();
     };
     if constexpr (kNorm == math::NormType::kL2) {
-      dispatch_real(group.dtype, launch_group);  // norm_cut made complex tensors real
+      dispatch_real(group.dtype, launch_group);  // complex_as() made complex tensors real
     } else {
       dispatch_any(group.dtype, launch_group);
     }
@@ -83,7 +83,7 @@ void launch_norm_finish(const LaunchStream& stream, const NormScratch& scratch,
                         const NormOutputs& outputs, const at::Tensor& found_inf,
                         bool clear_found_inf) {
   const auto& [total_norm, norms, unused, first_nonfinite, nonfinite_count] = outputs;
-  const NormWorkspace workspace = {scratch.partials, scratch.ranges, scratch.tensors,
+  const NormWorkspace workspace = {scratch.partials, scratch.ranges, scratch.norms,
                                    scratch.finished};
   const auto launch = [&]<typename out_t>() {
     const NormResults<out_t> results = {

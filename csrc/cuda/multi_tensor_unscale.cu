@@ -8,7 +8,7 @@ namespace ampfuse {
 
 void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
-  const DenseRuns dense("multi_tensor_unscale", tensors, Complex::kAsReal, Use::kWrite);
+  const DenseRuns dense("multi_tensor_unscale", tensors, ComplexAs::kRealPairs, Use::kWrite);
   check_unscale_scalars("multi_tensor_unscale", tensors, found_inf, inv_scale);
   const LaunchStream stream(found_inf);
   for_each_table<UnscaleTable>(dense.get(), [&]<typename scalar_t>(const UnscaleTable& table) {
@@ -25,7 +25,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
   const char* op = "multi_tensor_unscale_norm";
   const math::NormType type = norm_type(op, ord);
   check_norm_dtype(op, dtype);
-  const DenseRuns dense(op, tensors, norm_cut(type), Use::kWrite);
+  const DenseRuns dense(op, tensors, complex_as(type), Use::kWrite);
   check_unscale_scalars(op, tensors, found_inf, inv_scale);
   if (tensors.empty()) return unscaled(zero_norm_outputs(found_inf.device(), dtype));
   const LaunchStream stream(found_inf);

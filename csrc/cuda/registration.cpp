@@ -2,6 +2,7 @@
 // .cu twice, and once more for each architecture: torch/library.h would add 17 s to every .cu.
 #include "../ops/registration.h"
 
+#include "../ops/cross_entropy_kernels.h"
 #include "../ops/fused_adam_kernels.h"
 #include "../ops/linear_cross_entropy_kernels.h"
 #include "../ops/multi_tensor_clip.h"

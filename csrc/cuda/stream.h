@@ -30,8 +30,8 @@ class LaunchStream {
   void launch_blocks(void (*kernel)(Parameters...), int blocks, int threads, int shared,
                      Arguments&&... arguments) const {
     if (must_ask_for_shared(shared)) {
-      // The limit belongs to the kernel, not to the launch, so it is always raised to the maximum.
-      // The bytes of this launch could be too few for a launch on another thread.
+      // The limit belongs to the kernel, not to the launch. So it is always raised to the maximum:
+      // another thread may launch the same kernel with more shared memory.
       const auto most =
           static_cast<int>(most_shared(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
       C10_CUDA_CHECK(

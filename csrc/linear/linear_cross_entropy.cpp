@@ -40,8 +40,8 @@ at::Tensor largest_class_weight(const at::Tensor& class_weight) {
   return class_weight.abs().amax().clamp_min(1);
 }
 
-// Returns the scale of half gradients for a call without grad_scale. With it, and without the term
-// of z_loss, the logits' gradients are no larger than 1.
+// Returns the scale of fp16 gradients if the caller gave no grad_scale. With it, the logits'
+// gradients are at most 1 in magnitude, apart from the term of z_loss.
 at::Tensor fp16_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
   const at::Tensor scale = arguments.options.is_mean()
                                ? divisor.to(at::kFloat)
@@ -55,9 +55,10 @@ at::Tensor rows_of(const at::Tensor& all, const LinearChunk& chunk) {
   return all.numel() == 0 ? all : all.narrow(0, chunk.first_row, chunk.rows);
 }
 
-// Sets divisor and baked_scale in the outputs of forward if no kernel does.
-void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTensor& scale,
-               const at::Tensor& total, const LinearCrossEntropyOutputs& outputs) {
+// Sets divisor and baked_scale in the outputs of a forward whose kernels do not set them.
+void set_divisor_and_scale(const LinearCrossEntropyArguments& arguments,
+                           const OptionalTensor& scale, const at::Tensor& total,
+                           const LinearCrossEntropyOutputs& outputs) {
   const at::Tensor& baked = outputs.baked_scale;
   const at::Tensor& divisor = outputs.divisor;
   arguments.options.is_mean() ? divisor.copy_(total) : divisor.fill_(1);
@@ -66,7 +67,7 @@ void put_baked(const LinearCrossEntropyArguments& arguments, const OptionalTenso
   baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
   const float limit = arguments.gradient_limit();
   if (limit == HUGE_VALF) return;
-  // The same as math::baked_scale.
+  // Lower the scale as math::baked_scale() does.
   const at::Tensor excess = (baked / divisor).abs() / limit;
   const at::Tensor lower = at::ldexp(baked, -1 - excess.log2().floor());
   baked.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked));
@@ -79,7 +80,7 @@ at::Tensor sum_of(const at::Tensor& losses) {
   return at::scalar_tensor(std::accumulate(first, first + losses.numel(), 0.0), losses.options());
 }
 
-// The same as math::reduced_loss.
+// Does what math::reduced_loss() does, on the device.
 at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
   return at::where(divisor.eq(0), NAN, sum_of(losses) / divisor);
 }
@@ -90,11 +91,11 @@ LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, Li
                                           const LinearGradientMask& wanted,
                                           const LinearCrossEntropyOutputs& outputs) {
   const at::Tensor& loss = outputs.loss;
-  const bool is_each = loss.dim() == 1;
-  const at::Tensor losses = at::empty({is_each ? 0 : chunks.number()}, loss.options());
+  const bool is_per_row = loss.dim() == 1;
+  const at::Tensor losses = at::empty({is_per_row ? 0 : chunks.chunks()}, loss.options());
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const LossOutputs of_chunk = {
-        .loss = is_each ? rows_of(loss, chunk) : losses.select(0, chunk.number),
+        .loss = is_per_row ? rows_of(loss, chunk) : losses.select(0, chunk.index),
         .baked_scale = outputs.baked_scale,
         .statistics = rows_of(outputs.statistics, chunk),
         .divisor = outputs.divisor,
@@ -103,7 +104,7 @@ LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, Li
         .argmax = rows_of(outputs.argmax, chunk)};
     kernels.forward(chunk.loss, scale, total, {of_chunk, chunk.grad});
   });
-  if (!is_each) loss.copy_(losses.sum(at::kDouble));
+  if (!is_per_row) loss.copy_(losses.sum(at::kDouble));
   return gradients;
 }
 
@@ -118,7 +119,7 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   const at::Tensor& divisor = outputs.divisor;
   const auto doubles = divisor.options();
   const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);
-  const at::Tensor losses = at::empty({chunks.count()}, doubles);
+  const at::Tensor losses = at::empty({chunks.rows()}, doubles);
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
     const at::Tensor partials = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
@@ -154,12 +155,12 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   if (denominator) total = *denominator;
   OptionalTensor scale = grad_scale;
   if (!scale && any(now) && arguments.dtype == at::kHalf) scale = fp16_scale(arguments, total);
-  if (chunks.number() == 0) {
-    put_baked(arguments, std::nullopt, total, outputs);
+  if (chunks.chunks() == 0) {
+    set_divisor_and_scale(arguments, std::nullopt, total, outputs);
     outputs.gradients = chunks.each(now, [](const LinearChunk&) {});
     if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
   } else if (arguments.shard) {
-    put_baked(arguments, scale, total, outputs);
+    set_divisor_and_scale(arguments, scale, total, outputs);
     outputs.gradients =
         forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs);
   } else {
@@ -180,9 +181,9 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   at::Tensor row_grads = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
-    // Keeps half gradients below gradient_limit(). Class weights count only as far as they exceed
-    // it: the class with the largest weight may not occur, and then smaller gradients would lose
-    // digits.
+    // Divide by the largest upstream gradient, so that fp16 gradients stay below gradient_limit().
+    // A class weight adds to the divisor only the factor by which it exceeds the limit: if no
+    // target has that class, dividing by the whole weight would cost the other gradients digits.
     const OptionalTensor& weight = arguments.class_weight;
     at::Tensor largest = row_grads.abs().amax();
     if (weight) {

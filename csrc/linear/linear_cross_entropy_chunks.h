@@ -6,7 +6,6 @@
 
 #include <functional>
 
-#include "../ops/cross_entropy_kernels.h"
 #include "../ops/linear_cross_entropy.h"
 #include "linear_cross_entropy_layer.h"
 
@@ -17,12 +16,11 @@ class LinearChunks {
   LinearChunks(const CrossEntropyKernels& kernels, const LinearCrossEntropyArguments& arguments,
                bool with_gradient);
 
-  /// count() is the number of rows, number() the number of chunks.
-  int64_t count() const { return arguments_.hidden.size(0); }
-  int64_t number() const { return (count() + rows_ - 1) / rows_; }
+  int64_t rows() const { return arguments_.hidden.size(0); }
+  int64_t chunks() const { return (rows() + rows_ - 1) / rows_; }
 
   struct Chunk {
-    int64_t number;
+    int64_t index;
     int64_t first_row;
     int64_t rows;
     CrossEntropyArguments loss;  // the chunk's loss, for the classes of this rank
@@ -36,7 +34,7 @@ class LinearChunks {
 
  private:
   const LinearCrossEntropyArguments& arguments_;
-  LinearHead head_;
+  LinearLayer head_;
   CrossEntropyArguments loss_;
   int64_t rows_;
   at::Tensor logits_;

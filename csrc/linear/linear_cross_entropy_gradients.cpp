@@ -17,7 +17,7 @@ LinearCrossEntropyGradients memory_for(LinearCrossEntropyArguments arguments,
 }  // namespace
 
 LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
-                                 const LinearHead& head, const LinearGradientMask& wanted,
+                                 const LinearLayer& head, const LinearGradientMask& wanted,
                                  int64_t chunks)
     : arguments_(arguments),
       head_(head),

@@ -11,7 +11,7 @@ namespace ampfuse {
 /// added; if there is only one chunk, its product is rounded directly.
 class LinearGradients {
  public:
-  LinearGradients(const LinearCrossEntropyArguments& arguments, const LinearHead& head,
+  LinearGradients(const LinearCrossEntropyArguments& arguments, const LinearLayer& head,
                   const LinearGradientMask& wanted, int64_t chunks);
 
   /// Adds a chunk, given the gradient of its logits and its `hidden` from head.rows().
@@ -23,7 +23,7 @@ class LinearGradients {
   void add_hidden(const at::Tensor& grad, int64_t first_row);
 
   const LinearCrossEntropyArguments& arguments_;
-  const LinearHead& head_;
+  const LinearLayer& head_;
   LinearGradientMask wanted_;
   LinearCrossEntropyGradients gradients_;
   ShardSums sums_;

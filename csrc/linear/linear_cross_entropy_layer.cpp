@@ -13,12 +13,12 @@ namespace ampfuse {
 
 namespace {
 
-// The number of classes that a CPU processes at a time. If the processor has no instructions for a
-// 16-bit product, their weights are copied to float, by this class or by the product. With blocks,
-// the copy is much smaller than the whole weight.
+// The number of classes of a 16-bit weight that a CPU processes at a time. A CPU without
+// instructions for 16-bit products copies the weights of these classes to float, in this class or
+// in the product. A copy of the whole weight would be much larger.
 constexpr int64_t kBlockClasses = 8192;
 
-// Size in bytes of a product that is rounded one block of classes at a time.
+// Products that are rounded are computed in blocks of about this many bytes.
 constexpr int64_t kBlockBytes = 4 << 20;
 
 at::Tensor in_rows(const at::Tensor& matrix) {
@@ -28,8 +28,8 @@ at::Tensor in_rows(const at::Tensor& matrix) {
 
 }  // namespace
 
-LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                       at::ScalarType dtype)
+LinearLayer::LinearLayer(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         at::ScalarType dtype)
     : weight_(in_rows(weight.to(dtype))), sum_dtype_(accumulate_dtype(dtype)) {
   gradient_dtype_ = has_wide_product(dtype, weight.device()) ? dtype : sum_dtype_;
   if (bias) bias_ = bias->to(sum_dtype_);
@@ -37,13 +37,13 @@ LinearHead::LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>
 
 // Calls visit(first class, number of classes) for each block of classes.
 template <typename Visit>
-void LinearHead::each_block(const Visit& visit) const {
+void LinearLayer::each_block(const Visit& visit) const {
   const bool is_widened = weight_.is_cpu() && sum_dtype_ != weight_.scalar_type();
   each_block_of(is_widened ? kBlockClasses : weight_.size(0), visit);
 }
 
 template <typename Visit>
-void LinearHead::each_block_of(int64_t block_classes, const Visit& visit) const {
+void LinearLayer::each_block_of(int64_t block_classes, const Visit& visit) const {
   const int64_t classes = weight_.size(0);
   for (int64_t first = 0; first < classes; first += block_classes) {
     visit(first, std::min(block_classes, classes - first));
@@ -53,7 +53,8 @@ void LinearHead::each_block_of(int64_t block_classes, const Visit& visit) const 
 // Calls compute(first class, number of classes, product) for blocks of classes, and rounds their
 // products to `out`.
 template <typename Compute>
-void LinearHead::rounded(at::Tensor& out, int64_t class_dim, const Compute& compute) const {
+void LinearLayer::multiply_rounded(at::Tensor& out, int64_t class_dim,
+                                   const Compute& compute) const {
   const int64_t class_bytes =
       std::max<int64_t>(1, out.size(1 - class_dim)) * at::elementSize(sum_dtype_);
   const int64_t block_classes = std::clamp<int64_t>(kBlockBytes / class_bytes, 256, kBlockClasses);
@@ -67,52 +68,53 @@ void LinearHead::rounded(at::Tensor& out, int64_t class_dim, const Compute& comp
   });
 }
 
-bool LinearHead::is_product_of(const at::Tensor& out) const {
+bool LinearLayer::can_multiply_into(const at::Tensor& out) const {
   return out.scalar_type() == sum_dtype_ || (out.is_cuda() && out.scalar_type() == gradient_dtype_);
 }
 
-at::Tensor LinearHead::weight_of(int64_t first, int64_t count) const {
+at::Tensor LinearLayer::weight_block(int64_t first, int64_t count) const {
   return weight_.narrow(0, first, count).to(gradient_dtype_);
 }
 
-at::Tensor LinearHead::rows(const at::Tensor& hidden, int64_t first, int64_t count) const {
+at::Tensor LinearLayer::rows(const at::Tensor& hidden, int64_t first, int64_t count) const {
   return in_rows(hidden.narrow(0, first, count).to(weight_.scalar_type()).to(gradient_dtype_));
 }
 
-void LinearHead::logits(const at::Tensor& rows, at::Tensor& out) const {
+void LinearLayer::logits(const at::Tensor& rows, at::Tensor& out) const {
   const auto compute = [&](int64_t first, int64_t count, at::Tensor& product) {
     std::optional<at::Tensor> bias;
     if (bias_) bias = bias_->narrow(0, first, count).to(product.scalar_type());
-    wide_product(product, rows, weight_of(first, count).t(), bias);
+    wide_product(product, rows, weight_block(first, count).t(), bias);
   };
-  if (is_product_of(out)) {
+  if (can_multiply_into(out)) {
     return each_block([&](int64_t first, int64_t count) {
       at::Tensor block = out.narrow(1, first, count);
       compute(first, count, block);
     });
   }
-  rounded(out, /*class_dim=*/1, compute);
+  multiply_rounded(out, /*class_dim=*/1, compute);
 }
 
-void LinearHead::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
+void LinearLayer::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
   at::Tensor sum =
-      is_product_of(out) ? out : at::empty(out.sizes(), out.options().dtype(sum_dtype_));
+      can_multiply_into(out) ? out : at::empty(out.sizes(), out.options().dtype(sum_dtype_));
   each_block([&](int64_t first, int64_t count) {
     std::optional<at::Tensor> before;
     if (first > 0) before = sum;
-    wide_product(sum, grad.narrow(1, first, count), weight_of(first, count), before);
+    wide_product(sum, grad.narrow(1, first, count), weight_block(first, count), before);
   });
   if (weight_.size(0) == 0) sum.zero_();
   if (!sum.is_same(out)) out.copy_(sum);
 }
 
-void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
-                                 bool is_first) const {
-  if (!is_product_of(sum)) {
+void LinearLayer::weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
+                                  bool is_first) const {
+  if (!can_multiply_into(sum)) {
     TORCH_INTERNAL_ASSERT(is_first);
-    return rounded(sum, /*class_dim=*/0, [&](int64_t first, int64_t count, at::Tensor& product) {
-      wide_product(product, grad.narrow(1, first, count).t(), rows, std::nullopt);
-    });
+    return multiply_rounded(
+        sum, /*class_dim=*/0, [&](int64_t first, int64_t count, at::Tensor& product) {
+          wide_product(product, grad.narrow(1, first, count).t(), rows, std::nullopt);
+        });
   }
   each_block([&](int64_t first, int64_t count) {
     at::Tensor block = sum.narrow(0, first, count);
@@ -122,7 +124,7 @@ void LinearHead::weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
   });
 }
 
-void LinearHead::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
+void LinearLayer::bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const {
   if (grad.is_cpu() && grad.scalar_type() != sum_dtype_) {
     // A CPU would copy the gradient to sum it in another dtype; a product with ones does not.
     at::Tensor row = sum.unsqueeze(0);

@@ -8,10 +8,11 @@
 
 namespace ampfuse {
 
-class LinearHead {
+class LinearLayer {
  public:
   /// `weight`: [classes, features]. `bias`: [classes]. Products are in `dtype`.
-  LinearHead(const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::ScalarType dtype);
+  LinearLayer(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+              at::ScalarType dtype);
 
   /// The dtype in which products are summed: float for 16-bit ones.
   at::ScalarType sum_dtype() const { return sum_dtype_; }
@@ -38,10 +39,10 @@ class LinearHead {
   template <typename Visit>
   void each_block_of(int64_t block_classes, const Visit& visit) const;
   // True if products can be computed in the dtype of `out`.
-  bool is_product_of(const at::Tensor& out) const;
+  bool can_multiply_into(const at::Tensor& out) const;
   template <typename Compute>
-  void rounded(at::Tensor& out, int64_t class_dim, const Compute& compute) const;
-  at::Tensor weight_of(int64_t first, int64_t count) const;
+  void multiply_rounded(at::Tensor& out, int64_t class_dim, const Compute& compute) const;
+  at::Tensor weight_block(int64_t first, int64_t count) const;
 
   at::Tensor weight_;
   std::optional<at::Tensor> bias_;

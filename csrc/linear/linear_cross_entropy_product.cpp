@@ -49,7 +49,7 @@ bool has_mkl() {
 }
 
 // MKL uses bfloat16 instructions only on Intel processors.
-bool is_for_mkl() {
+bool prefers_mkl() {
 #if defined(__x86_64__)
   if (__builtin_cpu_is("intel")) return has_mkl();
 #endif
@@ -66,8 +66,8 @@ void mkl_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, floa
                          beta, out.mutable_data_ptr<float>(), BlasMatrix(out).stride);
 }
 
-void narrow_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool add) {
-  if (is_for_mkl()) return mkl_product(out, a, b, add ? 1 : 0);
+void cpu_bfloat16_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool add) {
+  if (prefers_mkl()) return mkl_product(out, a, b, add ? 1 : 0);
   const auto matrix = [](const at::Tensor& of) {
     return BFloat16Matrix{of.const_data_ptr(), of.stride(0), of.stride(1)};
   };
@@ -88,14 +88,14 @@ void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
     plus ? at::addmm_out(out, *plus, a, b) : at::mm_out(out, a, b);
     return;
   }
-  // These products add to `out` only: on a GPU, some of torch's products with an added vector
-  // refuse results of another dtype.
+  // The products below add only to `out` itself, so another summand is copied there first: on a
+  // GPU, some of torch's products refuse to add a vector to a result of another dtype.
   if (plus && !plus->is_same(out)) out.copy_(*plus);
   if (out.is_cuda()) {
     const at::ScalarType dtype = out.scalar_type();
     plus ? at::addmm_outf(out, a, b, dtype, 1, 1, out) : at::mm_outf(a, b, dtype, out);
   } else if (out.numel() > 0 && a.size(1) > 0) {
-    narrow_product(out, a, b, plus.has_value());
+    cpu_bfloat16_product(out, a, b, plus.has_value());
   } else if (!plus) {
     out.zero_();
   }

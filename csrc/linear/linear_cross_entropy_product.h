@@ -1,4 +1,4 @@
-// Matrix products whose results have a wider dtype than the operands.
+// Matrix products whose results may have a wider dtype than the operands.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,8 @@ namespace ampfuse {
 bool has_wide_product(at::ScalarType dtype, at::Device device);
 
 /// Computes out = plus + a·b. `plus` is absent, one row that is added to each row, or `out` itself.
-/// a and b have the same dtype, for which has_wide_product() is true; out and plus have the wide
-/// dtype. The rows of out are contiguous; in a and b, either rows or columns are.
+/// a and b have the same dtype, for which has_wide_product() is true. out and plus have that dtype,
+/// or the wide one. The rows of out are contiguous; in a and b, either rows or columns are.
 void wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   const std::optional<at::Tensor>& plus);
 

@@ -65,10 +65,10 @@ AMPFUSE_HOST_DEVICE RowPartial<T> join(const RowPartial<T>& a, const RowPartial<
   const RowPartial<T> other = choose(b_is_above, a, b);
   both.masses += other.masses;
   // If every z of `other` is −∞, all its exponentials are 0 and its reference has no meaning.
-  const bool is_nothing = other.largest == minus_infinity<T>();
-  const T below = is_nothing ? 0 : both.reference - other.reference;
+  const bool is_all_minus_infinity = other.largest == minus_infinity<T>();
+  const T below = is_all_minus_infinity ? 0 : both.reference - other.reference;
   both.spread += other.spread + times_or_zero(other.masses, below);
-  if (is_nothing) return both;
+  if (is_all_minus_infinity) return both;
   const T factor = below == 0 ? 1 : std::exp(-below);
   both.sum += other.sum * factor;
   both.entropy += (other.entropy + times_or_zero(other.sum, below)) * factor;
@@ -115,8 +115,8 @@ struct RowLoss {
   Statistics<std::conditional_t<std::is_arithmetic_v<V>, double, V>> statistics;
 };
 
-// `below` is others.reference − target.z. Callers that do not have all digits of the reference in V
-// compute it from what they have; it is not used for rows without a target.
+// `below` is others.reference − target.z. It is not used for rows without a target. Callers whose
+// others.reference is a rounded number compute `below` from the unrounded reference.
 template <typename V, typename Terms>
 AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTarget<V>& target,
                                         V below, const Terms& terms) {

@@ -1,5 +1,5 @@
-// exp(z − reference) for the terms of a softmax. No z may be more than 60 powers of two above the
-// reference, or biased results could overflow. V is a float or a vector register of floats.
+// exp(z − reference) for the terms of a softmax. V is a float or a vector register of floats. No z
+// may be more than 60·log 2 above the reference; otherwise sums of biased results could overflow.
 //
 // exp z = 2ⁿ·exp r with |r| ≤ log 2 / 2, and exp r = 1 + r + r²·P(r). P has degree 4, comes from
 // Remez's algorithm, and has an error of 2⁻²⁸ of the result. The reference is a multiple of log 2,
@@ -8,9 +8,9 @@
 // first. That is exact for all z within a factor of two of it; any other z is so far below that its
 // result is 0.
 //
-// Results are multiplied by 2^kExponentBias. This keeps them normal down to 114 below the largest
-// z. Without the bias they would be subnormal from 87 on, and lose digits that a loss scale could
-// have brought back. Further than 114 below, results are 0.
+// Results are multiplied by 2^kExponentBias. This keeps them normal for every z down to 114 below
+// the largest. Without the bias they would be subnormal from 87 below on, and lose digits that a
+// large loss scale makes visible. For z more than 114 below, results are 0.
 #pragma once
 
 #include <cmath>
@@ -86,7 +86,7 @@ AMPFUSE_HOST_DEVICE V biased_exp(V z, const ExpReferenceOf<R>& reference) {
   const auto [rounded, n, high] = reduce_exponent(z, reference);
   const V r = L::multiply_add(n, V(kMinusLog2Low), high);
   const V power = L::times_power(V(1) + exp_without_one(r, r), rounded);
-  return L::from_floor_on(z, V(reference.floor), power);
+  return L::zero_below(z, V(reference.floor), power);
 }
 
 // A number stored as high + low, where `high` is the sum rounded to V. A biased exponential in this
@@ -111,7 +111,7 @@ AMPFUSE_HOST_DEVICE InTwo<V> biased_exp_in_two(V z, const ExpReferenceOf<R>& ref
   const V rest = ((V(1) - one) + r) + exp_without_one(r, r_low);
   const V high = one + rest;
   const V low = (one - high) + rest;
-  const V power = L::from_floor_on(z, floor, L::times_power(V(1), rounded));
+  const V power = L::zero_below(z, floor, L::times_power(V(1), rounded));
   return {high * power, low * power};
 }
 

@@ -8,9 +8,9 @@
 // the bfloat16 is the upper half, made quiet so that it is a NaN by itself, and the remainder is
 // the lower half.
 //
-// Programs overwrite bfloat16 parameters without knowing of remainders (masks, pruning, padding
-// rows). The old remainder then moves the new number by at most half of the bfloat16's last bit.
-// Next to a zero or an infinity it could make the joined number NaN; there it is ignored.
+// Other code may overwrite bfloat16 parameters without knowing about remainders (masks, pruning,
+// padding rows). The old remainder then changes the new number by at most half of the bfloat16's
+// last bit. Joined with a zero or an infinity, it could give a NaN; it is then ignored.
 #pragma once
 
 #include <cstdint>

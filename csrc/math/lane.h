@@ -20,7 +20,7 @@ struct Lane {
   // multiply-add.
   static AMPFUSE_HOST_DEVICE V multiply_add(V a, V b, V c) { return std::fma(a, b, c); }
 
-  // Returns a·b, rounded even if it is then added to something: never fused into one operation.
+  // Returns a·b, rounded. The compiler does not fuse it with an addition that follows.
   static AMPFUSE_HOST_DEVICE V product(V a, V b) {
 #if defined(__CUDA_ARCH__)
     if constexpr (sizeof(V) == 4) return __fmul_rn(a, b);
@@ -54,9 +54,7 @@ struct Lane {
   static AMPFUSE_HOST_DEVICE V choose(bool is, V yes, V no) { return is ? yes : no; }
 
   // Returns 0 in the lanes where x is below `floor`, `value` in the others.
-  static AMPFUSE_HOST_DEVICE V from_floor_on(V x, V floor, V value) {
-    return x < floor ? 0 : value;
-  }
+  static AMPFUSE_HOST_DEVICE V zero_below(V x, V floor, V value) { return x < floor ? 0 : value; }
 
   // Returns x·2ᵏ for floats. The low bits of `rounded` hold k in two's complement. The result must
   // be a normal number.

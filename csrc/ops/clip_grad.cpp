@@ -38,7 +38,7 @@ std::vector<at::Tensor> gradients(at::TensorList parameters) {
   return grads;
 }
 
-at::Tensor measured_norm(at::TensorList tensors, double norm_type) {
+at::Tensor total_norm_of(at::TensorList tensors, double norm_type) {
   std::vector<at::Tensor> norms;
   for (const DeviceList& list : by_device(tensors)) {
     norms.push_back(multi_tensor_norm(list.tensors, norm_type).total_norm);
@@ -51,7 +51,7 @@ at::Tensor measured_norm(at::TensorList tensors, double norm_type) {
 
 at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_if_nonfinite) {
   const c10::NoGradGuard no_grad;
-  const at::Tensor total = measured_norm(tensors, norm_type);
+  const at::Tensor total = total_norm_of(tensors, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()),
               "The total norm of order ", norm_type,
               " for gradients from `parameters` is non-finite, so it cannot be clipped. To scale "

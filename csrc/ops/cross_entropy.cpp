@@ -86,7 +86,7 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
   arguments.options.check(op, loss_dtype(input));
 }
 
-bool has_disjoint_elements(const at::Tensor& rows) {
+bool can_be_overwritten(const at::Tensor& rows) {
   if (rows.layout() != at::kStrided || rows.is_neg()) return false;
   if (rows.dim() == 3) return rows.is_contiguous();
   return rows.dim() == 2 && has_contiguous_last_dim(rows) &&
@@ -94,9 +94,9 @@ bool has_disjoint_elements(const at::Tensor& rows) {
 }
 
 void check_cross_entropy_in_place(const at::Tensor& input) {
-  TORCH_CHECK_VALUE(input.dim() == 2 && has_disjoint_elements(input),
+  TORCH_CHECK_VALUE(input.dim() == 2 && can_be_overwritten(input),
                     "cross_entropy_: input: expected logits of shape [batch, classes] whose class "
-                    "dimension has stride 1 and which share no memory, got shape ",
+                    "dimension has stride 1 and whose rows share no memory, got shape ",
                     input.sym_sizes(), " and strides ", input.sym_strides());
 }
 
@@ -130,16 +130,21 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
                                   const at::Tensor& grad_output, const at::Tensor& statistics,
                                   const at::Tensor& divisor) {
   const c10::SymInt rows = arguments.rows();
-  const bool is_each = arguments.options.is_per_row();
+  const bool is_per_row = arguments.options.is_per_row();
+  const c10::Device device = arguments.input.device();
   TORCH_CHECK_VALUE(
-      grad_output.dim() == (is_each ? 1 : 0) && (!is_each || grad_output.sym_size(0) == rows), op,
-      ": grad_output: expected one number", is_each ? " for each row" : "", ", got shape ",
-      grad_output.sym_sizes());
-  TORCH_CHECK_VALUE(statistics.scalar_type() == at::kDouble && statistics.dim() == 2 &&
-                        statistics.sym_size(0) == rows &&
-                        statistics.sym_size(1) == math::kRowStatistics &&
-                        statistics.is_contiguous(),
-                    op, ": statistics: expected what cross_entropy_forward returned");
+      grad_output.dim() == (is_per_row ? 1 : 0) &&
+          (!is_per_row || grad_output.sym_size(0) == rows) && grad_output.device() == device,
+      op, ": grad_output: expected one number", is_per_row ? " for each row" : "", " on ", device,
+      ", got shape ", grad_output.sym_sizes(), " on ", grad_output.device());
+  TORCH_CHECK_VALUE(
+      statistics.scalar_type() == at::kDouble && statistics.dim() == 2 &&
+          statistics.sym_size(0) == rows && statistics.sym_size(1) == math::kRowStatistics &&
+          statistics.is_contiguous() && statistics.device() == device,
+      op, ": statistics: expected contiguous float64 of shape [", rows, ", ", math::kRowStatistics,
+      "] on ", device, ", as the forward operator returned, got ",
+      dtype_name(statistics.scalar_type()), " of shape ", statistics.sym_sizes(), " on ",
+      statistics.device());
   check_cross_entropy_scalar(op, "divisor", divisor, at::kDouble, arguments.input);
 }
 

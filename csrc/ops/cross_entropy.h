@@ -26,7 +26,7 @@ struct CrossEntropyArguments {
   LossOptions options = {};
   // True if these rows are part of a batch whose targets were checked before. The total weight of
   // that batch is then passed as `denominator`.
-  bool is_weighed = false;
+  bool are_targets_checked = false;
   // Number of classes of all shards, if `input` is one shard: targets may be math::kElsewhere then.
   std::optional<int64_t> all_classes = {};
   // Upper bound on |grad_scale / divisor|. A larger grad_scale is lowered by powers of two
@@ -60,7 +60,7 @@ void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments)
 bool has_contiguous_last_dim(const at::Tensor& rows);
 
 /// True if `rows`, with or without positions, may be overwritten: no two elements share memory.
-bool has_disjoint_elements(const at::Tensor& rows);
+bool can_be_overwritten(const at::Tensor& rows);
 
 /// Throws for logits that cannot be overwritten with their gradient.
 void check_cross_entropy_in_place(const at::Tensor& input);

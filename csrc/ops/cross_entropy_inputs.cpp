@@ -1,6 +1,5 @@
 #include "cross_entropy_inputs.h"
 
-#include <ATen/core/Reduction.h>
 #include <c10/core/GradMode.h>
 
 #include "../tensors/device_scalars.h"
@@ -22,6 +21,8 @@ std::optional<at::Tensor> loss_number(const char* op, const char* name,
                                       const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                       at::Device device) {
   if (!scalar || !scalar->defined()) return std::nullopt;
+  TORCH_CHECK_VALUE(scalar->layout() == at::kStrided, op, ": ", name,
+                    ": expected a strided tensor, got layout ", scalar->layout());
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), op, ": ", name,
                     ": expected one number, got ", dtype_name(scalar->scalar_type()), " of shape ",
                     scalar->sym_sizes());

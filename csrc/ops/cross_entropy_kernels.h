@@ -75,10 +75,11 @@ at::Tensor backward(const NamedArguments& named) {
 
 template <const CrossEntropyKernels& kKernels>
 void rescale(const at::Tensor& grad, const at::Tensor& baked_scale, const at::Tensor& grad_output) {
-  TORCH_CHECK_VALUE(has_disjoint_elements(grad) && grad.is_floating_point(),
-                    "cross_entropy_rescale_: grad: expected rows that share no memory, got ",
-                    dtype_name(grad.scalar_type()), " of shape ", grad.sym_sizes(), " and strides ",
-                    grad.sym_strides());
+  TORCH_CHECK_VALUE(
+      can_be_overwritten(grad) && grad.is_floating_point(),
+      "cross_entropy_rescale_: grad: expected floating-point rows that share no memory, got ",
+      dtype_name(grad.scalar_type()), " of shape ", grad.sym_sizes(), " and strides ",
+      grad.sym_strides());
   check_cross_entropy_scalar("cross_entropy_rescale_", "baked_scale", baked_scale, at::kFloat,
                              grad);
   check_cross_entropy_scalar("cross_entropy_rescale_", "grad_output", grad_output, loss_dtype(grad),

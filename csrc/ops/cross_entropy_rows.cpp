@@ -29,7 +29,7 @@ c10::SymInt positions_of(const at::Tensor& tensor) {
 
 // True if the logits are read in place although the classes of a row are far apart in memory. This
 // does not depend on the size of the batch, because no result may depend on it.
-bool has_positions(const at::Tensor& tensor) {
+bool are_read_by_position(const at::Tensor& tensor) {
   if (tensor.dim() < 3 || tensor.sym_stride(1) == 1) return false;
   const c10::SymInt positions = positions_of(tensor);
   return positions >= kFewestPositions && tensor.sym_size(1) <= kMostClassesOfPosition * positions;
@@ -50,7 +50,7 @@ at::Tensor rows_of(const at::Tensor& tensor, bool by_position) {
   c10::SymInt rows = 1;
   for (int64_t d = 0; d < last.dim() - 1; ++d) rows *= last.sym_size(d);
   const at::Tensor matrix = last.reshape_symint({rows, classes});
-  return classes <= 1 || matrix.sym_stride(1) == 1 ? matrix : matrix.contiguous();
+  return has_contiguous_last_dim(matrix) ? matrix : matrix.contiguous();
 }
 
 // Returns a hint for logits [batch, positions, classes] with targets [batch, positions]: torch's
@@ -60,6 +60,12 @@ const char* classes_last_hint(const at::Tensor& input, const at::Tensor& target)
                         target.sym_sizes() == input.sym_sizes().slice(0, target.dim());
   return are_last ? "; classes are dimension 1: pass logits.flatten(0, -2) and target.flatten()"
                   : "";
+}
+
+void check_strided(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kCrossEntropy, ": ",
+                    name, ": expected a strided tensor, got ",
+                    tensor.is_nested() ? "a nested one of" : "", " layout ", tensor.layout());
 }
 
 void check_shapes(const at::Tensor& input, const at::Tensor& target,
@@ -88,10 +94,8 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
 CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move(as_passed)) {
   CrossEntropyArguments& arguments = call_.arguments;
   const at::Tensor& input = arguments.input;
-  for (const at::Tensor& tensor : {input, arguments.target}) {
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kCrossEntropy,
-                      ": expected strided tensors, got layout ", tensor.layout());
-  }
+  check_strided("input", input);
+  check_strided("target", arguments.target);
   TORCH_CHECK_VALUE(input.dim() > 0, kCrossEntropy,
                     ": input: expected logits of shape [classes], [batch, classes] or "
                     "[batch, classes, d1, ...], got a single number");
@@ -111,7 +115,7 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move
   arguments.weight = loss_class_weight(kCrossEntropy, "weight", arguments.weight,
                                        input.sym_size(input.dim() == 1 ? 0 : 1), loss_dtype(input),
                                        input.device());
-  const bool by_position = has_positions(input);
+  const bool by_position = are_read_by_position(input);
   if (arguments.has_probabilities()) {
     arguments.target =
         rows_of(readable_probabilities(arguments.target, loss_dtype(input)), by_position);

@@ -36,13 +36,15 @@ NamedValues named(const std::optional<VocabShard>& shard) {
 std::optional<VocabShard> vocab_shard_from(const FindValue& find) {
   const c10::IValue& group = *find("group");
   const c10::IValue& numbers = *find("vocab_shard");
-  TORCH_CHECK_VALUE(
-      !group.isNone() || numbers.isNone(),
-      "group: expected the name of a process group, since vocab_shard is set, got None");
+  TORCH_CHECK_VALUE(!group.isNone() || numbers.isNone(),
+                    "linear_cross_entropy: group: expected the name of a process group, since "
+                    "vocab_shard is set, got None");
   if (group.isNone()) return std::nullopt;
   const auto shard = numbers.isNone() ? std::vector<int64_t>() : numbers.toIntVector();
-  TORCH_CHECK_VALUE(shard.size() == 3 && shard[0] > 0 && shard[1] >= 0 && shard[1] <= shard[2],
-                    "vocab_shard: expected [group_size, first_class, num_classes], got ", shard);
+  TORCH_CHECK_VALUE(
+      shard.size() == 3 && shard[0] > 0 && shard[1] >= 0 && shard[1] <= shard[2],
+      "linear_cross_entropy: vocab_shard: expected [group_size, first_class, num_classes], got ",
+      shard);
   return VocabShard{group.toStringRef(), shard[0], shard[1], shard[2]};
 }
 

@@ -4,16 +4,17 @@ namespace ampfuse {
 
 namespace {
 
-void (*look)() = nullptr;  // null without CUDA: a CPU checks targets before it uses them
+void (*registered_check)() =
+    nullptr;  // null without CUDA: a CPU checks targets before it uses them
 
 }  // namespace
 
 void check_targets() {
-  if (look != nullptr) look();
+  if (registered_check != nullptr) registered_check();
 }
 
 void set_target_check(void (*check)()) {
-  look = check;
+  registered_check = check;
 }
 
 }  // namespace ampfuse

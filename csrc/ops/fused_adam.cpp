@@ -158,7 +158,7 @@ FusedAdamArguments fused_adam_arguments(const NamedArguments& named) {
   TORCH_CHECK_VALUE(arguments.total_norm || !arguments.grad_norm, kFusedAdam,
                     ": grad_norm: expected none without total_norm");
   TORCH_CHECK_VALUE(!arguments.grad_norm || !arguments.grad_norm->is_same(*arguments.total_norm),
-                    kFusedAdam, ": grad_norm: expected another tensor than total_norm");
+                    kFusedAdam, ": grad_norm: expected a tensor other than total_norm");
   arguments.max_norm = max_norm.value_or(0);
   check_numbers(arguments.options);
   check_lengths(arguments);

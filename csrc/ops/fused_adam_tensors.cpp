@@ -39,7 +39,7 @@ void* own_data(const at::Tensor& tensor, const at::Tensor& param) {
   return const_cast<void*>(tensor.const_data_ptr());
 }
 
-AdamTensor look_at(const FusedAdamArguments& arguments, size_t t) {
+AdamTensor described(const FusedAdamArguments& arguments, size_t t) {
   check_adam_tensor(arguments, t);
   const at::Tensor& param = arguments.tensor(math::kParam, t);
   const at::Tensor& step = arguments.state_steps[t].toTensor();
@@ -80,7 +80,7 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(argumen
   for_each_index(
       tensors_.size(), [&](size_t t, const auto& prefetch) { touch(arguments, t, prefetch); },
       [&](size_t t) {
-        tensors_[t] = look_at(arguments, t);
+        tensors_[t] = described(arguments, t);
         params[t] = written_storage(arguments.tensor(math::kParam, t));
         if (writes_grads) grads[t] = written_storage(arguments.tensor(math::kGrad, t));
       });
@@ -89,8 +89,8 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(argumen
   if (writes_grads) check_column_disjoint(arguments, math::kGrad, std::move(grads));
 }
 
-// Fills in the pointers that look_at() left null: lazy clones get their own memory, other tensors a
-// dense copy.
+// Fills in the pointers that described() left null: lazy clones get their own memory, other tensors
+// a dense copy.
 void AdamTensors::complete(const FusedAdamArguments& arguments, size_t t) {
   AdamTensor& tensor = tensors_[t];
   for (int column = 0; column < math::kAdamColumns && tensor.size > 0; ++column) {

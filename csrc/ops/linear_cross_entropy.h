@@ -7,7 +7,6 @@
 #include <tuple>
 #include <vector>
 
-#include "cross_entropy_kernels.h"
 #include "cross_entropy_shards.h"
 
 namespace ampfuse {
@@ -22,11 +21,11 @@ struct LinearCrossEntropyArguments {
   at::Tensor target;                       // [rows] indices, or probabilities [rows, classes]
   std::optional<at::Tensor> class_weight;  // [classes of all shards], of the loss's dtype
   LossOptions options = {};
-  // The dtype of the matrices that are multiplied; that of the logits, `dtype` or
-  // accumulate_dtype(dtype); and that of the weight's gradient, accumulate_dtype(dtype), or
-  // bfloat16 if `dtype` is bfloat16 too.
+  // The dtype of the matrices that are multiplied.
   at::ScalarType dtype = at::ScalarType::Undefined;
+  // `dtype` or accumulate_dtype(dtype).
   at::ScalarType logits_dtype = at::ScalarType::Undefined;
+  // accumulate_dtype(dtype); or bfloat16, if `dtype` is bfloat16.
   at::ScalarType weight_grad_dtype = at::ScalarType::Undefined;
   std::optional<int64_t> chunk_rows = {};
   // The classes of weight, bias and probabilities, if these do not have all classes.
@@ -37,8 +36,8 @@ struct LinearCrossEntropyArguments {
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
   /// Convert everything except the tensors to arguments of the operators that take rows, and back.
-  /// The public operators may have no `logits_dtype`, and have no other dtype arguments; these
-  /// dtypes are then Undefined.
+  /// The public operators lack `dtype` and `weight_grad_dtype`, and their `logits_dtype` may be
+  /// None: these dtypes are then Undefined.
   NamedValues named_options() const;
   void set_options(const FindValue& find);
 
@@ -110,8 +109,8 @@ struct LinearCrossEntropyOutputs : LossOutputs {
   }
 };
 
-/// Returns the dtype in which products of matrices of this dtype are stored. It is float for 16-bit
-/// matrices: their products are summed in float anyway.
+/// Returns the dtype in which products of matrices of this dtype are summed: float for 16-bit
+/// matrices.
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
 
 /// Throws for a dtype that logits cannot have.

@@ -131,8 +131,9 @@ void check_buffer(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype)
                     ": accumulate_into: expected elements that share no memory, got shape ",
                     buffer->sym_sizes(), " with strides ", buffer->sym_strides());
   for (const at::Tensor& other : {weight, call.arguments.hidden}) {
-    TORCH_CHECK_VALUE(!overlap(*buffer, other), kLinearCrossEntropy,
-                      ": accumulate_into: must not overlap weight or hidden");
+    TORCH_CHECK_VALUE(
+        !overlap(*buffer, other), kLinearCrossEntropy,
+        ": accumulate_into: expected memory of its own, got memory that overlaps weight or hidden");
   }
   TORCH_CHECK_VALUE(!buffer->requires_grad(), kLinearCrossEntropy,
                     ": accumulate_into: expected a tensor that does not require grad; detach() it");
@@ -154,7 +155,8 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
                     arguments.options.reduction_name(), "\"");
   TORCH_CHECK_VALUE(
       !(call_.with_metrics && arguments.shard && arguments.target.is_floating_point()),
-      kLinearCrossEntropy, ": metrics: expected indices as targets, got a shard of probabilities");
+      kLinearCrossEntropy,
+      ": target: expected indices, since metrics are not supported for shards of probabilities");
   const at::ScalarType dtype = dtype_of_products(arguments);
   const at::ScalarType loss_dtype = accumulate_dtype(dtype);
   const at::Device device = hidden.device();

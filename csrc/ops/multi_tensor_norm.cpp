@@ -42,9 +42,9 @@ math::NormType norm_type(const char* op, double ord) {
   TORCH_CHECK_VALUE(false, op, ": ord: expected 1, 2 or inf, got ", ord);
 }
 
-Complex norm_cut(math::NormType type) {
+ComplexAs complex_as(math::NormType type) {
   // |z|² = re² + im², so the L2 norm may read the parts as two numbers. The other norms need |z|.
-  return type == math::NormType::kL2 ? Complex::kAsReal : Complex::kWhole;
+  return type == math::NormType::kL2 ? ComplexAs::kRealPairs : ComplexAs::kComplex;
 }
 
 NormOutputs empty_norm_outputs(at::TensorList tensors, std::optional<at::ScalarType> dtype) {

@@ -22,7 +22,7 @@ void check_norm_dtype(const char* op, std::optional<at::ScalarType> dtype);
 math::NormType norm_type(const char* op, double ord);
 
 /// Returns how a norm of this type reads complex tensors.
-Complex norm_cut(math::NormType type);
+ComplexAs complex_as(math::NormType type);
 
 /// The tensors total_norm, norms, found_inf, first_nonfinite and nonfinite_count.
 using NormOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

@@ -50,6 +50,8 @@ torch::jit::Stack call_by_name(const c10::OperatorHandle& op, NamedValues values
       return named.first == argument.name();
     });
     used += value != values.end();
+    TORCH_INTERNAL_ASSERT(value != values.end() || argument.default_value(), op.schema().name(),
+                          " was called without a value for ", argument.name());
     stack.push_back(value != values.end() ? std::move(value->second)
                                           : argument.default_value().value());
   }

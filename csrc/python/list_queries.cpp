@@ -49,7 +49,7 @@ py::tuple grads_and_kinds(const py::list& params) {
   END_HANDLE_TH_ERRORS_PYBIND
 }
 
-py::tuple ordinary_grads(const py::list& params, bool allow_half) {
+py::tuple ordinary_grads(const py::list& params, bool allow_fp16) {
   HANDLE_TH_ERRORS
   struct OfDevice {
     at::Device device;
@@ -62,7 +62,7 @@ py::tuple ordinary_grads(const py::list& params, bool allow_half) {
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) return;
     if (grad.layout() != at::kStrided || grad.key_set().has(c10::DispatchKey::Python) ||
-        (grad.scalar_type() == at::kHalf && !allow_half)) {
+        (grad.scalar_type() == at::kHalf && !allow_fp16)) {
       others.append(i);
       return;
     }

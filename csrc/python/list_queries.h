@@ -16,8 +16,8 @@ pybind11::tuple grads_and_kinds(const pybind11::list& params);
 
 /// Returns a tuple (device, parameters, gradients) for each device, and the indices of the
 /// parameters whose gradients are left out: sparse ones, subclasses, and fp16 ones unless
-/// `allow_half`.
-pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_half);
+/// `allow_fp16`.
+pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_fp16);
 
 /// Weak references to tensors.
 class WeakTensors {

@@ -1,5 +1,5 @@
-// Tensors on several devices: one list per device, copies of scalars on other devices, and scalars
-// of several devices combined.
+// Groups tensors by device, copies scalars between devices, and combines scalars of several
+// devices.
 #pragma once
 
 #include <ATen/core/Tensor.h>

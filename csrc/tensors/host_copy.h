@@ -18,7 +18,7 @@ class HostCopy {
   std::optional<at::Tensor> latest() const;
 
   /// True if nothing was sent yet.
-  bool is_idle() const { return !copy_.defined(); }
+  bool is_unsent() const { return !copy_.defined(); }
 
   /// Waits for the value sent last, and returns it.
   const at::Tensor& wait() const;

@@ -76,9 +76,9 @@ void refuse_pair(const char* op, const char* list, const Extent& a, const Extent
                     list, "[", first, "]");
 }
 
-TensorRun as_run(const at::Tensor& dense, void* data, Complex complex) {
+TensorRun as_run(const at::Tensor& dense, void* data, ComplexAs complex) {
   const at::ScalarType dtype = dense.scalar_type();
-  if (complex == Complex::kAsReal && c10::isComplexType(dtype)) {
+  if (complex == ComplexAs::kRealPairs && c10::isComplexType(dtype)) {
     return {data, 2 * dense.numel(), c10::toRealValueType(dtype)};
   }
   return {data, dense.numel(), dtype};
@@ -208,7 +208,7 @@ at::ScalarType norm_dtype(at::TensorList tensors) {
   return at::kFloat;
 }
 
-DenseRuns::DenseRuns(const char* op, at::TensorList tensors, Complex complex, Use use)
+DenseRuns::DenseRuns(const char* op, at::TensorList tensors, ComplexAs complex, Use use)
     : runs_(tensors.size()) {
   const bool is_written = use == Use::kWrite;
   std::vector<const void*> storages(is_written ? tensors.size() : 0);

@@ -32,7 +32,7 @@ void check_no_overlap(const char* op, const char* list, size_t index, const at::
 bool is_lazy_clone(const at::Tensor& tensor);
 
 /// True if the tensor's address is a multiple of its element size. Tensors from DLPack, from_blob
-/// or frombuffer may be misaligned; complex ones may be even if their real parts are aligned.
+/// or frombuffer may be misaligned. A complex tensor may be, although its real parts are aligned.
 bool is_aligned(const at::Tensor& tensor);
 
 /// Throws, naming the index, unless all tensors are defined, strided, of a dtype that kernels
@@ -83,8 +83,8 @@ struct TensorRun {
   }
 };
 
-/// kWhole: complex tensors stay complex. kAsReal: they are taken as twice as many real numbers.
-enum class Complex { kWhole, kAsReal };
+/// How kernels see complex tensors: as they are, or as twice as many real numbers.
+enum class ComplexAs { kComplex, kRealPairs };
 
 enum class Use { kRead, kWrite };
 
@@ -98,7 +98,7 @@ enum class Use { kRead, kWrite };
 /// tensors.
 class DenseRuns {
  public:
-  DenseRuns(const char* op, at::TensorList tensors, Complex complex, Use use);
+  DenseRuns(const char* op, at::TensorList tensors, ComplexAs complex, Use use);
 
   const std::vector<TensorRun>& get() const { return runs_; }
 

@@ -108,8 +108,8 @@ FakeAdamTensor<Types> random_adam_tensor(int64_t size, float steps_taken,
     tensor.set_number(i, static_cast<typename Types::acc_t>(normal(generator)));
     tensor.exp_avg.data()[i] = as_element<state_t>(normal(generator));
     tensor.exp_avg_sq.data()[i] = as_element<state_t>(std::fabs(normal(generator)));
-    const double largest =
-        std::fabs(normal(generator));  // maximum of v so far; the next v may exceed it
+    // The maximum of v so far; the next v may exceed it.
+    const double largest = std::fabs(normal(generator));
     if constexpr (Types::kAmsgrad) tensor.max_exp_avg_sq.data()[i] = as_element<state_t>(largest);
   }
   return tensor;

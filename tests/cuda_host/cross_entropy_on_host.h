@@ -42,8 +42,7 @@ struct Options {
   float limit = INFINITY;  // upper bound of |scale / divisor|
   int kept_pieces = 1;     // packs of a row per thread that fit in shared memory
   int64_t padding = 0;     // elements between rows of logits
-  int64_t positions =
-      0;  // spatial positions per batch entry; 0 if the classes of a row are contiguous
+  int64_t positions = 0;   // per batch entry; 0 if the classes of a row are contiguous
   std::optional<int64_t> grad_offset = {};  // if it differs from the offset of logits
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
 

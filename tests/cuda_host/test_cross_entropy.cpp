@@ -117,7 +117,7 @@ TEMPLATE_TEST_CASE("argmax is the first of equal largest logits", "", c10::BFloa
     std::fill_n(batch.logits.data(), batch.classes, as_element<TestType>(0.0));
     batch.logits.data()[first] = as_element<TestType>(value);
     batch.logits.data()[second] = as_element<TestType>(value);
-    forward_on_host<TestType, WarpTeam, RowWork::kAny>(batch);
+    forward_on_host<TestType, WarpTeam, RowWork::kGeneral>(batch);
     return batch.argmax[0];
   };
   // Threads read packs in turn, and single classes after the last pack.

@@ -52,7 +52,7 @@ TEMPLATE_TEST_CASE("backward from the statistics of forward gives its gradient",
     INFO(simt::schedule().name());
     check_backward<TestType, WarpTeam, RowWork::kPlain>(9, 701, {});
     check_backward<TestType, BlockTeam, RowWork::kPlain>(9, 2500, {});
-    check_backward<TestType, BlockTeam, RowWork::kAny>(5, 2049, smoothed);
+    check_backward<TestType, BlockTeam, RowWork::kGeneral>(5, 2049, smoothed);
     check_backward<TestType, ampfuse::PositionTeam, RowWork::kPlain>(120, 21, by_position);
   });
 }
@@ -92,7 +92,7 @@ TEST_CASE("omitting a result does not change the other results") {
     CHECK(batch.loss == whole.loss);
   }
   SECTION("no losses of rows") {
-    const auto batch = run([](Results& results) { results.each_loss = nullptr; });
+    const auto batch = run([](Results& results) { results.row_losses = nullptr; });
     CHECK(same_bits(batch.grad, whole.grad));
     CHECK(batch.loss == whole.loss);
     CHECK(std::isnan(batch.losses[0]));

@@ -86,8 +86,8 @@ void check_shards(int64_t rows, int classes, int middle, const Options& options)
     forward_on_host<scalar_t, Team, RowWork::kPlain>(batch);
     by_shards<scalar_t, Team, RowWork::kPlain>(batch, middle, classes);
   } else {
-    forward_on_host<scalar_t, Team, RowWork::kAny>(batch);
-    by_shards<scalar_t, Team, RowWork::kAny>(batch, middle, classes);
+    forward_on_host<scalar_t, Team, RowWork::kGeneral>(batch);
+    by_shards<scalar_t, Team, RowWork::kGeneral>(batch, middle, classes);
   }
   check(batch, logits);
 }
@@ -112,11 +112,11 @@ TEST_CASE("a shard may hold one class") {
   check_shards<float, WarpTeam>(9, 30, 29, {});
 }
 
-// Checks rows of which the first shard has almost no exponentials, or none.
+// Checks rows to which the first shard adds nothing: its logits are far below the others, or −∞.
 template <RowWork kWork>
 void check_empty_shard() {
   Options options;
-  options.metrics = kWork == RowWork::kAny;
+  options.metrics = kWork == RowWork::kGeneral;
   Batch<float> batch(8, 64, 0, options);
   for (int64_t row = 0; row < 8; ++row) {
     for (int c = 0; c < 32; ++c) batch.logit(row, c) = row < 4 ? -3e4f : -HUGE_VALF;
@@ -132,9 +132,9 @@ void check_empty_shard() {
   }
 }
 
-TEST_CASE("a shard may hold almost none of the exponentials, or none") {
+TEST_CASE("all logits of a shard may be far below those of the others, or -inf") {
   check_empty_shard<RowWork::kPlain>();
-  check_empty_shard<RowWork::kAny>();
+  check_empty_shard<RowWork::kGeneral>();
 }
 
 TEST_CASE("a target that no shard holds makes its row NaN") {

@@ -9,7 +9,7 @@
 #include "catch.h"
 
 using ampfuse::DeviceRoom;
-using ampfuse::kOwnShared;
+using ampfuse::kMostStaticShared;
 using ampfuse::RowWork;
 
 namespace {
@@ -56,10 +56,10 @@ TEST_CASE("a grid has no more blocks than a device holds at a time") {
   using Block = ampfuse::BlockTeam<256>;
   constexpr int64_t kMany = 1000000;
   CHECK(resident_blocks<BFloat16, Block, RowWork::kPlain>(132, kMany) == 4 * 132);
-  CHECK(resident_blocks<BFloat16, Block, RowWork::kAny>(132, kMany) == 3 * 132);
-  CHECK(resident_blocks<double, Block, RowWork::kAny>(132, kMany) == 2 * 132);
-  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kAny>(132, kMany) == 3 * 132);
-  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kAny>(132, 17) == 3);
+  CHECK(resident_blocks<BFloat16, Block, RowWork::kGeneral>(132, kMany) == 3 * 132);
+  CHECK(resident_blocks<double, Block, RowWork::kGeneral>(132, kMany) == 2 * 132);
+  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kGeneral>(132, kMany) == 3 * 132);
+  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kGeneral>(132, 17) == 3);
   CHECK(resident_blocks<BFloat16, Block, RowWork::kPlain>(132, 0) == 1);
 }
 
@@ -75,10 +75,10 @@ TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10
               ampfuse::row_launch<TestType, Team, kWork>(room, 10000, classes, true);
           CHECK(launch.kept % Team::kSize == 0);
           CHECK(launch.shared == launch.kept * Team::kTeams * 16);
-          CHECK(launch.shared + kOwnShared <= room.shared_per_block);
+          CHECK(launch.shared + kMostStaticShared <= room.shared_per_block);
           // The limit of every kernel is set to most_shared, for any need of this launch.
           CHECK(launch.shared <= ampfuse::most_shared(room.shared_per_block));
-          CHECK(kBlocks * (launch.shared + kOwnShared + kKiB) <= room.shared);
+          CHECK(kBlocks * (launch.shared + kMostStaticShared + kKiB) <= room.shared);
           CHECK(launch.blocks <= room.multiprocessors * kBlocks);
           // At most a whole row is kept.
           CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) < classes);
@@ -110,8 +110,8 @@ TEST_CASE("static shared memory counts towards the 48 KiB that blocks always hav
       ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 9, 1536, true);
   CHECK(launch.shared == 48 * kKiB);
   CHECK(ampfuse::must_ask_for_shared(launch.shared));
-  CHECK(ampfuse::must_ask_for_shared(48 * kKiB - kOwnShared + 1));
-  CHECK_FALSE(ampfuse::must_ask_for_shared(48 * kKiB - kOwnShared));
+  CHECK(ampfuse::must_ask_for_shared(48 * kKiB - kMostStaticShared + 1));
+  CHECK_FALSE(ampfuse::must_ask_for_shared(48 * kKiB - kMostStaticShared));
 }
 
 TEST_CASE("no pack of a row is kept without a second pass") {

@@ -193,7 +193,7 @@ TEST_CASE("a skipped step does not adopt written parameters") {
   CHECK((bits_of(tensors) == before));
 }
 
-TEST_CASE("joining any remainder to a bfloat16 that is not NaN gives no NaN") {
+TEST_CASE("a bfloat16 that is not NaN and any remainder join to a number that is not NaN") {
   for (const uint16_t upper : {0x0000, 0x0001, 0x3f80, 0x7f7f, 0x7f80}) {
     INFO("upper half " << upper);
     int made = 0;

@@ -62,7 +62,7 @@ TEST_CASE("the bits of a norm do not depend on grid, schedule or rest of the lis
 
 TEST_CASE("non-finite tensors are counted and the first index is reported") {
   auto tensors = boundary_tensors<float>();
-  tensors[3].data()[7] = kInfinity;          // in the tail of a warp
+  tensors[3].data()[7] = kInfinity;          // one of the single elements after the packs
   tensors[15].data()[8000] = std::nanf("");  // in the last chunk
   tensors[17].data()[19999] = -kInfinity;    // the last element of the list
   simt::for_each_schedule([&] {

@@ -143,8 +143,8 @@ void add_masses(const Logits& logits, const ClassMasses& masses, RowPartial& par
   using Vec = AccVec<scalar_t>;
   const ClassMassVectors<acc_t<scalar_t>> classes(masses);
   // If all logits are -infinity, z is subtracted from the reference, since −∞ − (−∞) would be NaN.
-  const bool is_nothing = partial.largest == math::minus_infinity<double>();
-  const double from = is_nothing ? partial.reference : partial.largest;
+  const bool is_all_minus_infinity = partial.largest == math::minus_infinity<double>();
+  const double from = is_all_minus_infinity ? partial.reference : partial.largest;
   Sum<scalar_t> sum;
   Sum<scalar_t> spread;
   each_pair<scalar_t>(logits, /*without_target=*/false, [&](int64_t first, const Vec(&x)[kPair]) {

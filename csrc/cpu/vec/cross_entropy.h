@@ -55,9 +55,10 @@ AMPFUSE_PER_CAPABILITY(void row_exponentials(const Logits& logits, double larges
 /// Returns the reference of exponentials for logits of this dtype with this largest z.
 AMPFUSE_PER_CAPABILITY(double row_reference(c10::ScalarType dtype, double largest))
 
-/// Writes the gradient in the logits' dtype or, for float logits, also in 16 bits. It may overwrite
-/// the logits; a narrower one then starts where the row starts. `gradient.of_exponential`
-/// multiplies exp(z - reference) without the bias; `gradient.of_target` is for the target.
+/// Writes the gradient in the logits' dtype or, if that is float, in this or a 16-bit dtype. It may
+/// overwrite the logits; a 16-bit gradient of float logits must then start where the row starts.
+/// `gradient.of_exponential` multiplies exp(z - reference) without the bias. `gradient.of_target`
+/// is the gradient of the target.
 AMPFUSE_PER_CAPABILITY(void row_gradient(const Logits& logits, const ClassMasses& masses,
                                          const void* exponentials,
                                          const math::RowGradient<double>& gradient, void* out,

@@ -139,8 +139,8 @@ auto with_logit_type(c10::ScalarType dtype, const Call& call) {
   }
 }
 
-/// Calls call.operator()<out_t>() with the type of the gradient: the logits' type, or for float
-/// logits also a 16-bit type.
+/// Calls call.operator()<out_t>() with the type of the gradient: the logits' type, or a 16-bit type
+/// if the logits are float.
 template <typename scalar_t, typename Call>
 auto with_gradient_type(c10::ScalarType dtype, const Call& call) {
   if constexpr (std::is_same_v<scalar_t, float>) {

@@ -208,8 +208,8 @@ void tile_partial_of(const Tile& tile, void* bytes, TilePartial& partial, TileTa
   }
 }
 
-// Adds the numbers as vectors of 8 would, for any vector width, so that the order is always the
-// same.
+// Adds the numbers in the same order for every vector width, that of vectors of 8, so that all
+// instruction sets give the same bits.
 double sum_of(const TileNumbers& numbers) {
   constexpr int64_t kSums = 8;
   double sums[kSums] = {};

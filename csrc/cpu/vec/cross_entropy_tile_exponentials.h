@@ -22,7 +22,7 @@ math::ExpReferenceOf<VecOf<A>> reference_of_rows(const TileNumbers& largest, int
   } else {
     using Wide = VecOf<double>;
     const math::ExpReferenceOf<Vec> reference = math::exp_reference(at);
-    const auto [low, high] = to_double(Vec(math::kExpRounder) - reference.rounder);
+    const auto [low, high] = to_double(reference.powers());
     const auto [low_shift, high_shift] = to_double(reference.shift);
     (low_shift + low * Wide(math::kLog2)).store(value + row);
     (high_shift + high * Wide(math::kLog2)).store(value + row + Wide::size());

@@ -29,8 +29,7 @@ static_assert(kLanes % Vec::size() == 0);
 // Access policy: reads elements unchanged.
 struct AsItIs {};
 
-// Access policy: multiplies each element and writes the product back before it is used. Memory
-// delivers the next elements during the arithmetic.
+// Access policy: multiplies each element, and stores the product before it enters the norm.
 template <typename scalar_t>
 struct Scaled {
   explicit Scaled(double factor) : factors(static_cast<factor_t<scalar_t>>(factor)) {}

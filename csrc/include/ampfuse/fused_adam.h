@@ -32,9 +32,11 @@ struct FusedAdamOptions {
   double eps = 1e-8;
   bool amsgrad = false;
   bool maximize = false;
-  bool decoupled_weight_decay = false;   ///< true: as in AdamW; false: Adam's L2 term
-  bool write_back_grads = false;         ///< store the unscaled, clipped gradients in `grads`
-  std::optional<at::Tensor> grad_scale;  ///< gradients are divided by it: float, one element
+  bool decoupled_weight_decay = false;  ///< true: as in AdamW; false: Adam's L2 term
+  bool write_back_grads = false;        ///< store the unscaled, clipped gradients in `grads`
+  /// Gradients are divided by it: float, one element. A scale without a finite inverse (0, NaN,
+  /// tiny) skips the step.
+  std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;   ///< the step is skipped unless it is 0: float, one element
   std::optional<at::Tensor> total_norm;  ///< norm of the scaled gradients; requires max_norm
   std::optional<double> max_norm;  ///< unscaled gradients are clipped to it; requires total_norm

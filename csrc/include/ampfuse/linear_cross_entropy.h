@@ -26,15 +26,15 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, denominator) = std::nullopt;
   TORCH_ARG(double, z_loss) = 0.0;
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
-  /// The number of rows in a chunk. By default as many as fit 64 MiB of logits on a CPU (at least
-  /// 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). A GPU takes all rows in
-  /// one chunk if that takes no more memory: the weight's gradient of a single chunk may be
-  /// bfloat16 at once, where several chunks sum it in float.
+  /// The number of rows in a chunk. By default, a chunk has as many rows as fit into 64 MiB of
+  /// logits on a CPU (at least 128), or into 1 GiB of logits and their gradient on a GPU (at least
+  /// 2048). A GPU takes all rows in one chunk if that takes no more memory: the gradient of a
+  /// bfloat16 weight is then stored in bfloat16 at once, whereas several chunks sum it in float.
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
   /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products.
   /// With the latter, a GPU needs 2 bytes per logit and gradient instead of 6. But a bfloat16 logit
-  /// of 40 is off by up to 1/8, and a half logit beyond 65504 is infinite. By default float on a
-  /// CPU and for shards, and otherwise the dtype of the products, as in torch. Shards need float,
+  /// of 40 is off by up to 1/8, and a half logit beyond 65504 is infinite. The default is float on
+  /// a CPU and for shards, and otherwise the dtype of the products, as in torch. Shards need float,
   /// and a CPU float or bfloat16.
   TORCH_ARG(std::optional<at::ScalarType>, logits_dtype) = std::nullopt;
   /// Float tensor of the weight's shape (double for double weights) to which backward adds the
@@ -53,10 +53,11 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
 /// [..., features], the weight [classes, features], the bias [classes]. Targets are class indices
 /// (int64, int32, uint8) of shape [...] or probabilities of shape [..., classes].
 ///
-/// Hidden states, weight and bias must have the same dtype. Autocast casts them to its dtype before
-/// the first chunk. If products are in half or bfloat16, the logits are float or of that dtype
-/// (logits_dtype). The weight's gradient is then summed in float and rounded to the weight's dtype,
-/// or not rounded if weight.grad_dtype() is float. The loss is float (double for double tensors).
+/// Hidden states, weight and bias must have the same dtype. Autocast casts hidden states and weight
+/// to its dtype, and the bias at most to that of the logits. If products are in half or bfloat16,
+/// the logits are float or of that dtype (logits_dtype). The weight's gradient is then summed in
+/// float and rounded to the weight's dtype, or not rounded if weight.grad_dtype() is float. The
+/// loss is float (double for double tensors).
 ///
 /// With reductions "mean" and "sum", forward computes the gradients, and backward only rescales
 /// them if the upstream gradient requires it. With "none", backward computes the logits again. A

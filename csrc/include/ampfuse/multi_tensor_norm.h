@@ -9,9 +9,11 @@ namespace ampfuse {
 
 /// Results of one pass over a list of tensors, all on the tensors' device. The host does not wait.
 struct MultiTensorNorm {
-  at::Tensor total_norm;  ///< 0-dim; float32, float64 if any tensor is double or complex double
-  at::Tensor norms;       ///< [tensors], one norm each, dtype of total_norm
-  at::Tensor found_inf;   ///< 0-dim float32: 1 if any element is NaN or infinite, else 0
+  /// 0-dim. Its dtype is `dtype`, by default float64 if any tensor is double or complex double,
+  /// else float32.
+  at::Tensor total_norm;
+  at::Tensor norms;            ///< [tensors], one norm each, dtype of total_norm
+  at::Tensor found_inf;        ///< 0-dim float32: 1 if any element is NaN or infinite, else 0
   at::Tensor first_nonfinite;  ///< 0-dim int64: the first tensor with a non-finite element, or -1
   at::Tensor nonfinite_count;  ///< 0-dim int64: number of tensors with non-finite elements
 };
@@ -30,8 +32,8 @@ struct MultiTensorNorm {
 /// `dtype` of the norms: float or double. Sums are double, so a double norm of float tensors is
 /// infinite only if an element is.
 ///
-/// Throws c10::TypeError for an unsupported dtype, and c10::ValueError for an unsupported device,
-/// layout or ord.
+/// Throws c10::TypeError for an unsupported dtype, c10::ValueError for an unsupported layout or ord
+/// and for tensors on several devices, and c10::NotImplementedError for an unsupported device.
 AMPFUSE_API MultiTensorNorm multi_tensor_norm(at::TensorList tensors, double ord = 2.0,
                                               std::optional<at::ScalarType> dtype = std::nullopt);
 

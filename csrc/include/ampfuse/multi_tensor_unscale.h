@@ -12,8 +12,8 @@ namespace ampfuse {
 /// them, this also detects finite values that overflow in the product, as happens with scales below
 /// 1.
 ///
-/// `tensors`: as for multi_tensor_norm. A tensor that is listed twice is multiplied twice.
-/// Otherwise tensors must not overlap each other, the other arguments or themselves. `found_inf`,
+/// `tensors`: as for multi_tensor_norm. They must not overlap each other, the other arguments or
+/// themselves; a tensor that is listed twice is refused. `found_inf`,
 /// `inv_scale`: float32, one element, on the tensors' device.
 ///
 /// If `inv_scale` is 1, nothing is written (strided tensors on CUDA are still copied out and back),

@@ -1,9 +1,10 @@
 // Atomics and fences.
 //
-// An atomic orders nothing by itself, as in CUDA: publishing needs a fence first. After a thread's
-// first fence, each of its atomics publishes everything that the thread did before. The receiving
-// side is lenient: any atomic acquires, so that the "last block finishes" pattern passes without a
-// second fence.
+// An atomic orders nothing by itself, as in CUDA: a thread must fence before its atomics publish
+// what it wrote. Both sides are more lenient than CUDA. After a thread's first fence, each of its
+// atomics publishes everything that the thread did before, so a missing later fence is not
+// detected. Any atomic acquires, so the "last block finishes" pattern passes without a second
+// fence.
 #pragma once
 
 #include <atomic>

@@ -37,7 +37,7 @@ void Block::run(Fiber& host) {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// A fiber outlives the block: when a thread of one block has ended, it runs one of a later block.
+// A fiber outlives the block: when its thread has ended, it runs a thread of a later block.
 void Block::fiber_main() {
   for (;;) current->run_thread();
 }

@@ -1,7 +1,7 @@
 // One block of a grid, whose threads take turns on fibers.
 //
 // A thread runs until it waits or exits, then switches directly to the next ready thread. This
-// class is not thread-safe: the only host thread switches fibers nowhere else.
+// class needs no locks: a single host thread runs all fibers, and switches only in this class.
 #pragma once
 
 #include <deque>

@@ -95,7 +95,7 @@ void Fiber::start() {
 }
 
 // Runs first after a switch, on the new stack. It also records the bounds of the stack that was
-// left, which are not known before for the host thread.
+// left, since the bounds of the host thread's stack are not known earlier.
 void Fiber::arrive() {
   if constexpr (kAsan)
     __sanitizer_finish_switch_fiber(std::exchange(to->fake_stack_, nullptr), &from->stack_,

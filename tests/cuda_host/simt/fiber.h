@@ -41,8 +41,8 @@ class Fiber {
   void* tsan_ = nullptr;
 };
 
-// While alive, ThreadSanitizer does not record or check what the running fiber allocates or frees:
-// the memory belongs to the runtime, or starts without a history.
+// While an IgnoreScope exists, ThreadSanitizer ignores what the running fiber allocates, frees and
+// accesses: the runtime's own memory needs no checks, and shared arrays start without a history.
 class IgnoreScope {
  public:
   IgnoreScope();

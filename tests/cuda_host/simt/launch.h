@@ -38,7 +38,7 @@ inline const Schedule& schedule() {
   return runtime::current_schedule;
 }
 
-// While alive, launches follow `schedule`.
+// Launches follow `schedule` while this object exists.
 class ScopedSchedule {
  public:
   explicit ScopedSchedule(const Schedule& schedule)

@@ -4,8 +4,7 @@
 // - all callers of one barrier or one warp operation must be at the same line;
 // - every lane in a mask must arrive, including lanes that exited and lanes beyond the block's end
 //   (CUDA lets a sync pass without them, but a shuffle reads undefined values from them);
-// - a thread may exit before its first barrier, but after its first barrier it must take part in
-// all
+// - a thread may exit before its first barrier; after that it must take part in every barrier
 //   (collectives.cpp).
 #pragma once
 

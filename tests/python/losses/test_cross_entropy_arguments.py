@@ -165,6 +165,7 @@ REFUSED = {
     "two": (lambda: torch.ones(2), "expected one number, got float32 of shape \\[2\\]"),
     "none": (lambda: torch.ones(0), "expected one number, got float32 of shape \\[0\\]"),
     "complex": (lambda: torch.ones((), dtype=torch.cfloat), "expected one number, got complex64"),
+    "sparse": (lambda: torch.ones(1).to_sparse(), "expected a strided tensor, got layout Sparse"),
     "a gradient": (
         lambda: torch.ones((), requires_grad=True),
         "expected a tensor that does not require grad",

@@ -155,7 +155,7 @@ def test_buffer_that_overlaps_itself_or_the_weight_is_refused(batch):
         r"elements that share no memory, got shape \[101, 24\] with strides \[0, 1\]": (
             torch.zeros(1, 24, device=weight.device).expand(101, 24)
         ),
-        "must not overlap weight or hidden": weight,
+        "overlaps weight or hidden": weight,
     }.items():
         with pytest.raises(ValueError, match=message):
             call(batch, accumulate_into=buffer)

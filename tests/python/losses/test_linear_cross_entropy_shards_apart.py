@@ -59,7 +59,7 @@ def test_invalid_arguments_of_shards_are_refused_on_both_ranks(outcomes):
         assert "class_weight" in result["class_weight"]
         assert "expected both or neither" in result["one of two"]
         assert "only allowed with process_group" in result["no group"]
-        assert "expected indices as targets" in result["metrics"]
+        assert "expected indices, since metrics" in result["metrics"]
 
 
 @scenario("gap")

@@ -1,4 +1,4 @@
-#include "cross_entropy_prefault.h"
+#include "fresh_memory.h"
 
 #include <ATen/Parallel.h>
 
@@ -13,9 +13,9 @@ namespace ampfuse {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kFewestBytes = 256 << 10;   // a call for fewer is not worth it
-constexpr int64_t kLargePageBytes = 4 << 20;  // has a whole page of 2 MiB wherever it begins
-constexpr int64_t kCachedBytes = 16 << 20;    // more leaves the cache before it is written
+constexpr int64_t kFewestBytes = 256 << 10;             // a call for fewer is not worth it
+constexpr int64_t kFewestBytesForLargePages = 4 << 20;  // they contain a whole page of 2 MiB
+constexpr int64_t kCachedBytes = 16 << 20;  // more leaves the cache before it is written
 
 // Both kinds of advice are optional: if the system refuses one, nothing changes.
 [[maybe_unused]] void advise(char* begin, int64_t size, int advice) {
@@ -34,7 +34,7 @@ void prepare_fresh_memory(const at::Tensor& fresh) {
   [[maybe_unused]] char* const first = data + (past == 0 ? 0 : kPage - past);
   [[maybe_unused]] const int64_t pages = (data + size - first) / kPage;
 #if defined(MADV_HUGEPAGE)
-  if (size >= kLargePageBytes) advise(first, pages * kPage, MADV_HUGEPAGE);
+  if (size >= kFewestBytesForLargePages) advise(first, pages * kPage, MADV_HUGEPAGE);
 #endif
 #if defined(MADV_POPULATE_WRITE)
   if (size >= kCachedBytes) return;
