@@ -2,13 +2,11 @@
 #include <ATen/autocast_mode.h>
 #include <ampfuse/autocast.h>
 
+#include "../tensors/is_16bit.h"
+
 namespace ampfuse {
 
 namespace {
-
-bool is_cast_to_by_cpu(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 || dtype == at::kHalf;
-}
 
 // Returns whether autocast can be enabled; if not, warns in torch's words.
 bool can_be_enabled(at::DeviceType device_type, at::ScalarType dtype) {
@@ -16,7 +14,7 @@ bool can_be_enabled(at::DeviceType device_type, at::ScalarType dtype) {
     TORCH_WARN("User provided device_type of 'cuda', but CUDA is not available. Disabling");
     return false;
   }
-  if (device_type == at::kCPU && !is_cast_to_by_cpu(dtype)) {
+  if (device_type == at::kCPU && !is_16bit(dtype)) {
     TORCH_WARN(
         "In CPU autocast, but the target dtype is not supported. Disabling autocast. CPU Autocast "
         "only supports dtype of BFloat16, Half, got ",

@@ -16,6 +16,7 @@
 #include <typeinfo>
 
 #include "../ops/fused_adam.h"
+#include "../tensors/capture.h"
 #include "../tensors/device_scalars.h"
 #include "scale_policy.h"
 #include "scaler_state.h"
@@ -57,7 +58,7 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer) {
   of_optimizer.stage = Stage::kUnscaled;
 }
 
-void look_at_scaled(ScalerState& state, OptimizerState& of_optimizer) {
+void inspect_scaled(ScalerState& state, OptimizerState& of_optimizer) {
   // A scale without a finite inverse counts as an overflow, whatever the gradients are.
   at::Tensor found_inf = at::empty_like(state.scale);
   at::le_out(found_inf, state.scale, math::kLargestScaleWithoutInverse);
@@ -69,8 +70,8 @@ void look_at_scaled(ScalerState& state, OptimizerState& of_optimizer) {
 
 void raise_if_collapsed(ScalerState& state) {
   const auto limit = state.options.max_consecutive_skips();
-  if (!limit) return;
-  const int64_t skips = state.memory.skips_in_a_row();
+  if (!limit || (state.scale.is_cuda() && is_capturing())) return;  // a capture takes no step
+  const int64_t skips = state.history.skips_in_a_row();
   if (skips < *limit) return;
   throw ScaleCollapseError(c10::str(skips,
                                     " steps in a row were skipped (max_consecutive_skips: ", *limit,
@@ -129,7 +130,7 @@ at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   }
   unscale_(optimizer);
   const Inspection& inspection = state_->of(optimizer).inspection;
-  if (!inspection.are_whole || inspection.total_norms.empty()) {
+  if (!inspection.has_whole_norms || inspection.total_norms.empty()) {
     return ampfuse::clip_grad_norm_(params, max_norm);
   }
   const at::Tensor total_norm = joined_norm(inspection.total_norms).to(amp::norm_dtype_of(params));
@@ -149,7 +150,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   auto* const takes_tensors = dynamic_cast<Adam*>(&optimizer);
   if (of_optimizer.stage == Stage::kReady) {
     if (takes_tensors) {
-      look_at_scaled(*state_, of_optimizer);
+      inspect_scaled(*state_, of_optimizer);
     } else {
       unscale(*state_, of_optimizer);
     }
@@ -162,7 +163,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   // Without gradients nothing can overflow.
   const at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
-  state_->memory.note_step(found_inf, of_optimizer.inspection);
+  state_->history.note_step(found_inf, of_optimizer.inspection);
   at::Tensor loss;
   if (takes_tensors) {
     loss = step_with_tensors(*takes_tensors, of_optimizer.inspection, found_inf);
@@ -214,14 +215,16 @@ void GradScaler::update() {
   }
   TORCH_CHECK(
       !found_infs.empty() || state_->options.allow_no_grads(),
-      "No inf checks were recorded prior to update: no optimizer with gradients was stepped "
-      "or unscaled since the last update. If it is intended, set allow_no_grads");
+      "No inf checks were recorded prior to update: no optimizer with gradients was stepped or "
+      "unscaled by the scaler since the last update. Did you call scaler.scale(loss).backward() "
+      "and "
+      "scaler.step(optimizer)? If it is intended, set allow_no_grads");
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
-    const at::Tensor& counters = state_->memory.counters(device);
-    const auto& history = state_->memory.history();
-    if (history) policy.norm = state_->unscaled_norm();
-    update_scale({state_->scale, state_->growth_tracker, counters, history}, found_infs, policy);
+    const at::Tensor& counters = state_->history.counters(device);
+    const auto& updates = state_->history.updates();
+    if (updates) policy.norm = state_->unscaled_norm();
+    update_scale({state_->scale, state_->growth_tracker, counters, updates}, found_infs, policy);
   }
   state_->optimizers.clear();
   raise_if_collapsed(*state_);
@@ -257,15 +260,15 @@ at::Tensor GradScaler::scale_tensor() {
 // --- results of past steps -----------------------------------------------------------------------
 
 at::Tensor GradScaler::step_skipped() const {
-  return state_->memory.step_skipped();
+  return state_->history.step_skipped();
 }
 
 bool GradScaler::was_skipped() {
-  return state_->memory.was_skipped();
+  return state_->history.was_skipped();
 }
 
 std::vector<ScaleRecord> GradScaler::history() const {
-  return state_->memory.records();
+  return state_->history.records();
 }
 
 std::vector<std::string> GradScaler::overflow_report(const torch::nn::Module& model) const {
@@ -275,7 +278,7 @@ std::vector<std::string> GradScaler::overflow_report(const torch::nn::Module& mo
 std::vector<std::string> GradScaler::overflow_report(
     const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const {
   std::vector<std::string> names;
-  for (const at::Tensor& offender : state_->memory.offenders()) {
+  for (const at::Tensor& offender : state_->history.offenders()) {
     for (const auto& named : named_parameters) {
       if (named.value().is_same(offender)) names.push_back(named.key());
     }

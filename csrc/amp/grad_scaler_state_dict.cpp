@@ -47,7 +47,7 @@ class Reader {
  public:
   explicit Reader(const StateDict& entries) : entries_(entries) {}
 
-  at::IValue torchs(const char* key) const {
+  at::IValue required(const char* key) const {
     const auto found = entries_.find(key);
     TORCH_CHECK_VALUE(found != entries_.end(), "GradScaler's state: expected an entry \"", key,
                       "\", got none");
@@ -55,7 +55,7 @@ class Reader {
   }
 
   template <typename Take>
-  void ours(const char* key, const Take& take) const {
+  void if_present(const char* key, const Take& take) const {
     const auto found = entries_.find(key);
     if (found != entries_.end()) take(key, found->value());
   }
@@ -70,17 +70,20 @@ std::optional<double> limit(const char* key, const at::IValue& value) {
 }
 
 GradScalerOptions loaded_options(GradScalerOptions options, const Reader& state) {
-  options.growth_factor(number("growth_factor", state.torchs("growth_factor")));
-  options.backoff_factor(number("backoff_factor", state.torchs("backoff_factor")));
-  options.growth_interval(count("growth_interval", state.torchs("growth_interval")));
-  state.ours("min_scale", [&](auto key, auto& value) { options.min_scale(limit(key, value)); });
-  state.ours("max_scale", [&](auto key, auto& value) { options.max_scale(limit(key, value)); });
-  state.ours("hysteresis", [&](auto key, auto& value) { options.hysteresis(count(key, value)); });
-  state.ours("hysteresis_refill", [&](auto key, auto& value) {
+  options.growth_factor(number("growth_factor", state.required("growth_factor")));
+  options.backoff_factor(number("backoff_factor", state.required("backoff_factor")));
+  options.growth_interval(count("growth_interval", state.required("growth_interval")));
+  state.if_present("min_scale",
+                   [&](auto key, auto& value) { options.min_scale(limit(key, value)); });
+  state.if_present("max_scale",
+                   [&](auto key, auto& value) { options.max_scale(limit(key, value)); });
+  state.if_present("hysteresis",
+                   [&](auto key, auto& value) { options.hysteresis(count(key, value)); });
+  state.if_present("hysteresis_refill", [&](auto key, auto& value) {
     if (!value.isString()) refuse(key, "a string", value);
     options.hysteresis_refill(value.toStringRef());
   });
-  state.ours("dynamic", [&](auto key, auto& value) {
+  state.if_present("dynamic", [&](auto key, auto& value) {
     if (!value.isBool()) refuse(key, "true or false", value);
     options.dynamic(value.toBool());
   });
@@ -94,7 +97,7 @@ StateDict GradScaler::state_dict() const {
   StateDict entries = empty_state_dict();
   if (!is_enabled()) return entries;
   const GradScalerOptions& options = state_->options;
-  const auto [hysteresis, skips, updates] = state_->memory.counts();
+  const auto [hysteresis, skips, updates] = state_->history.counts();
   entries.insert("scale", state_->host_scale());
   entries.insert("growth_factor", options.growth_factor());
   entries.insert("backoff_factor", options.backoff_factor());
@@ -118,15 +121,15 @@ void GradScaler::load_state_dict(const StateDict& entries) {
               "instance of GradScaler.");
   const Reader state(entries);
   const GradScalerOptions options = loaded_options(state_->options, state);
-  const double scale = number("scale", state.torchs("scale"));
+  const double scale = number("scale", state.required("scale"));
   if (!(scale >= 0 && std::isfinite(static_cast<float>(scale)))) {
     refuse("scale", "a finite float, at least 0", scale);
   }
   const int64_t growth_tracker =
-      count("_growth_tracker", state.torchs("_growth_tracker"), std::numeric_limits<int>::max());
-  amp::ScalerHistory::Counts counts = state_->memory.counts();
+      count("_growth_tracker", state.required("_growth_tracker"), std::numeric_limits<int>::max());
+  amp::ScalerHistory::Counts counts = state_->history.counts();
   const auto load = [&](const char* key, math::ScaleCounter counter) {
-    state.ours(key, [&](auto, auto& value) { counts[counter] = count(key, value); });
+    state.if_present(key, [&](auto, auto& value) { counts[counter] = count(key, value); });
   };
   load("_hysteresis_tracker", math::kHysteresisTracker);
   load("_consecutive_skips", math::kConsecutiveSkips);
@@ -134,7 +137,7 @@ void GradScaler::load_state_dict(const StateDict& entries) {
 
   state_->options = options;
   state_->set_scale(scale, growth_tracker);
-  state_->memory.set_counts(counts);
+  state_->history.set_counts(counts);
 }
 
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {

@@ -21,19 +21,19 @@ struct DeviceGradients {
 
 struct Gradients {
   std::vector<DeviceGradients> parts = {};
-  bool are_whole = true;  // false if `grads` has only the values of a sparse gradient
+  bool are_dense = true;  // false if `grads` has only the values of a sparse gradient
 };
 
 // Returns the tensor to unscale: the gradient, or the values of a sparse one.
 at::Tensor dense_part(const at::Tensor& param) {
   if (!param.grad().is_sparse()) return param.grad();
-  // Several entries may have the same index. Finite ones may have a sum that overflows, most likely
-  // in fp16, so these are added first.
+  // Several entries may have the same index, and the sum of finite entries may overflow, most
+  // likely in fp16. So the entries of fp16 gradients are added up first.
   if (param.grad().scalar_type() == at::kHalf) param.mutable_grad() = param.grad().coalesce();
   return param.grad()._values();
 }
 
-Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
+Gradients collect_gradients(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
   Gradients all;
   const auto& groups = optimizer.param_groups();
   for (size_t group = 0; group < groups.size(); ++group) {
@@ -47,7 +47,7 @@ Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
                         ": keep parameters in float32 under autocast, or set allow_fp16_grads for "
                         "an optimizer that has masters");
       const at::Tensor grad = dense_part(param);
-      all.are_whole = all.are_whole && grad.is_same(param.grad());
+      all.are_dense = all.are_dense && grad.is_same(param.grad());
       DeviceGradients& part = entry_for_device(all.parts, grad.device());
       part.params.push_back(param);
       part.grads.push_back(grad);
@@ -58,8 +58,8 @@ Gradients gather(const torch::optim::Optimizer& optimizer, bool allow_fp16) {
 
 // Returns one flag for all ranks, the largest of theirs: all of them skip the step, or none does.
 // Ranks without gradients take part too.
-at::Tensor shared(const std::vector<at::Tensor>& flags, at::Device device,
-                  c10d::ProcessGroup& process_group) {
+at::Tensor flag_of_all_ranks(const std::vector<at::Tensor>& flags, at::Device device,
+                             c10d::ProcessGroup& process_group) {
   std::vector<at::Tensor> flag = {flags.empty()
                                       ? at::zeros({}, at::TensorOptions(device).dtype(at::kFloat))
                                       : largest(flags, device).clone()};
@@ -76,8 +76,8 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
                    const c10::intrusive_ptr<c10::intrusive_ptr_target>& process_group) {
   const c10::NoGradGuard no_grad;
   Inspection inspection;
-  const Gradients all = gather(optimizer, allow_fp16);
-  inspection.are_whole = !process_group && all.are_whole;
+  const Gradients all = collect_gradients(optimizer, allow_fp16);
+  inspection.has_whole_norms = !process_group && all.are_dense;
   for (const DeviceGradients& part : all.parts) {
     const at::Tensor flag = on_device(found_inf, part.device);
     // In double: the norm of scaled gradients may exceed the range of float though no element does.
@@ -91,8 +91,8 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
     inspection.found_infs.push_back(flag);
   }
   if (process_group) {
-    inspection.found_infs = {shared(inspection.found_infs, inv_scale.device(),
-                                    dynamic_cast<c10d::ProcessGroup&>(*process_group))};
+    inspection.found_infs = {flag_of_all_ranks(inspection.found_infs, inv_scale.device(),
+                                               dynamic_cast<c10d::ProcessGroup&>(*process_group))};
   }
   return inspection;
 }

@@ -17,7 +17,7 @@ struct Inspection {
   std::vector<at::Tensor> norms;        // norm of each parameter's gradient, one tensor per device
   std::vector<at::Tensor> total_norms;  // one per device
   std::vector<at::Tensor> found_infs;   // one per device, or one for all ranks
-  bool are_whole = true;                // true if norms cover all ranks, and no gradient is sparse
+  bool has_whole_norms = true;          // true if norms cover all ranks, and no gradient is sparse
   bool is_scaled = false;  // true if the norms are those of gradients that are still scaled
 };
 

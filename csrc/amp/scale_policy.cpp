@@ -20,7 +20,7 @@ void check_scale(const char* name, double scale) {
   check(name, scale, narrow > 0 && std::isfinite(narrow), "a finite float above 0");
 }
 
-void check_first_options(const GradScalerOptions& options) {
+void check_initial_options(const GradScalerOptions& options) {
   TORCH_CHECK(!(options.growth_factor() <= 1), "The growth factor must be > 1.0, got ",
               options.growth_factor(), ".");
   TORCH_CHECK(!(options.backoff_factor() >= 1), "The backoff factor must be < 1.0, got ",

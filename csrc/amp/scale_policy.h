@@ -11,7 +11,7 @@ void check_options(const GradScalerOptions& options);
 
 /// Checks as check_options() does, and throws for factors of 1, in torch's words, and for an
 /// init_scale outside min_scale … max_scale. The constructor calls this.
-void check_first_options(const GradScalerOptions& options);
+void check_initial_options(const GradScalerOptions& options);
 
 /// Throws unless `scale`, rounded to float, is finite and above 0.
 void check_scale(const char* name, double scale);

@@ -24,7 +24,7 @@ const at::Tensor& ScalerHistory::counters(at::Device device) {
     const auto options = at::TensorOptions(device);
     counters_ = at::zeros({static_cast<int64_t>(now.size())}, options.dtype(at::kLong));
     set_counts(now);
-    if (length_ > 0) history_ = at::zeros({length_, math::kScaleRecord}, options.dtype(at::kFloat));
+    if (length_ > 0) updates_ = at::zeros({length_, math::kScaleRecord}, options.dtype(at::kFloat));
   }
   return counters_;
 }
@@ -68,19 +68,18 @@ bool ScalerHistory::was_skipped() {
 
 int64_t ScalerHistory::skips_in_a_row() {
   if (!counters_.defined() || !counters_.is_cuda()) return counts()[math::kConsecutiveSkips];
-  if (is_capturing()) return skips_in_a_row_;
   const auto arrived = counters_copy_.latest();
   if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
   // A new copy is started only when the last one has arrived. If each call replaced it, the host
   // might never receive one.
-  if (arrived || counters_copy_.is_idle()) counters_copy_.send(counters_);
+  if (arrived || counters_copy_.is_unsent()) counters_copy_.send(counters_);
   return skips_in_a_row_;
 }
 
 std::vector<ScaleRecord> ScalerHistory::records() const {
-  if (!history_) return {};
+  if (!updates_) return {};
   const at::Tensor copied =
-      at::cat({history_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
+      at::cat({updates_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
   const double* const numbers = copied.const_data_ptr<double>();
   const auto updates = static_cast<int64_t>(numbers[copied.numel() - 1]);
   std::vector<ScaleRecord> records;

@@ -23,7 +23,7 @@ class ScalerHistory {
 
   /// Returns the counters on `device`, the scale's. Creates them, and the history, on first use.
   const at::Tensor& counters(at::Device device);
-  const std::optional<at::Tensor>& history() const { return history_; }
+  const std::optional<at::Tensor>& updates() const { return updates_; }
 
   Counts counts() const;                  // the host waits for the device
   void set_counts(const Counts& counts);  // discards the history
@@ -35,7 +35,7 @@ class ScalerHistory {
   bool was_skipped();
 
   /// On a GPU, returns the count of the last update whose copy has reached the host, and starts the
-  /// next copy. While a CUDA graph is captured no copy is started, and its replays start none.
+  /// next copy. Do not call this during a capture: each replay of the graph would copy to the host.
   int64_t skips_in_a_row();
 
   std::vector<ScaleRecord> records() const;
@@ -53,7 +53,7 @@ class ScalerHistory {
   Counts first_counts_;
   int64_t length_;
   at::Tensor counters_;
-  std::optional<at::Tensor> history_;
+  std::optional<at::Tensor> updates_;
   int64_t recorded_from_ = 0;  // number of the first update in the history
   at::Tensor found_inf_;       // flag of the last step
   bool is_replayed_ = false;   // a CUDA graph captured the last step

@@ -24,10 +24,10 @@ bool can_be_enabled(const GradScalerOptions& options) {
 ScalerState::ScalerState(GradScalerOptions given)
     : options(std::move(given)),
       enabled(can_be_enabled(options)),
-      memory({options.hysteresis(), 0, 0}, options.history()),
+      history({options.hysteresis(), 0, 0}, options.history()),
       first_scale_(options.init_scale()) {
   if (!enabled) return;
-  check_first_options(options);
+  check_initial_options(options);
   check_process_group(options.process_group());
 }
 
@@ -46,7 +46,7 @@ const at::Tensor& ScalerState::scale_on(at::Device device) {
     growth_tracker = at::full({}, first_growth_tracker_, there.dtype(at::kInt));
     // Create the counters now: a graph that captures an update would create them anew in each
     // replay.
-    memory.counters(scale.device());
+    history.counters(scale.device());
   }
   return scale;
 }
@@ -70,7 +70,7 @@ void ScalerState::set_scale(double new_scale, int64_t new_growth_tracker) {
 std::optional<at::Tensor> ScalerState::unscaled_norm() const {
   std::vector<at::Tensor> norms;
   for (const OptimizerState& state : optimizers) {
-    if (!state.inspection.are_whole) return std::nullopt;
+    if (!state.inspection.has_whole_norms) return std::nullopt;
     for (const at::Tensor& norm : state.inspection.total_norms) {
       const at::Tensor there = on_device(norm, scale.device());
       norms.push_back(state.inspection.is_scaled ? there / scale : there);

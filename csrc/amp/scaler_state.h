@@ -38,7 +38,7 @@ class ScalerState {
   bool enabled;
   at::Tensor scale;  // undefined until scale_on(), like growth_tracker
   at::Tensor growth_tracker;
-  ScalerHistory memory;
+  ScalerHistory history;
   std::vector<OptimizerState> optimizers;
 
  private:

@@ -42,7 +42,7 @@ class HostCopy:
         kind = ctypes.c_double if copy.dtype == torch.float64 else ctypes.c_float
         return kind.from_address(copy.data_ptr()).value
 
-    def is_idle(self) -> bool:
+    def is_unsent(self) -> bool:
         """Return True if nothing was sent yet."""
         return self._copy is None
 

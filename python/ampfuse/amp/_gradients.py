@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse._devices import largest, on_device
-from ampfuse._dtensors import is_distributed, is_sharded, local, spread_dimensions
+from ampfuse._dtensors import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse._graphs import traced_as
 from ampfuse.optim._grad_norm import found_by_any, rounded
 from ampfuse.optim._traced import groups_of
@@ -75,7 +75,7 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
         for of_device in ordinary:
             found.add(*of_device)
         if is_distributed():  # all ranks call the collectives, even without gradients
-            for param in filter(is_sharded, params):
+            for param in filter(is_dtensor, params):
                 spread = spread_dimensions(param.placements)
                 found.meshes |= {(param.device_mesh, dimension): None for dimension in spread}
         for index in others:
@@ -135,7 +135,7 @@ def inspect(
         try:
             results = [unscale(part, flags[device], scale_there)]
         except ValueError:
-            # For example, a parameter is in a group twice. torch multiplies its gradient twice.
+            # Perhaps a parameter is in a group twice. Multiply its gradient twice, as torch does.
             rounds = part.without_repeats()
             if len(rounds) == 1:
                 raise
@@ -148,7 +148,8 @@ def inspect(
         if len(rounds) == 1:
             total_norms[device] = results[0].total_norm
     if gradients.meshes or process_group is not None:
-        flags = {found_inf.device: shared(found_inf, flags, gradients.meshes, process_group)}
+        flag = flag_of_all_ranks(found_inf, flags, gradients.meshes, process_group)
+        flags = {found_inf.device: flag}
     return flags, Inspection(weak(params), norms, total_norms, are_whole)
 
 
@@ -199,7 +200,7 @@ def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
     return rounded(total_norm, params)
 
 
-def shared(
+def flag_of_all_ranks(
     found_inf: Tensor,
     flags: dict[torch.device, Tensor],
     meshes: dict[tuple[Any, int], None],

@@ -54,7 +54,7 @@ class ScalerHistory:
         self.length = history
         self._counters: Tensor | None = None
         self._records: Tensor | None = None
-        self._recorded_from = 0  # index of the first update that the history may record
+        self._recorded_from = counters[2]  # index of the first update that the history may record
         self._found_inf: Tensor | None = None  # flag of the last step
         self._is_replayed = False  # True if a graph may replay that step unnoticed
         self._counters_copy = HostCopy()
@@ -105,11 +105,11 @@ class ScalerHistory:
         if inspection is not None:
             self._steps.append((found_inf, inspection))
 
-    def last_step(self) -> "LastStep":
+    def last_step(self) -> LastStep:
         """Return the record of the last step, for `put_last_step`."""
         return LastStep(self._found_inf, self._graph_step, self._is_replayed)
 
-    def put_last_step(self, step: "LastStep") -> None:
+    def put_last_step(self, step: LastStep) -> None:
         """Set the record: to an earlier one after a capture, or to a graph's after its replay."""
         self._found_inf, self._graph_step, self._is_replayed = step
 
@@ -133,24 +133,22 @@ class ScalerHistory:
     def skips_in_a_row(self) -> int:
         """Return the number of skips in a row at the last update that the host has received.
 
-        No copy to the host is started while a CUDA graph is captured, so replays start none.
+        Do not call this during a capture: each replay of the graph would copy to the host.
         """
         if self._counters is None or not self._counters.is_cuda:
             return self.counts()[1]
-        if is_capturing():
-            return self._skips_in_a_row
         arrived = self._counters_copy.latest()
         if arrived is not None:
             self._skips_in_a_row = int(arrived[1].item())
         # Send no new copy while one is on its way, or none would ever arrive.
-        if arrived is not None or self._counters_copy.is_idle():
+        if arrived is not None or self._counters_copy.is_unsent():
             self._counters_copy.send(self._counters)
         return self._skips_in_a_row
 
     @eager_only
     def raise_if_collapsed(self, limit: int | None) -> None:
         """Raise ScaleCollapseError if at least `limit` steps in a row were skipped."""
-        if limit is None:
+        if limit is None or is_capturing():  # no step is taken during a capture
             return
         skips = self.skips_in_a_row()
         if skips >= limit:

@@ -14,7 +14,7 @@ from ampfuse.optim._options import described, is_flag
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
 
 
-def real(name: str, value: Any) -> float:
+def checked_number(name: str, value: Any) -> float:
     """Convert a number, or a tensor with one element, which some programs save."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -23,7 +23,7 @@ def real(name: str, value: Any) -> float:
     return float(value)
 
 
-def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
+def checked_count(name: str, value: Any, least: int, most: int = 2**62) -> int:
     """Convert an integer between `least` and `most`."""
     try:
         if isinstance(value, bool):
@@ -38,9 +38,9 @@ def count(name: str, value: Any, least: int, most: int = 2**62) -> int:
     return number
 
 
-def scale(name: str, value: Any) -> float:
+def checked_scale(name: str, value: Any) -> float:
     """Convert a number; raise unless it is finite and above 0 as a float32."""
-    number = real(name, value)
+    number = checked_number(name, value)
     if not FLOAT32_MIN <= number <= FLOAT32_MAX:
         raise ValueError(f"{name}: expected a finite float above 0, got {value}")
     return number
@@ -59,8 +59,9 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("min_scale", "max_scale"):
             limit = getattr(self, name)
-            object.__setattr__(self, name, None if limit is None else real(name, limit))
-        object.__setattr__(self, "hysteresis", count("hysteresis", self.hysteresis, least=1))
+            object.__setattr__(self, name, None if limit is None else checked_number(name, limit))
+        hysteresis = checked_count("hysteresis", self.hysteresis, least=1)
+        object.__setattr__(self, "hysteresis", hysteresis)
         if not isinstance(self.hysteresis_refill, str):
             kind = type(self.hysteresis_refill).__name__
             raise TypeError(f"hysteresis_refill: expected a str, got {kind}")
@@ -82,7 +83,7 @@ class Policy:
         return {name: getattr(self, name) for name in self.__match_args__}
 
     def updated(self, saved: dict[str, Any]) -> "Policy":
-        """Return a policy with the options that a state dict has, and this one's otherwise."""
+        """Return a policy with a state dict's options. Options that it lacks stay unchanged."""
         return Policy(**{name: saved.get(name, value) for name, value in self.options.items()})
 
 
@@ -93,8 +94,9 @@ def torchs_options(
     growth_interval: Any = 2000,
 ) -> tuple[float, float, int]:
     """Convert the options that torch also has; raise if one of these or of `policy` is invalid."""
-    growth, backoff = real("growth_factor", growth_factor), real("backoff_factor", backoff_factor)
-    interval = count("growth_interval", growth_interval, least=1)
+    growth = checked_number("growth_factor", growth_factor)
+    backoff = checked_number("backoff_factor", backoff_factor)
+    interval = checked_count("growth_interval", growth_interval, least=1)
     nothing = torch.empty((), dtype=torch.float32, device="meta")
     try:
         ops.update_scale(

@@ -31,7 +31,8 @@ class Loaded:
 def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
     """Parse a state dict of our scaler or torch's.
 
-    Entries that are not in a state of torch's default to `policy` and `counts`.
+    A state of torch's scaler lacks our options and counters. What is missing is taken from `policy`
+    and `counts`.
     """
 
     def entry(name: str) -> Any:
@@ -42,18 +43,19 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
             )
         return state[name]
 
-    scale = _policy.real("scale", entry("scale"))
+    scale = _policy.checked_number("scale", entry("scale"))
     if not 0 <= scale <= _policy.FLOAT32_MAX:
         raise ValueError(f"scale: expected a finite float, at least 0, got {scale}")
     policy = policy.updated(state)
     given = {name: entry(name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    tracker = _policy.checked_count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1)
     torchs = {
         "scale": scale,
         **dict(zip(given, torchs_options(policy, **given), strict=True)),
-        "_growth_tracker": _policy.count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1),
+        "_growth_tracker": tracker,
     }
     pairs = zip(COUNTERS, counts, strict=True)
-    ours = [_policy.count(name, state.get(name, here), least=0) for name, here in pairs]
+    ours = [_policy.checked_count(name, state.get(name, here), least=0) for name, here in pairs]
     return Loaded(torchs, policy, ours)
 
 
@@ -70,4 +72,5 @@ def check_pickled(state: dict[str, Any]) -> None:
         needed |= {"_init_scale", "_init_growth_tracker", "_policy", "_history", "_inspections"}
     missing = needed - state.keys()
     if missing:
-        raise ValueError(f"GradScaler: expected a pickled scaler, got one without {missing}")
+        lacking = ", ".join(sorted(missing))
+        raise ValueError(f"GradScaler: expected a pickled scaler, got one without {lacking}")

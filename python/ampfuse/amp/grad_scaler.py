@@ -115,17 +115,17 @@ class GradScaler(TorchGradScaler):
             self._policy = Policy()  # set_growth_factor() etc. read it
             return
         self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
-        self._init_scale = _policy.scale("init_scale", init_scale)
+        self._init_scale = _policy.checked_scale("init_scale", init_scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
             self._policy, growth_factor, backoff_factor, growth_interval
         )
         self._policy.check_initial(self._init_scale)
         if max_consecutive_skips is not None:
-            _policy.count("max_consecutive_skips", max_consecutive_skips, least=1)
+            _policy.checked_count("max_consecutive_skips", max_consecutive_skips, least=1)
         self._allow_fp16_grads = allow_fp16_grads
         self._allow_no_grads = allow_no_grads
         self._history = ScalerHistory(
-            [self._policy.hysteresis, 0, 0], _policy.count("history", history, least=0)
+            [self._policy.hysteresis, 0, 0], _policy.checked_count("history", history, least=0)
         )
         self._inspections: dict[int, Inspection] = {}  # by the optimizer's id, until next update
         self._watch = Watch()
@@ -247,7 +247,7 @@ class GradScaler(TorchGradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
-                new_scale = _policy.scale("new_scale", new_scale)
+                new_scale = _policy.checked_scale("new_scale", new_scale)
             elif new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
             super().update(new_scale)
@@ -261,8 +261,9 @@ class GradScaler(TorchGradScaler):
         if not found_infs and not self._allow_no_grads:
             raise AssertionError(
                 "No inf checks were recorded prior to update: no optimizer with gradients was "
-                "stepped since the last update. Did you call scaler.scale(loss).backward()? If it "
-                "is intended, pass GradScaler(allow_no_grads=True)"
+                "stepped or unscaled by the scaler since the last update. Did you call "
+                "scaler.scale(loss).backward() and scaler.step(optimizer)? If it is intended, pass "
+                "GradScaler(allow_no_grads=True)"
             )
         if found_infs:
             counters, history = self._history.tensors(scale.device)
@@ -431,8 +432,8 @@ class GradScaler(TorchGradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker like torch's method of this name.
 
-        Some ranks that skip together may have no loss to scale, for example the first stages of a
-        pipeline. Their scale is created here, and changes like that of the other ranks.
+        In a process group, some ranks may have no loss to scale, for example the first stages of a
+        pipeline. Their scale is created here, and then changes like that of the other ranks.
         """
         if self._scale is None and self.process_group is not None:
             self._scale_on(torch.device(self._device))

@@ -108,7 +108,9 @@ class GraphedStep:
         self._micro_batches = checked_split(micro_batches, self._sample)
         groups = optimizer.param_groups
         self._learning_rates = _own_rates([group["lr"] for group in groups], self._device)
-        self._modules = list(model.modules())
+        # The loss may be a module too, with buffers and a training mode of its own.
+        self._roots = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
+        self._modules = [module for root in self._roots for module in root.modules()]
         self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
         self._fixed = self._read_fixed()
         self._has_had_gradients = False
@@ -273,7 +275,7 @@ class GraphedStep:
         stream.wait_stream(torch.cuda.current_stream())
         with (
             torch.cuda.stream(stream),
-            rehearsal(self.model, self.optimizer, self.scaler, self._device),
+            rehearsal(self._roots, self.optimizer, self.scaler, self._device),
         ):
             for _ in range(REHEARSALS):
                 self._step(self._sample)
@@ -281,7 +283,7 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()
         history = self.scaler._history if self.scaler.is_enabled() else None
-        before = history and history.last_step()
+        before = None if history is None else history.last_step()
         try:
             # Other threads, for example of data loaders, may do what a global capture forbids.
             with (
@@ -294,7 +296,7 @@ class GraphedStep:
             raise
         finally:
             torch.clear_autocast_cache()
-            if history and before:
+            if history is not None and before is not None:
                 self._replayed = history.last_step()
                 history.put_last_step(before)
         self._grads = [(param, param.grad) for param in self._params()]

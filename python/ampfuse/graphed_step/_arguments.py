@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.amp._policy import count
+from ampfuse.amp._policy import checked_count
 
 
 def name_of(cls: type) -> str:
@@ -30,7 +30,7 @@ def device_of(sample: list[Tensor]) -> torch.device:
 
 def checked_split(micro_batches: int, sample: list[Tensor]) -> int:
     """Return `micro_batches`; raise unless each sample tensor can be split into that many parts."""
-    micro_batches = count("micro_batches", micro_batches, least=1)
+    micro_batches = checked_count("micro_batches", micro_batches, least=1)
     if micro_batches > 1:
         for index, tensor in enumerate(sample):
             if tensor.dim() == 0 or tensor.shape[0] % micro_batches:

@@ -19,7 +19,7 @@ from ampfuse.optim import Adam
 
 @contextmanager
 def rehearsal(
-    model: nn.Module, optimizer: Adam, scaler: GradScaler, device: torch.device
+    modules: list[nn.Module], optimizer: Adam, scaler: GradScaler, device: torch.device
 ) -> Iterator[None]:
     """Undo what training steps in this block change, but keep optimizer state that they create.
 
@@ -29,8 +29,9 @@ def rehearsal(
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(_restored_scaler(scaler, device))
         stack.enter_context(_skipped_steps(optimizer))
-        stack.enter_context(_restored_gradients(model))
-        stack.enter_context(_restored_buffers(model))
+        for module in modules:
+            stack.enter_context(_restored_gradients(module))
+            stack.enter_context(_restored_buffers(module))
         yield
 
 

@@ -20,6 +20,7 @@ def made(side, device, model=None, loss_fn=functional.cross_entropy, **options):
         ({"model": functional.cross_entropy}, TypeError, "model: expected torch.nn.Module, got"),
         ({"autocast": True}, TypeError, "autocast: expected a torch.dtype or None, got builtins.b"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm: expected None or at least 0, got -1"),
+        ({"max_grad_norm": True}, TypeError, "max_grad_norm: expected None or a number, got bool"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm: expected None or a number, got str"),
         ({"max_grad_norm": torch.ones(())}, TypeError, "max_grad_norm: .* a number, got Tensor"),
     ],

@@ -115,6 +115,50 @@ def test_making_a_graphed_step_keeps_the_results_of_the_last_step(device, graphs
             ours.scaler.unscale_(other)
 
 
+def test_a_graphed_step_may_be_made_after_the_scale_collapsed(device, graphs_on_cpu):
+    ours = Side(device, scaler={"max_consecutive_skips": 2}, monkeypatch=graphs_on_cpu)
+    with torch.no_grad():
+        ours.model.layers[0].weight.fill_(float("nan"))  # so the step overflows in the capture, too
+
+    def steps():
+        for _ in range(20):
+            ours.step(*batch(device))
+            if device.type == "cuda":  # the host checks only flags that have arrived
+                torch.cuda.synchronize()
+
+    with pytest.raises(ampfuse.ScaleCollapseError):
+        steps()
+
+    step = ours.graphed()
+
+    with pytest.raises(ampfuse.ScaleCollapseError):
+        step(*batch(device))
+
+
+class CountingLoss(nn.Module):
+    """A loss that counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits, target):
+        self.calls += 1
+        return nn.functional.cross_entropy(logits, target)
+
+
+def test_making_a_graphed_step_leaves_a_loss_that_is_a_module_unchanged(device, graphs_on_cpu):
+    ours = Side(device, monkeypatch=graphs_on_cpu)
+    loss_fn = CountingLoss().to(device)
+
+    step = ours.graphed(loss_fn=loss_fn)
+
+    assert loss_fn.calls == 0
+    loss_fn.eval()
+    with pytest.raises(RuntimeError, match="the model is in another mode"):
+        step(*batch(device))
+
+
 class Broken(nn.Module):
     """A model whose forward raises in the second call or, without `raises`, replaces a buffer."""
 

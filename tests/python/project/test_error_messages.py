@@ -158,9 +158,9 @@ RAISES = {
     "no backward": (
         step_without_backward,
         AssertionError,
-        "No inf checks were recorded prior to update: no optimizer with gradients was stepped "
-        "since the last update. Did you call scaler.scale(loss).backward()? If it is intended, "
-        "pass GradScaler(allow_no_grads=True)",
+        "No inf checks were recorded prior to update: no optimizer with gradients was stepped or "
+        "unscaled by the scaler since the last update. Did you call scaler.scale(loss).backward() "
+        "and scaler.step(optimizer)? If it is intended, pass GradScaler(allow_no_grads=True)",
     ),
     "no backward, torch's optimizer": (
         step_of_torchs_optimizer_without_backward,

@@ -59,7 +59,8 @@ def capture(step, monkeypatch):
     @contextmanager
     def graph(fake, capture_error_mode):
         fake.step = step
-        tensors = [*step.model.parameters(), *step.model.buffers()]
+        tensors = [tensor for root in step._roots for tensor in root.parameters()]
+        tensors += [tensor for root in step._roots for tensor in root.buffers()]
         for state in step.optimizer.state.values():
             tensors += state.values()
         tensors.append(step.optimizer._grad_norm)

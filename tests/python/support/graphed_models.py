@@ -86,10 +86,10 @@ class Side:
         self.scaler.update()
         return whole
 
-    def graphed(self, model=None):
+    def graphed(self, model=None, loss_fn=functional.cross_entropy):
         step = ampfuse.GraphedStep(
             model or self.model,
-            functional.cross_entropy,
+            loss_fn,
             self.optimizer,
             self.scaler,
             batch(self.device),
