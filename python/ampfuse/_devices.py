@@ -1,7 +1,14 @@
-"""0-dim tensors on several devices."""
+"""Devices that have kernels, and 0-dim tensors on several devices."""
 
 import torch
 from torch import Tensor
+
+from ampfuse import _C
+
+
+def is_served(device: torch.device) -> bool:
+    """Return True if the library was built with kernels for this device."""
+    return device.type == "cpu" or (device.type == "cuda" and _C.has_cuda())
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:

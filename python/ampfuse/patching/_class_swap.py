@@ -1,7 +1,8 @@
-"""Replacements of torch's classes. A call creates our object; otherwise they act as torch's class.
+"""Classes that replace torch's while a program is patched.
 
-So `isinstance` with a replacement is True for objects of torch's class, too. A class that derives
-from a replacement derives from torch's class, whose internals it may use.
+Calling a replacement creates an object of our class. For `isinstance`, a replacement stands for
+torch's class, so objects of torch's class pass. A class that derives from a replacement is derived
+from torch's class instead, since it may use torch's internals.
 """
 
 import inspect

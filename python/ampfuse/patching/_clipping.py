@@ -32,7 +32,7 @@ def replacement(is_on: Callable[[], bool]) -> Any:
                 return original(empty, *rest, **named)  # torch warns
         try:
             norm = clip_grad_norm_(parameters, *rest, **named)
-        except (TypeError, ValueError) as error:  # raised before anything is written
+        except (TypeError, ValueError, NotImplementedError) as error:  # nothing was written
             USAGE.count_fallback(NAME, str(error).splitlines()[0])
             return original(parameters, *rest, **named)
         USAGE.count_use()

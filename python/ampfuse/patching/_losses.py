@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
+from ampfuse._devices import is_served
 from ampfuse._graphs import traced_as
 from ampfuse.losses._options import REDUCTIONS
 from ampfuse.optim._state import DTYPES_16_BIT
@@ -62,7 +63,7 @@ def replacement(is_on: Callable[[], bool]) -> Any:
             return original(input, target, **as_passed)
         return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
 
-    # TorchScript compiles the function that this returns.
+    # TorchScript compiles the function that this attribute returns: torch's.
     cross_entropy.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
     return cross_entropy
 
@@ -130,7 +131,7 @@ def _why_not(
 ) -> str | None:
     if type(input) not in PLAIN or type(target) not in PLAIN:
         return f"tensors of types {type(input).__name__} and {type(target).__name__}"
-    if input.device.type not in ("cpu", "cuda"):
+    if not is_served(input.device):
         return f"logits on {input.device.type}"
     if input.dtype not in DTYPES or input.layout != torch.strided:
         return f"logits of {input.dtype}, {input.layout}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import optim
+from ampfuse._devices import is_served
 from ampfuse.optim._options import OURS, TORCHS_OWN
 from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
@@ -150,6 +151,6 @@ def _why_not(given: dict[str, Any]) -> str | None:
         if len({id(tensor) for tensor in tensors}) < len(tensors):
             return "a parameter that is in a group twice"
         for tensor in tensors:
-            if tensor.device.type not in ("cpu", "cuda"):
+            if not is_served(tensor.device):
                 return f"parameters on {tensor.device.type}"
     return None

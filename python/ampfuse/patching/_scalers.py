@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampfuse._devices import is_served
 from ampfuse.amp import GradScaler
 from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
@@ -40,7 +41,7 @@ class Recording:
     def note(self, scaler: GradScaler) -> None:
         if self.history and scaler.is_enabled():
             self.made += 1
-            # A twin that shares the attributes, so that the program's scaler is not kept alive.
+            # Keep a twin that shares the attributes, so that the program's own scaler can be freed.
             twin = object.__new__(type(scaler))
             twin.__dict__ = vars(scaler)
             self.scalers.append(twin)
@@ -66,6 +67,10 @@ def replacement(original: Any, ours: type[GradScaler], is_on: Callable[[], bool]
 def _make(original: Any, ours: type[GradScaler], given: dict[str, Any]) -> Any:
     if ours is not GradScaler:  # torch's warning, for the line that creates the scaler
         warnings.warn(original.__init__.__deprecated__, FutureWarning, stacklevel=3)
+    device = given.get("device", "cpu" if issubclass(ours, _CpuGradScaler) else "cuda")
+    if torch.cuda.is_available() and not is_served(torch.device(device)):
+        USAGE.count_fallback(f"{original.__module__}.GradScaler", f"it is for {device}")
+        return original(**given)
     try:
         scaler = ours(**given, history=RECORDING.history)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Counts the uses of replacements, and those of torch's originals with the reasons."""
+"""Counts how often a replacement was used, and how often and why torch's original was."""
 
 import logging
 from collections import Counter
@@ -18,7 +18,7 @@ class Usage:
 
     @eager_only
     def count_use(self) -> None:
-        """Count one use, but not in traced code, where each count would recompile."""
+        """Count one use. Traced code does not count: a changed count would compile it again."""
         self.uses += 1
 
     @eager_only
