@@ -55,7 +55,7 @@ def sparkline(scales: list[float]) -> str:
     """Draw scales as a line of bars of logarithmic height, each the lowest of several scales."""
     stretch = max(1, math.ceil(len(scales) / WIDTH))
     lows = [min(scales[first : first + stretch]) for first in range(0, len(scales), stretch)]
-    levels = [math.log2(low) if 0 < low < math.inf else 0.0 for low in lows]
+    levels = [math.log2(min(max(2.0**-150, low), 2.0**128)) for low in lows]  # 0 is the lowest
     low, span = min(levels), max(levels) - min(levels)
     if span == 0:
         return BARS[len(BARS) // 2] * len(levels)

@@ -33,6 +33,12 @@ def test_table_aligns_texts_below_the_title(capsys):
     assert capsys.readouterr().out.splitlines() == [*lines]
 
 
+def test_scales_are_drawn_by_their_logarithm_and_a_scale_of_0_is_the_lowest():
+    assert show.sparkline([2.0**16, 2.0**8, 1.0]) == "█▅▁"
+    assert show.sparkline([2.0**16, 2.0**-149, 0.0]) == "█▁▁"
+    assert show.sparkline([4.0, 4.0]) == "▅▅"
+
+
 def test_env_reports_the_error_of_an_op_that_fails(monkeypatch):
     def broken(tensors):
         raise RuntimeError("no kernel image\nis available")
