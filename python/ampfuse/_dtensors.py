@@ -18,20 +18,20 @@ class Sharding:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; return other tensors unchanged."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor
     shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Return True for DTensors. The compiler can trace this, since it only reads an attribute."""
     return getattr(tensor, "device_mesh", None) is not None
 
 
 def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     """Return the shard as a DTensor like `tensor`, or unchanged if `tensor` is a plain tensor."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return shard
     from torch.distributed.tensor import DTensor
 
@@ -47,7 +47,7 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
     """Return the sharding of a DTensor, or None for other tensors."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return None
     placements = tensor.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):

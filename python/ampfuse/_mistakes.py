@@ -40,12 +40,12 @@ CLIPPED_TWICE = (
 )
 NEVER_STEPPED = (
     "an optimizer has taken {steps} steps by optimizer.step() since a GradScaler began to scale "
-    "losses, and none by scaler.step(optimizer): the gradients are still multiplied by the loss "
-    "scale"
+    "losses, and none by scaler.step(optimizer), so the gradients are still multiplied by the loss "
+    "scale: call scaler.step(optimizer) instead"
 )
 
 
-class Clip(NamedTuple):
+class ClipRecord(NamedTuple):
     """The record of a gradient that was clipped."""
 
     version: int  # the gradient's version counter after clipping
@@ -56,7 +56,7 @@ class Clip(NamedTuple):
 _lock = threading.Lock()  # guards the next three: each thread may train its own model
 _first_steps: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers in their first steps
 _only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers that have taken no step yet
-_clips = WeakTensorKeyDictionary()  # the Clip of each live gradient that was clipped
+_clips = WeakTensorKeyDictionary()  # the ClipRecord of each live gradient that was clipped
 
 
 @eager_only
@@ -67,7 +67,7 @@ def note_clip(grads: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> N
     with _lock:
         for grad in grads:
             if not grad.is_inference():
-                _clips[grad] = Clip(grad._version, max_norm, local(total_norm))
+                _clips[grad] = ClipRecord(grad._version, max_norm, local(total_norm))
 
 
 @eager_only
@@ -172,12 +172,12 @@ class Watch:
         warn_caller(text)
 
 
-def first_clip(grads: Iterable[Tensor]) -> Clip | None:
+def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:
     """Return the record of the first gradient that was clipped and not written since, or None."""
     with _lock:
         for grad in grads:
             if grad in _clips and _clips[grad].version == grad._version:
-                clip: Clip = _clips[grad]
+                clip: ClipRecord = _clips[grad]
                 return clip
     return None
 

@@ -161,7 +161,7 @@ def _tensor(
 ) -> Tensor:
     dtype, storage = elements
     if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
-        raise UnexpectedError("one with a tensor whose size, strides or offset are no counts")
+        raise UnexpectedError("one with a negative or non-integer size, stride or offset")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     count = storage.nbytes() // dtype.itemsize
     if 0 not in size and last >= count:  # set_() would enlarge the storage

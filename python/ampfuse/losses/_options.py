@@ -63,12 +63,12 @@ def checked_scaler(scaler: Any) -> Any:
     return scaler
 
 
-def _traced_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
+def _traced_grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
     return None  # compiled losses compute their gradients in backward, where the scale is known
 
 
-@traced_as(_traced_scale_of)
-def scale_of(scaler: Any, input: Tensor) -> Tensor | None:
+@traced_as(_traced_grad_scale_of)
+def grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
     """Return the gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
     if scaler is None or not scaler.is_enabled():
         return None

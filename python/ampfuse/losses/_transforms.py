@@ -1,4 +1,4 @@
-"""One clear error for derivatives that the losses lack: those of torch.func and forward mode."""
+"""The error that the losses raise under torch.func and in forward mode, which they lack."""
 
 import re
 

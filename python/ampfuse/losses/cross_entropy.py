@@ -14,8 +14,8 @@ from ampfuse.losses._options import (
     LossOptions,
     changed_options,
     checked_scaler,
+    grad_scale_of,
     op_options,
-    scale_of,
 )
 from ampfuse.losses._transforms import raise_if_refused, refusal
 
@@ -81,9 +81,9 @@ def cross_entropy(
     - `grad_scale`: the gradient that backward will receive, for example `scaler.scale_tensor()`, or
       a number. The logits' gradient is multiplied by it before it is rounded to their dtype.
       Without `grad_scale`, a float16 gradient of a mean over thousands of rows would be mostly
-      zeros if it were computed in forward. If backward receives another number, one more pass
-      multiplies the gradient by the ratio and rounds again; elements that have already overflowed
-      or underflowed the logits' dtype stay so.
+      zeros if it were computed in forward, so backward computes it. If backward receives another
+      number than `grad_scale`, one more pass multiplies the gradient by the ratio and rounds again;
+      elements that have already overflowed or underflowed the logits' dtype stay so.
     - `denominator`: divides the loss instead of the rows' total weight, with `reduction="mean"`.
       If all parts of a batch get the same one, their gradients add up to the whole batch's, and
       the loss of a part whose rows are all ignored is not NaN. Under DDP, which averages gradients,
@@ -228,7 +228,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=scale_of(self.scaler, input),
+            grad_scale=grad_scale_of(self.scaler, input),
             denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,

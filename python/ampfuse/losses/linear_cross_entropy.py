@@ -16,8 +16,8 @@ from ampfuse.losses._options import (
     LinearLossOptions,
     changed_options,
     checked_scaler,
+    grad_scale_of,
     op_options,
-    scale_of,
 )
 from ampfuse.losses._transforms import raise_if_refused
 from ampfuse.losses.cross_entropy import CrossEntropyMetrics
@@ -77,11 +77,11 @@ def linear_cross_entropy(
 
     Hidden states have shape `(..., H)`, the weight `(V, H)`, the bias `(V)`; targets are classes of
     shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. Hidden states, weight and bias
-    have one dtype; autocast converts them to its dtype, once. If that is float16 or bfloat16,
-    losses and the sums of the weight's gradient are float32; logits have `logits_dtype`. The
-    gradient is then rounded to the weight's dtype, unless `weight.grad_dtype` is float32. Such
-    gradients are supported by `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers,
-    torch.compile and DDP. For float64 inputs, the loss is float64.
+    must have the same dtype; autocast converts them once. If products are in float16 or bfloat16,
+    losses are float32, logits have `logits_dtype`, and the weight's gradient is summed in float32.
+    This sum is then rounded to the weight's dtype, unless `weight.grad_dtype` is float32. float32
+    gradients of 16-bit weights are supported by `ampfuse.Adam`, `AdamW` and torch's SGD, but not
+    by other optimizers, torch.compile and DDP. For float64 inputs, the loss is float64.
 
     One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
     and sum, backward then only multiplies the gradients by the number that it receives. With
@@ -96,17 +96,18 @@ def linear_cross_entropy(
       divided by n pass `1 / n`, or a `denominator`. Without `grad_scale`, float16 gradients are
       computed from losses that are not divided yet.
     - `chunk_rows`: number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU
-      (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). A GPU takes
-      all rows in one chunk if that takes no more memory: the weight's gradient of a single chunk
-      may be bfloat16 at once, where several chunks sum it in float32. The same rows in the same
-      chunks give the same bits; on a CPU only with the same number of threads, since the matrix
-      product of some CPUs depends on it (for example that of bfloat16 without AVX512-BF16).
-    - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16.
-      `torch.float32` keeps all their digits. With the products' dtype, a GPU needs 2 bytes per
-      logit and gradient instead of 6. But each logit is rounded, as `F.linear` does: a bfloat16
-      logit of 40 is off by up to 1/8, and a float16 logit beyond 65504 is infinite. By default
-      float32 on a CPU and with a `process_group`, otherwise the products' dtype. A `process_group`
-      needs float32, and a CPU float32 or, if it has such products, bfloat16.
+      (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). On a GPU all
+      rows are one chunk if that takes no more memory: several chunks need a float32 sum of the
+      weight's gradient. The same rows in the same chunks give the same bits. On a CPU the number of
+      threads must be the same, too, because some matrix products depend on it (for example those of
+      bfloat16 without AVX512-BF16).
+    - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16:
+      float32 or the dtype of the products. float32 logits are not rounded. Others are rounded as by
+      `F.linear`: a bfloat16 logit of 40 is off by up to 1/8, and a float16 logit beyond 65504 is
+      infinite. In return a GPU needs 2 bytes for a logit and its gradient instead of 6. The default
+      is float32 on a CPU and with a `process_group`, otherwise the dtype of the products. A
+      `process_group` allows only float32. A CPU allows float32, and bfloat16 if it has bfloat16
+      products.
     - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
       which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
       one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set
@@ -242,7 +243,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            grad_scale=scale_of(self.scaler, hidden),
+            grad_scale=grad_scale_of(self.scaler, hidden),
             denominator=denominator,
             z_loss=self.z_loss,
             softcap=self.softcap,

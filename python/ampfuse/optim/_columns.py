@@ -159,7 +159,7 @@ class ColumnCache:
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
-        self._before_step: set[Tensor] | None = None  # had state before a step that adds some
+        self._before_step: set[Tensor] | None = None  # had state before a step that creates more
 
     def read(
         self,

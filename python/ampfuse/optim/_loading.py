@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse._dtensors import is_sharded, local
+from ampfuse._dtensors import is_dtensor, local
 from ampfuse.optim._options import (
     NEEDED,
     StateOptions,
@@ -45,13 +45,13 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Load by torch's method, which checks and loads groups, and calls hooks and __setstate__."""
     loading: dict[str, Any] = {}
 
-    def keep_state_from_torch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        given = without_what_torch_ignored(given)
+    def withhold_state(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        given = without_torchs_options_and_masters(given)
         loading.update(given)
         return {**given, "state": {}}
 
     # This hook runs last before loading, since other hooks may change what is loaded.
-    handle = optimizer.register_load_state_dict_pre_hook(keep_state_from_torch)
+    handle = optimizer.register_load_state_dict_pre_hook(withhold_state)
     optimizer._loading = loading
     try:
         Optimizer.load_state_dict(optimizer, state_dict)
@@ -209,7 +209,7 @@ def keep_options(
             raise type(error)(f"loaded state dict: group {index}: {error}") from None
 
 
-def without_what_torch_ignored(saved: dict[str, Any]) -> dict[str, Any]:
+def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict without torch's options, and without masters that torch's class saved.
 
     torch's class keeps masters that it has loaded, but does not step them.
@@ -259,7 +259,7 @@ def _check_number(where: str, value: Any, may_be_meta: bool) -> None:
 
 def _check_counter(where: str, value: Any) -> None:
     """Raise for an invalid number of steps. One on a GPU is not checked: the host would wait."""
-    if isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
+    if isinstance(value, Tensor) and (is_dtensor(value) or value.device.type != "cpu"):
         return
     if not 0 <= value < float("inf"):
         raise ValueError(f"{where}: expected a finite number, at least 0, got {value}")
@@ -287,12 +287,13 @@ def _check_fits(where: str, value: Tensor, param: Tensor) -> None:
             "remainders to float32"
         )
     if value.is_complex() != param.is_complex():
-        raise ValueError(f"{where}: expected a tensor for {param.dtype}, got {value.dtype}")
-    if is_sharded(value) != is_sharded(param):
+        kind = "a complex" if param.is_complex() else "a real"
+        raise ValueError(f"{where}: expected {kind} tensor like the parameter, got {value.dtype}")
+    if is_dtensor(value) != is_dtensor(param):
         kinds = ("a plain tensor", "a DTensor")
         raise ValueError(
-            f"{where}: expected {kinds[is_sharded(param)]} as the parameter, "
-            f"got {kinds[is_sharded(value)]}"
+            f"{where}: expected {kinds[is_dtensor(param)]} as the parameter, "
+            f"got {kinds[is_dtensor(value)]}"
         )
 
 

@@ -29,7 +29,7 @@ NEEDED = {"lr", "betas", "eps", "weight_decay"}
 
 
 def has_torchs(group: dict[str, Any]) -> bool:
-    """Return True if a group has options of torch's class, which does not step masters."""
+    """Return True if a group has options of torch's class. That class would not update masters."""
     return any(name in group for name in TORCHS_OWN)
 
 
@@ -171,7 +171,7 @@ def described(value: Any) -> str:
 
 def check_limit(max_grad_norm: float | None) -> None:
     """Raise for a limit that is not a number, or that is below 0."""
-    if max_grad_norm is not None and not isinstance(max_grad_norm, Real):
+    if max_grad_norm is not None and not is_number(max_grad_norm):
         # A tensor is refused, too, since a graph would keep its first value forever.
         raise TypeError(
             f"max_grad_norm: expected None or a number, got {type(max_grad_norm).__name__}"

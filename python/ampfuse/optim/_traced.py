@@ -62,7 +62,7 @@ class Traced:
         self.has_scheduler = False
         self.steps_alone = False
         self.skips_unseen = False
-        # Set while a scaler takes a step:
+        # Set while a scaler takes a step (`known_norms` in eager steps, too):
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.known_norms: dict[torch.device, Tensor] = {}  # norm of all scaled gradients
@@ -71,7 +71,7 @@ class Traced:
     def begin(self) -> None:
         """Read the optimizer again, and register its parameters with the compiler.
 
-        A parameter that is not registered is a constant of this graph if it is one of another.
+        Without this, a parameter that is a constant of another graph is one of this graph, too.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -145,7 +145,7 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param)
-        id(param)  # the graph holds this parameter's state, so it must not be used for another
+        id(param)  # a guard: the graph holds this parameter's state, so it does not fit others
         state = optimizer.state[param]
         kind = (param.device, "master_param" in state)
         columns = found.setdefault(kind, Columns(param.device))

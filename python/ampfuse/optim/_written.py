@@ -13,7 +13,10 @@ from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
 
 Writes = list[tuple[tuple[int, int], tuple[int, int]]]
-"""For each call of the op: the writes to its parameters, and those to its step counters."""
+"""For each call of the op, what `_C.writes` returns for its parameters and for its step counters.
+
+This is the sum of the tensors' version counters, and a hash of their addresses.
+"""
 
 
 class WrittenParams:
@@ -46,7 +49,7 @@ class WrittenParams:
         self._warn_if_arrived()
         if have_changed(self._after_step, writes(columns)):
             self._adopt(columns)
-            self._warn_if_arrived()  # on a CPU it has
+            self._warn_if_arrived()  # on a CPU the flag has arrived
 
     def _adopt(self, columns: list[list[Columns]]) -> None:
         flags = [
