@@ -33,7 +33,6 @@ from importlib.util import find_spec
 import ampfuse
 import torch
 from harness import OURS, Case, Products, Provider, Settings, main
-from harness.curves import curves
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -196,4 +195,4 @@ if __name__ == "__main__":
         for operation in OPERATIONS
         for dtype in operation.dtypes
     ]
-    sys.exit(main("linear_cross_entropy", cases, draw=curves))
+    sys.exit(main("linear_cross_entropy", cases))

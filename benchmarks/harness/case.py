@@ -72,6 +72,7 @@ class Provider:
     `run` returns, must agree with those of the case's first provider: up to the relative
     `agreement`, and up to `slack` times the largest of them if terms cancel that providers round
     differently. `moves` are the bytes per element that its passes read and write, if that is known.
+    `held` returns the bytes that it holds between two runs and that count as its memory.
     `skipped` is the reason if the provider does not run.
     """
 
@@ -81,6 +82,7 @@ class Provider:
     mutates: Sequence[torch.Tensor] = ()
     skipped: str = ""
     moves: float | None = None
+    held: Callable[[], int] = lambda: 0
     agreement: float = AGREEMENT
     slack: float = 0.0
 

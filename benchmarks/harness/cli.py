@@ -2,7 +2,7 @@
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -26,8 +26,6 @@ RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS = {"cpu": 21, "cuda": 81}  # a round on a GPU takes only milliseconds
 INTERRUPTED = "skipped: interrupted"
 GIB = 2**30
-
-Plot = Callable[[Path, str, Machine, Sequence[Row]], bool]
 
 
 def parse(name: str, arguments: Sequence[str] | None) -> Settings:
@@ -112,18 +110,13 @@ def run_cases(
     return rows
 
 
-def told(kind: CeilingKind | torch.dtype, rate: float) -> str:
+def ceiling_text(kind: CeilingKind | torch.dtype, rate: float) -> str:
     if isinstance(kind, torch.dtype):
         return f"{str(kind).removeprefix('torch.')} product {rate:.0f} GFLOP/s"
     return f"{kind} {rate:.1f} GB/s"
 
 
-def main(
-    name: str,
-    cases: Sequence[Case],
-    arguments: Sequence[str] | None = None,
-    draw: Plot = plot,
-) -> int:
+def main(name: str, cases: Sequence[Case], arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 0 if every provider of every case ran or was skipped for a reason.
 
     Return 2 if no case matches.
@@ -141,7 +134,7 @@ def main(
     ceilings = measure_ceilings(settings.device, sorted(products, key=str))
     machine = describe(settings.device)  # after the ceilings, to read the clocks of a warm device
     print(f"{machine.name}, torch {machine.torch}, ampfuse {machine.ampfuse}; measured ceilings:")
-    print(", ".join(told(kind, rate) for kind, rate in ceilings.items()), flush=True)
+    print(", ".join(ceiling_text(kind, rate) for kind, rate in ceilings.items()), flush=True)
 
     rows = run_cases(name, chosen, settings, machine, ceilings)
     how = f"medians of {settings.rounds} rounds, caches cold; ceiling: share of it reached"
@@ -149,7 +142,7 @@ def main(
     if left_out:
         shapes = dict.fromkeys(f"{case.shape}/{case.dtype_name}" for case in left_out)
         print(f"--quick left out {len(left_out)} cases:", ", ".join(shapes))
-    drawn = draw(settings.out / f"{name}.png", name, machine, rows)
+    drawn = plot(settings.out / f"{name}.png", name, machine, rows)
     print(f"wrote {settings.out / name}.csv", "and .png" if drawn else "")
     if not drawn:
         print("no plot: nothing was measured, or matplotlib is not installed")

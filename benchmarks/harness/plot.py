@@ -1,7 +1,8 @@
-"""Draws the PNG: operations side by side, cases down the page, one bar per provider.
+"""Draws the PNG of a benchmark: how many times as fast as torch each provider is, case by case.
 
-A bar is the share of the machine's measured ceiling that the provider reached, so that cases of
-very different sizes fit one axis; the milliseconds are written beside it.
+Bars begin at 1, where torch is. A bar to the right is faster than torch, and one to the left is
+slower. The milliseconds are written beside it. Benchmarks that measure memory have a second panel:
+the memory as a share of torch's.
 """
 
 from collections.abc import Sequence
@@ -11,30 +12,39 @@ from typing import TYPE_CHECKING
 
 from harness.case import OURS
 from harness.machine import Machine
+from harness.pictures import MOST_CASES, PICTURES, Picture
 from harness.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEER_COLOURS = ["#a8b3bd", "#5b7c99", "#c7b299", "#7d6b91", "#8fae8b"]
-OUR_COLOUR = "#d9542b"
-BAR = 0.8  # a bar's thickness, relative to the distance between two bars
-BAR_INCHES = 0.21
-PANEL_INCHES = 2.6
-NARROWEST_INCHES = 7.5  # the width of title and legend
-LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps text off the 100% line
-
-
-def case_label(row: Row) -> str:
-    return f"{row.shape}\n{row.dtype}"
-
-
-def colours_of(rows: Sequence[Row]) -> dict[str, str]:
-    """Return each provider's colour, in the order of the rows."""
-    providers = list(dict.fromkeys(row.provider for row in rows))
-    peers = [name for name in providers if name != OURS]
-    of_peers = dict(zip(peers, PEER_COLOURS * len(peers), strict=False))
-    return {name: of_peers.get(name, OUR_COLOUR) for name in providers}
+# Each provider has the same color in all pictures.
+COLORS = {
+    OURS: "#d9542b",
+    f"{OURS}, torch.compile": "#f0a37f",
+    "torch.compile": "#5b7c99",
+    "torch, chunks": "#c7b299",
+    "torch .float()": "#c7b299",
+    "torch foreach": "#a8b3bd",
+    "torch fused": "#8b98a5",
+    "torch fused=True": "#8b98a5",
+    "quack": "#7d6b91",
+    "Liger": "#8fae8b",
+    "CCE": "#6b9191",
+    "apex": "#b58fa5",
+    "TransformerEngine": "#9a8f5b",
+}
+OTHER_COLOR = "#a8b3bd"
+WORDS = {
+    "torch .float()": "torch on float32 logits",
+    "torch, chunks": "torch, 1024 rows at a time",
+    "torch foreach": "torch, foreach",
+    "torch fused": "torch, fused",
+    "torch fused=True": "torch, fused",
+    f"{OURS}, torch.compile": "ampfuse and torch.compile",
+}
+BAR_INCHES = 0.19
+PANEL_INCHES = 4.6
 
 
 def milliseconds(value: float) -> str:
@@ -42,66 +52,122 @@ def milliseconds(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"
 
 
-def plot(path: Path, title: str, machine: Machine, rows: Sequence[Row]) -> bool:
+def chosen(rows: Sequence[Row], picture: Picture) -> dict[str, list[Row]]:
+    """Return the measured rows of at most MOST_CASES cases by label: torch's, then the others.
+
+    If no case of the picture was measured, the first cases are drawn, by their names.
+    """
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.median_ms is not None:
+            cases.setdefault(row.case, []).append(row)
+    # Compare with the provider `torch` if it was measured, otherwise with torch's first provider.
+    for own in cases.values():
+        own.sort(key=lambda row: (row.provider != "torch", not row.provider.startswith("torch")))
+    compared = {case for case, own in cases.items() if own[0].provider.startswith("torch")}
+    drawn = [case for case in picture.labels if case in compared]
+    drawn = drawn or [case for case in cases if case in compared]
+    return {picture.labels.get(case, case): cases[case] for case in drawn[:MOST_CASES]}
+
+
+def plot(path: Path, name: str, machine: Machine, rows: Sequence[Row]) -> bool:
     """Write the plot; return False if matplotlib is missing or nothing was measured."""
-    measured = [row for row in rows if row.of_ceiling is not None]
-    if not measured or find_spec("matplotlib") is None:
+    picture = PICTURES.get(name, Picture(name, {}))
+    cases = chosen(rows, picture)
+    if not cases or find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    operations = list(dict.fromkeys(row.operation for row in measured))
-    cases = list(dict.fromkeys(case_label(row) for row in measured))
-    colours = colours_of(measured)
-    providers = list(colours)
-
-    height = len(cases) * (len(providers) + 1) * BAR_INCHES + 1.7
-    width = max(NARROWEST_INCHES, 1.6 + PANEL_INCHES * len(operations))
-    figure = Figure(figsize=(width, height), layout="constrained")
+    weighs = all(row.peak_mib is not None for own in cases.values() for row in own)
+    bars = sum(max(len(own), 2) for own in cases.values())
+    size = (2.4 + PANEL_INCHES * (1 + weighs), 1.3 + BAR_INCHES * (bars + len(cases)))
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(operations), squeeze=False, sharex=True, sharey=True)[0]
-    for panel, operation in zip(panels, operations, strict=True):
-        own = [row for row in rows if row.operation == operation]
-        draw_panel(panel, own, cases, providers, colours)
-        panel.set_title(f"{operation}\n{ceiling_label(own)}", fontsize=9)
-    furthest = max(row.of_ceiling or 0.0 for row in measured)
-    panels[0].set_xlim(0, 1.28 * max(1.0, furthest))  # room for the milliseconds
-    panels[0].set_yticks(range(len(cases)), cases, fontsize=8)
-    panels[0].invert_yaxis()
-
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    legend = "bars: fewest possible bytes / time, as a share of the measured ceiling; text: median"
-    figure.suptitle(f"{title} on {machine.name}, torch {machine.torch}\n{legend}", fontsize=10)
-    figure.savefig(path, dpi=150)
+    panels = figure.subplots(1, 1 + weighs, squeeze=False, sharey=True)[0]
+    draw_times(panels[0], cases)
+    if weighs:
+        draw_memory(panels[1], cases)
+    for panel in panels:
+        panel.tick_params(axis="y", length=0)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    legend = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(legend.values()),
+        list(legend),
+        loc="outside lower center",
+        ncols=len(legend),
+        frameon=False,
+        fontsize=9,
+    )
+    version = machine.torch.partition("+")[0]
+    figure.suptitle(f"{picture.title}\n{machine.name}, torch {version}", fontsize=10)
+    figure.savefig(path, dpi=120)
     return True
 
 
-def ceiling_label(rows: Sequence[Row]) -> str:
-    kinds = {f"100% = {row.ceiling}, {row.ceiling_rate}" for row in rows if row.ceiling}
-    return ", ".join(sorted(kinds))
+def draw_times(panel: "Axes", cases: dict[str, list[Row]]) -> None:
+    """Draw how many times as fast as torch the others are."""
+    ratios = [1.0]
+    ticks, labels, place = [], [], 0.0
+    for label, (reference, *others) in cases.items():
+        first = place
+        for row in others:
+            ratio = time_of(reference) / time_of(row)
+            ratios.append(ratio)
+            draw_bar(panel, place, 1, ratio, row.provider, f"{milliseconds(time_of(row))} ms")
+            place += 1
+        ticks.append((first + place - 1) / 2)
+        held = "" if reference.peak_mib is None else f", {reference.peak_mib:.0f} MiB"
+        name = WORDS.get(reference.provider, reference.provider)
+        labels.append(f"{label}\n{name}: {milliseconds(time_of(reference))} ms{held}")
+        place += 1
+    lowest, highest = min(ratios), max(ratios)
+    panel.set_xscale("log", base=2)
+    panel.set_xlim(min(0.8, lowest * 0.5), max(2.0, highest * 1.6))  # room for milliseconds
+    panel.xaxis.set_major_formatter("{x:g}×")
+    panel.minorticks_off()
+    panel.axvline(1, color="#444444", linewidth=0.8)
+    panel.set_xlabel("times as fast as torch: longer is faster", fontsize=8)
+    panel.set_yticks(ticks, labels)
+    panel.invert_yaxis()
 
 
-def draw_panel(
-    panel: "Axes",
-    rows: Sequence[Row],
-    cases: Sequence[str],
-    providers: Sequence[str],
-    colours: dict[str, str],
-) -> None:
-    step = 1 / (len(providers) + 1)  # one bar's width of space between cases
-    for index, provider in enumerate(providers):
-        own = [row for row in rows if row.provider == provider and case_label(row) in cases]
-        shift = (index - (len(providers) - 1) / 2) * step
-        positions = [cases.index(case_label(row)) + shift for row in own]
-        lengths = [row.of_ceiling or 0.0 for row in own]
-        bars = panel.barh(
-            positions, lengths, height=BAR * step, color=colours[provider], label=provider
-        )
-        texts = [f"{milliseconds(row.median_ms)} ms" if row.median_ms else "not run" for row in own]
-        panel.bar_label(bars, texts, padding=3, fontsize=7, bbox=LABEL_BOX)
-    panel.axvline(1.0, color="#444444", linewidth=0.8, linestyle="--", zorder=0)
+def draw_memory(panel: "Axes", cases: dict[str, list[Row]]) -> None:
+    """Draw the peak memory as a share of torch's."""
+    place, most = 0.0, 1.0
+    for reference, *others in cases.values():
+        for row in others:
+            share = memory_of(row) / memory_of(reference)
+            most = max(most, share)
+            draw_bar(panel, place, 0, share, row.provider, f"{memory_of(row):.0f} MiB")
+            place += 1
+        place += 1
+    panel.set_xlim(0, 1.25 * most)
     panel.xaxis.set_major_formatter("{x:.0%}")
-    panel.tick_params(axis="y", length=0)
-    panel.tick_params(axis="x", labelsize=8)
-    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.axvline(1, color="#444444", linewidth=0.8)
+    panel.set_xlabel("peak memory, compared with torch's: shorter is less", fontsize=8)
+
+
+def draw_bar(
+    panel: "Axes", place: float, left: float, right: float, provider: str, text: str
+) -> None:
+    color = COLORS.get(provider, OTHER_COLOR)
+    label = WORDS.get(provider, provider)
+    bar = panel.barh(place, right - left, 0.85, left=left, color=color, label=label)
+    panel.bar_label(bar, [text], padding=3, fontsize=7)
+
+
+def time_of(row: Row) -> float:
+    assert row.median_ms is not None
+    return row.median_ms
+
+
+def memory_of(row: Row) -> float:
+    assert row.peak_mib is not None
+    return row.peak_mib

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from harness.case import OURS, Case, Ceilings, Products, Provider
 from harness.contention import BUSY_CORES
@@ -46,6 +47,11 @@ class Row:
     peak_mib: float | None = None  # peak memory, in addition to the arguments
     time_over_ampfuse: float | None = None  # above 1: slower than ampfuse
     other_cores: float | None = None  # cores that others kept busy while the case was timed
+
+    @property
+    def case(self) -> str:
+        """The case's name, as `--cases` takes it."""
+        return f"{self.operation}/{self.shape}/{self.dtype}"
 
     @property
     def rate(self) -> str:
@@ -142,6 +148,31 @@ def csv_file(path: Path, machine: Machine) -> Iterator[Callable[[Sequence[Row]],
         yield write
 
 
+def read_csv(path: Path) -> tuple[Machine, list[Row]]:
+    """Return the machine and the rows of a CSV, with the numbers that pictures need."""
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    rows = [
+        Row(
+            operation=line["operation"],
+            shape=line["shape"],
+            dtype=line["dtype"],
+            elements=int(line["elements"]),
+            provider=line["provider"],
+            status=line["status"],
+            median_ms=number_in(line.get("median_ms")),
+            peak_mib=number_in(line.get("peak_mib")),
+        )
+        for line in lines
+    ]
+    of_machine: dict[str, Any] = {field.name: lines[0][field.name] for field in fields(Machine)}
+    return Machine(**of_machine | {"threads": int(of_machine["threads"])}), rows
+
+
+def number_in(cell: str | None) -> float | None:
+    return float(cell) if cell else None
+
+
 TABLE_HEADINGS = ["operation", "case", "provider", "ms", "quartiles"]
 TABLE_HEADINGS += ["B/elem", "moves", "rate", "ceiling", "MiB", "ampfuse"]
 
@@ -179,5 +210,5 @@ def remarks(rows: Sequence[Row]) -> list[str]:
             reason = f"doubtful: other processes kept over {BUSY_CORES} cores busy"
         else:
             continue
-        cases.setdefault(reason, {})[f"{row.operation}/{row.shape}/{row.dtype}"] = None
+        cases.setdefault(reason, {})[row.case] = None
     return [f"{reason} [{', '.join(where)}]" for reason, where in cases.items()]

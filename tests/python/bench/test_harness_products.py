@@ -1,18 +1,16 @@
-"""The benchmark harness for matrix products and memory: rates, peaks and their curves."""
+"""The benchmark harness for matrix products and memory: rates and peaks."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from harness import OURS, Products, Provider
 from harness.case import Ceilings
-from harness.curves import curves
 from harness.measure import measure
 from harness.memory import extra_peak
-from harness.report import Row, rows_of, table_cells
+from harness.report import rows_of, table_cells
 from harness.timing import Measurement, Timing
-from test_harness import MACHINE, make_case, nothing
+from test_harness import make_case, nothing
 
 
 def test_row_of_products_has_the_ceiling_of_its_dtype_and_the_peak_memory() -> None:
@@ -49,13 +47,12 @@ def test_peak_memory_is_measured_only_on_request() -> None:
     assert peaks(False) == {}
 
 
-def test_curves_are_drawn_only_if_memory_was_measured(tmp_path: Path) -> None:
-    def row(rows: int, provider: str, peak: float | None) -> Row:
-        shape = f"{rows}x96x50257"
-        return Row("train", shape, "bfloat16", 1, provider, "ok", median_ms=1.0, peak_mib=peak)
+def test_what_a_provider_holds_between_runs_counts_as_its_memory() -> None:
+    providers = [
+        Provider("nothing held", nothing),
+        Provider("a model held", nothing, held=lambda: 7 * 2**20),
+    ]
 
-    measured = [row(rows, name, 8.0) for rows in (256, 1024) for name in ("torch", OURS)]
+    peaks = measure(providers, torch.device("cpu"), 3, weighs_memory=True).peaks
 
-    assert curves(tmp_path / "curves.png", "example", MACHINE, measured)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not curves(tmp_path / "none.png", "example", MACHINE, [row(256, OURS, None)])
+    assert peaks["a model held"] - peaks["nothing held"] == 7 * 2**20
