@@ -1,0 +1,178 @@
+"""Times builds of ampfuse against each other: is one faster or slower, beyond noise?
+
+    python benchmarks/compare.py before=../old/python after=python
+    python benchmarks/compare.py base=kit/base/site other=kit/other/site --bench cross_entropy \\
+        --runs 5 -- --device cuda --cases 'train/*/bfloat16'
+
+Each NAME=FOLDER is a build; its folder holds the package `ampfuse`. This checkout's benchmarks run
+with each build in turn, several times. The first build takes two turns per run, as itself and as
+"again", so that the difference between these two shows the noise. A case counts as faster or
+slower only if its ratio is further from 1 than the noise. What follows `--` is passed on to the
+benchmarks, by default --quick. An interrupt ends the runs; what was
+measured until then is reported.
+"""
+
+import argparse
+import csv
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BENCHMARKS = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+AGAIN = "again"
+
+Key = tuple[str, ...]  # benchmark, operation, shape, dtype, provider
+Times = dict[str, dict[Key, list[float]]]  # milliseconds by build and case, one for each run
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case of one build, compared with the first build."""
+
+    key: Key
+    first: float  # milliseconds, the median of all runs, like `other`
+    other: float
+    noise: float  # ratios up to this one, and down to its inverse, count as no difference
+
+    @property
+    def ratio(self) -> float:
+        """The time of this build divided by that of the first."""
+        return self.other / self.first
+
+    @property
+    def differs(self) -> bool:
+        """True if the ratio is further from 1 than the noise."""
+        return max(self.ratio, 1 / self.ratio) > self.noise
+
+
+def times_in(path: Path, benchmark: str) -> Iterator[tuple[Key, float]]:
+    """Yield each time of ampfuse in a benchmark's CSV."""
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["median_ms"] and row["provider"].startswith("ampfuse"):
+                case = (row[name] for name in ("operation", "shape", "dtype", "provider"))
+                yield (benchmark, *case), float(row["median_ms"])
+
+
+def run(benchmark: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[Key, float]]:
+    """Run a benchmark with the build in `folder`, and yield its times."""
+    script = HERE / f"bench_{benchmark}.py"
+    with tempfile.TemporaryDirectory() as out:
+        log = Path(out) / "log"
+        with log.open("w") as output:
+            status = subprocess.run(
+                [sys.executable, script, "--out", out, *arguments],
+                env={**os.environ, "PYTHONPATH": str(folder.resolve())},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        if status != 0:
+            print(f"{script.name} with {folder} failed:", log.read_text()[-2000:], file=sys.stderr)
+        found = Path(out) / f"{benchmark}.csv"
+        yield from times_in(found, benchmark) if found.exists() else ()
+
+
+def collect(
+    builds: Mapping[str, Path], benchmarks: Sequence[str], runs: int, arguments: Sequence[str]
+) -> Times:
+    """Run all benchmarks with all builds in turn. Each run begins with the next build."""
+    turns = [*builds.items(), (AGAIN, next(iter(builds.values())))]
+    times: Times = {name: {} for name, _ in turns}
+    try:
+        for index in range(runs):
+            for benchmark in benchmarks:
+                at = index % len(turns)
+                for name, folder in (*turns[at:], *turns[:at]):
+                    for key, milliseconds in run(benchmark, folder, arguments):
+                        times[name].setdefault(key, []).append(milliseconds)
+                    print(f"run {index + 1} of {runs}: {benchmark}, {name}", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: what follows is what was measured")
+    return times
+
+
+def compared(times: Times) -> dict[str, list[Compared]]:
+    """Return the cases of each build except the first, largest ratio first."""
+    medians = {
+        name: {key: statistics.median(found) for key, found in cases.items()}
+        for name, cases in times.items()
+    }
+    first, *others = (name for name in medians if name != AGAIN)
+    twice = {
+        key: max(medians[AGAIN][key] / time, time / medians[AGAIN][key])
+        for key, time in medians[first].items()
+        if key in medians[AGAIN]
+    }
+    # Two equal builds may agree by chance in one case, so no case has less noise than most.
+    usual = statistics.median(twice.values()) if twice else math.inf
+    return {
+        name: sorted(
+            (
+                Compared(key, medians[first][key], time, max(usual**2, noise))
+                for key, time in medians[name].items()
+                if (noise := twice.get(key)) is not None  # measured with the first build, too
+            ),
+            key=lambda case: -case.ratio,
+        )
+        for name in others
+    }
+
+
+def report(cases: Iterable[Compared]) -> list[str]:
+    """Return the lines about one build: the median ratio, and the cases that differ."""
+    cases = list(cases)
+    if not cases:
+        return ["nothing was measured with both builds"]
+    middle = statistics.median(case.ratio for case in cases)
+    differing = [case for case in cases if case.differs]
+    lines = [f"{len(cases)} cases, median ratio {middle:.3f}, {len(differing)} beyond the noise"]
+    for case in differing:
+        what = "slower" if case.ratio > 1 else "faster"
+        lines.append(
+            f"  {case.ratio:6.3f} {what}  {case.first:.4g} -> {case.other:.4g} ms  "
+            f"{' '.join(case.key)}  (noise {case.noise:.3f})"
+        )
+    return lines
+
+
+def build(text: str) -> tuple[str, Path]:
+    """Parse NAME=FOLDER."""
+    name, separator, folder = text.partition("=")
+    if not separator or name in ("", AGAIN) or not (Path(folder) / "ampfuse").is_dir():
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=FOLDER with a folder that holds ampfuse, got {text!r}"
+        )
+    return name, Path(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare; return 1 if a build is slower than the first in some case, or was not measured."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    at = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(description="Time builds of ampfuse against each other.")
+    parser.add_argument("builds", nargs="+", type=build, metavar="NAME=FOLDER")
+    parser.add_argument("--bench", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
+    parser.add_argument("--runs", type=int, default=3)
+    chosen = parser.parse_args(given[:at])
+    builds = dict(chosen.builds)
+    if len(builds) < len(chosen.builds) or len(builds) < 2:
+        parser.error("expected at least two builds, with different names")
+    times = collect(builds, chosen.bench, chosen.runs, given[at + 1 :] or ["--quick"])
+    first, *_ = builds
+    slower = False
+    for name, cases in compared(times).items():
+        print(f"\n{name} / {first}:", *report(cases), sep="\n")
+        slower |= not cases or any(case.differs and case.ratio > 1 for case in cases)
+    return int(slower)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
