@@ -5,20 +5,25 @@
 #   OUT=/tmp/run STAGES="build bench" BENCH_FLAGS="" benchmarks/gpu.sh
 #
 # OUT          where the results go
-# STAGES       some of: build pytest ctest sanitize bench; a later run may reuse an earlier build
+# KIT          what benchmarks/gpu_kit.sh has built elsewhere; with it nothing is compiled here
+# STAGES       some of: build pytest ctest sanitize compare bench; a later run may reuse a build.
+#              compare times the builds of the kit against each other
 # PYTEST_FLAGS for the tests, for example -k "cuda or not cpu" if a CPU was tested elsewhere
 # BENCH_FLAGS  for every benchmark; the default is --quick, since all cases take longer than the rest
 # BUDGET       seconds for everything; a stage gets its limit or the time left, whichever is less
 # WHEELS       a folder of .whl files to use in addition to the installed packages
+# DEVICE       cuda; with cpu this is a trial on a machine without a GPU
 #
-# Needs nvcc, cmake, ninja, Catch2, and in python3 torch, pybind11, pytest, hypothesis and
-# expecttest; pytest-xdist helps. A failed stage does not stop the next one; the exit status is 1 if
-# any stage failed. At the end OUT holds at most eight files: summary.txt, benchmarks.csv (every
-# benchmark's rows), up to five plots and logs.tar.gz.
+# Needs in python3 torch, pytest, hypothesis and expecttest, and without a kit nvcc, cmake, ninja,
+# Catch2 and pybind11; pytest-xdist helps. A failed stage does not stop the next one; the exit status
+# is 1 if any stage failed. After each stage OUT holds the results so far: summary.txt,
+# compared.txt, benchmarks.csv (every benchmark's rows), plots.tar.gz and logs.tar.gz.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-stages=${STAGES:-build pytest ctest sanitize bench}
+stages=${STAGES:-build pytest ctest sanitize compare bench}
+device=${DEVICE:-cuda}
+kit=${KIT:-build/kit}
 budget=${BUDGET:-570} # ten minutes, minus the time to pack the results
 wheels=${WHEELS:-wheels}
 pytest_flags=()
@@ -32,8 +37,16 @@ logs=$scratch/logs
 trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$out" "$logs" "$scratch/bench"
 
-export PYTHONPATH=$PWD/python:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
-export FAIL_WITHOUT_CUDA=1 # without a GPU, tests fail instead of being skipped
+library=$PWD/python
+if [[ -d $kit/this ]]; then
+  kit=$(cd "$kit" && pwd)
+  library=$kit/this
+  export AMPFUSE_BUILD=$kit/build # where the tests look for the C++ programs
+  stages=${stages/build/}
+fi
+export PYTHONPATH=$library:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
+# Without a GPU, tests fail instead of being skipped.
+[[ $device == cuda ]] && export FAIL_WITHOUT_CUDA=1
 export AMPFUSE_WITH_CUDA=ON CMAKE_ARGS="-DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=OFF"
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(python3 -c \
@@ -69,6 +82,7 @@ stage() {
     [[ -f $logs/$name.log ]] && tail -n 25 "$logs/$name.log"
   fi
   summary+=("$(printf '%-26s %5d s  %s' "$name" $((SECONDS - started)) "$outcome")")
+  pack
 }
 
 # Prints the name of each tool that found errors or took too long.
@@ -95,17 +109,19 @@ environment() {
   python3 -c 'import torch; print(torch.__config__.show()); print(torch.__version__)'
 }
 
-# More than five plots go into one archive, so that the folder has at most eight files.
+# Writes the results so far into OUT.
 pack() {
   local csv=("$scratch"/bench/*.csv) png=("$scratch"/bench/*.png)
   # All benchmarks write the same columns: keep the first file's heading only.
   [[ -f ${csv[0]} ]] && awk 'FNR > 1 || NR == 1' "${csv[@]}" >"$out/benchmarks.csv"
-  if ((${#png[@]} > 5)); then
-    tar -czf "$out/plots.tar.gz" -C "$scratch/bench" "${png[@]##*/}"
-  elif [[ -f ${png[0]} ]]; then
-    cp "${png[@]}" "$out"
-  fi
+  [[ -f ${png[0]} ]] && tar -czf "$out/plots.tar.gz" -C "$scratch/bench" "${png[@]##*/}"
+  [[ -f $logs/compare.log ]] && cp "$logs/compare.log" "$out/compared.txt"
   tar -czf "$out/logs.tar.gz" -C "$scratch" logs
+  {
+    echo "${gpu:-no GPU}, $(date --iso-8601=minutes), ${SECONDS} s in all"
+    printf '%s\n' "${summary[@]}"
+    echo "$failures failed"
+  } >"$out/summary.txt"
 }
 
 environment >"$logs/environment.log" 2>&1
@@ -128,24 +144,36 @@ if wanted pytest; then
     --ignore tests/python/install
 fi
 if wanted ctest; then
-  stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error --parallel "$(nproc)"
+  if [[ -d $kit/this ]]; then
+    torch_lib=$(python3 -c 'import torch; print(torch.__path__[0] + "/lib")')
+    stage ctest 90 env LD_LIBRARY_PATH="$library/ampfuse/lib:$torch_lib" \
+      "$kit/build/tests/cpp/test_cpp"
+  else
+    stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error \
+      --parallel "$(nproc)"
+  fi
 fi
 if wanted sanitize; then
   stage sanitize 240 bash -c no_complaints
+fi
+if wanted compare && (($(find "$kit" -mindepth 2 -maxdepth 2 -name ampfuse 2>/dev/null | wc -l) > 1)); then
+  builds=("this=$kit/this")
+  for folder in "$kit"/*/ampfuse; do
+    name=$(basename "$(dirname "$folder")")
+    [[ $name != this ]] && builds+=("$name=$kit/$name")
+  done
+  stage compare 200 python3 benchmarks/compare.py "${builds[@]}" --runs 3 \
+    --bench cross_entropy fused_adam multi_tensor -- --device "$device" --quick
 fi
 if wanted bench; then
   benches=(benchmarks/bench_*.py)
   for index in "${!benches[@]}"; do # the remaining benchmarks share the time left
     name=$(basename "${benches[index]}" .py)
     stage "$name" $(($(left) / (${#benches[@]} - index))) \
-      python3 "${benches[index]}" --device cuda --out "$scratch/bench" "${bench_flags[@]}"
+      python3 "${benches[index]}" --device "$device" --out "$scratch/bench" "${bench_flags[@]}"
   done
 fi
 
 pack
-{
-  echo "${gpu:-no GPU}, $(date --iso-8601=minutes), ${SECONDS} s in all"
-  printf '%s\n' "${summary[@]}"
-  echo "$failures failed"
-} | tee "$out/summary.txt"
+cat "$out/summary.txt"
 ((failures == 0))
