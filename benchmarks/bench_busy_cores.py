@@ -2,8 +2,9 @@
 
     python benchmarks/bench_busy_cores.py [--quick] [--cases '*_2_threads/1000x1K/*']
 
-The workers of a DataLoader do this. A parallel loop ends with its last thread. A thread whose core
-is busy waits for a time slice of milliseconds, which may be many times as long as the whole loop.
+The workers of a DataLoader keep cores busy like this. A parallel loop ends when its last thread
+ends, and a thread whose core is busy waits milliseconds for its turn. That may be many times as
+long as the whole loop.
 Each operation runs on tensors of 1K elements, with torch set to 1, 2 and all threads:
 
 - step_clip  scale, unscale, check for overflow, clip, decide, update the scale (bench_grad_scaler)

@@ -206,7 +206,7 @@ def providers(
 
     def eager(name: str, cast: bool) -> Provider:
         if not cast and batch.grad_scale is not None:
-            return Provider(name, lambda: None, skipped=f"{SCALE:.0f} is no float16 number")
+            return Provider(name, lambda: None, skipped=f"{SCALE:.0f} overflows float16")
         casts = (2 + 4) * passes if cast else 0
         moves = casts + eager_bytes(operation, 4 if cast else item, shape[1], settings.device)
         agreement = ROUGH if not cast and dtype == torch.bfloat16 else Provider.agreement

@@ -1,4 +1,4 @@
-"""The gain of a program that only uses torch if torch is patched, measured after backward().
+"""How much faster patching makes a program that only uses torch, measured after backward().
 
     python benchmarks/bench_patched_step.py [--quick] [--device cuda] [--cases '*/1000*']
 

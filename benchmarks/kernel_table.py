@@ -4,8 +4,8 @@
 
 - registers  per thread
 - threads    resident on a multiprocessor, as registers allow
-- turns      of the innermost loops: instructions per load of 8 or 16 bytes, or per store
-- in flight  KiB that the resident threads have requested at a time, at most
+- turns      for each innermost loop: instructions per load of 8 or 16 bytes, or per such store
+- in flight  most KiB that the resident threads have requested and not yet received
 """
 
 import argparse

@@ -24,7 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PROGRAMS = Path(__file__).parent / "language_model"
-PARTS = {"forward": "#c3ccd4", "loss": "#d9542b", "backward": "#5b7c99", "optimizer": "#e6b450"}
+# The parts of a step and the runs have different colors.
+PARTS = {"forward": "#b7d3c6", "loss": "#7d5ba6", "backward": "#4d8f7a", "optimizer": "#c7b3dc"}
 RUNS = {
     "float32": "#a8b3bd",
     "torch.amp": "#5b7c99",
@@ -59,7 +60,7 @@ class Figures:
     ends: list[float]  # end of each step, in seconds since the first step began
     seconds: float  # duration of a step
     seconds_of: dict[str, float]  # duration of each part of a step
-    bytes_of: dict[str, int]  # peak memory in each part, minus that before the model
+    bytes_of: dict[str, int]  # peak memory in each part, minus that before the model was made
 
     @property
     def peak_bytes(self) -> int:
@@ -107,7 +108,11 @@ def run(command: list[str], after_step: Callable[[], None]) -> Figures:
 
 def table(results: dict[str, Figures], title: str) -> Table:
     """Return a table with a row for each run."""
-    drawn = Table(title=title)
+    caption = (
+        "peak: the most memory of the process, less what it held before the model was made; "
+        f"loss: of the first step → mean of the last {AVERAGED}"
+    )
+    drawn = Table(title=title, caption=caption)
     drawn.add_column("run")
     for heading in ("s per step", "× torch.amp", "peak MiB", "loss"):
         drawn.add_column(heading, justify="right")
@@ -142,11 +147,11 @@ def gain(results: dict[str, Figures], precision: str, slower: float) -> str:
     if slower > SLOW:
         sentences.append(
             f"torch multiplies {precision} matrices {slower:.0f} times slower than float32 ones on "
-            f"this machine. ampfuse does not use that product in the last layer, the largest."
+            f"this machine. ampfuse computes the last layer, the largest one, without that product."
         )
     if ours.seconds > 1.1 * float32.seconds:
         sentences.append(
-            f"Mixed precision saves memory here, and no time: ampfuse takes "
+            f"Mixed precision does not save time on this machine: ampfuse takes "
             f"{ours.seconds / float32.seconds:.1f} times as long as float32."
         )
     return " ".join(sentences)
@@ -173,7 +178,9 @@ def plot(path: Path, results: dict[str, Figures], title: str) -> None:
     axes = figure.subplot_mosaic([["loss", "time"], ["loss", "memory"]], width_ratios=[5, 6])
     for name, figures in results.items():
         axes["loss"].plot(figures.ends, figures.means, label=name, linewidth=2, color=RUNS[name])
-    axes["loss"].set(xlabel="seconds", ylabel="loss", title="loss over time")
+    axes["loss"].set(
+        xlabel="seconds", ylabel=f"mean loss of {AVERAGED} steps", title="loss over time"
+    )
     axes["loss"].legend(frameon=False)
 
     rows = range(len(results))
@@ -186,10 +193,10 @@ def plot(path: Path, results: dict[str, Figures], title: str) -> None:
         peaks = [figures.bytes_of[part] / 2**20 for figures in results.values()]
         places = [row - 0.4 + (index + 0.5) * height for row in rows]
         axes["memory"].barh(places, peaks, height, color=color)
-    axes["time"].set(title="seconds of a step, medians of its parts")
+    axes["time"].set(title="seconds of a step, medians of each part")
     axes["time"].legend(frameon=False, ncols=len(PARTS), fontsize="small")
     axes["time"].set_ylim(len(results) - 0.5, -1.1)
-    axes["memory"].set(title="most memory in each part, MiB")
+    axes["memory"].set(title="peak memory in each part, MiB")
     axes["memory"].invert_yaxis()
     for name in ("time", "memory"):
         axes[name].set_yticks(rows, list(results))

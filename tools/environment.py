@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / os.environ.get("VENV", ".venv")
 CATCH2 = ROOT / ".venv" / "catch2"
 PINNED = "2.11.0"
-ASKED = os.environ.get("TORCH", "")
+REQUESTED_TORCH = os.environ.get("TORCH", "")
 BUILD = ["setuptools>=77,<82", "wheel", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]
 EXTRAS = ["test", "demo", "bench", "lint"]
 SYSTEM_INCLUDES = ["/usr/include", "/usr/local/include"]
@@ -60,7 +60,7 @@ def make_venv() -> Path:
         except subprocess.CalledProcessError:
             shutil.rmtree(VENV, ignore_errors=True)
             sys.exit("Python's venv module does not work: install python3-venv (Debian, Ubuntu)")
-    if ASKED:
+    if REQUESTED_TORCH:
         return python
     site = Path(ask(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
     (site / "ampfuse_checkout.pth").write_text(f"{ROOT / 'python'}\n")
@@ -86,14 +86,14 @@ def extras() -> list[str]:
 
 
 def install_packages(python: Path) -> None:
-    """Install torch, unless a usable one exists, and what builds, tests and the demo need."""
+    """Install torch, unless a usable one exists, and packages for builds, tests and the demo."""
     packages = [*BUILD, *extras()]
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if not ASKED and torch_version(python) >= (2, 11):
-        say("installing what builds and tests (under a minute)")
+    if not REQUESTED_TORCH and torch_version(python) >= (2, 11):
+        say("installing packages for builds and tests (under a minute)")
     else:
-        torch = f"torch=={ASKED or PINNED}"
-        say(f"installing {torch} and what builds and tests (about 3 GB; half a minute to minutes)")
+        torch = f"torch=={REQUESTED_TORCH or PINNED}"
+        say(f"installing {torch} and packages for builds and tests (3 GB; up to a few minutes)")
         packages.insert(0, torch)
         # uv takes half a minute for what pip does in two, but it ignores pip's settings. So pip is
         # used if its settings name another index, and if uv fails. Bytecode is compiled here

@@ -110,7 +110,7 @@ class Measured:
         try:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
         except OSError as error:
-            warnings.warn(f"memory is the most since the program started: {error}", stacklevel=1)
+            warnings.warn(f"peaks include all earlier parts of the run: {error}", stacklevel=1)
 
     def _peak(self) -> int:
         """Return the peak memory in bytes: of torch's tensors on a GPU, of the process on a CPU."""

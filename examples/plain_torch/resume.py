@@ -66,9 +66,9 @@ with tempfile.TemporaryDirectory() as folder:
     second.load(Path(folder) / "checkpoint.pt")
 for number in range(options.steps // 2, options.steps):
     loss = second.step(number)
-print(f"taken up again {loss:.6f}")
+print(f"resumed {loss:.6f}")
 for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
-    assert torch.equal(one, other), "a resumed run has gone another way"
+    assert torch.equal(one, other), "the resumed run ended with other parameters"
 
 if options.save:
     torch.save(second.model.state_dict(), options.save)

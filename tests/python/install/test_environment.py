@@ -46,7 +46,7 @@ def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(
         commands.append([str(part) for part in command])
         return True
 
-    monkeypatch.setattr(environment, "ASKED", "2.11.0")
+    monkeypatch.setattr(environment, "REQUESTED_TORCH", "2.11.0")
     monkeypatch.setattr(environment, "ask", lambda *command: settings)
     monkeypatch.setattr(environment, "succeeds", succeeds)
     monkeypatch.setattr(environment, "run", lambda *command: succeeds(list(command)))
