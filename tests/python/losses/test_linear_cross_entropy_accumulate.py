@@ -64,7 +64,7 @@ def test_buffer_may_lie_beside_the_weight_but_not_overlap_it(device, first):
     weight = memory[:101].requires_grad_()
     batch.weight = weight
     buffer = memory.detach()[first : first + 101]
-    with pytest.raises(ValueError, match="accumulate_into: .* overlaps"):
+    with pytest.raises(ValueError, match=r"accumulate_into: .* overlaps"):
         batch.loss(accumulate_into=buffer)
     batch.loss(accumulate_into=memory.detach()[101:202]).backward()
     assert weight.grad is None
