@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COLORS = {
     OURS: "#d9542b",
     f"{OURS}, torch.compile": "#f0a37f",
+    f"{OURS}, tiles": "#f0a37f",
     "torch.compile": "#5b7c99",
     "torch, chunks": "#c7b299",
     "torch .float()": "#c7b299",
@@ -42,6 +43,7 @@ WORDS = {
     "torch fused": "torch, fused",
     "torch fused=True": "torch, fused",
     f"{OURS}, torch.compile": "ampfuse and torch.compile",
+    f"{OURS}, tiles": "ampfuse, by tiles of classes",
 }
 BAR_INCHES = 0.19
 PANEL_INCHES = 4.6

@@ -20,6 +20,7 @@
 #include "../ops/linear_cross_entropy_kernels.h"
 #include "../ops/registration.h"
 #include "linear_cross_entropy_chunks.h"
+#include "linear_cross_entropy_tiles.h"
 
 namespace ampfuse {
 
@@ -149,12 +150,20 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   const at::Tensor& divisor = outputs.divisor;
   const LinearGradientMask now = arguments.options.is_per_row() ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
-  LinearChunks chunks(kernels, arguments, any(now));
   at::Tensor total = at::empty({}, divisor.options());
   kernels.weigh(arguments.loss(), total);
   if (denominator) total = *denominator;
   OptionalTensor scale = grad_scale;
   if (!scale && any(now) && arguments.dtype == at::kHalf) scale = fp16_scale(arguments, total);
+  if (arguments.chunk_classes && arguments.hidden.size(0) > 0) {
+    set_divisor_and_scale(arguments, scale, total, outputs);
+    const at::Tensor losses = at::empty({arguments.hidden.size(0)}, divisor.options());
+    outputs.gradients = linear_cross_entropy_forward_by_tile(kernels, shard_kernels, arguments, now,
+                                                             outputs, losses);
+    loss.copy_(reduced_loss(losses, divisor));
+    return outputs;
+  }
+  LinearChunks chunks(kernels, arguments, any(now));
   if (chunks.chunks() == 0) {
     set_divisor_and_scale(arguments, std::nullopt, total, outputs);
     outputs.gradients = chunks.each(now, [](const LinearChunk&) {});

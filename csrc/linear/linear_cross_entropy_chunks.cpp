@@ -1,11 +1,7 @@
 #include "linear_cross_entropy_chunks.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
-#include "../cpu/fresh_memory.h"
-#include "../tensors/dtype_name.h"
 #include "linear_cross_entropy_gradients.h"
 
 namespace ampfuse {
@@ -51,65 +47,34 @@ int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_b
 LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
                            const LinearCrossEntropyArguments& arguments, bool with_gradient)
     : arguments_(arguments),
-      head_(arguments.weight, arguments.bias, arguments.dtype),
-      loss_(arguments.loss_of_shard()) {
+      layer_(arguments.weight, arguments.bias, arguments.dtype),
+      loss_(arguments.loss_of_shard()),
+      memory_(kernels, arguments, layer_) {
   loss_.are_targets_checked = true;
   loss_.gradient_limit = arguments.gradient_limit();
-  const at::ScalarType logits_dtype = arguments.logits_dtype;
-  const at::ScalarType grad_dtype = head_.gradient_dtype();
-  TORCH_CHECK_TYPE(logits_dtype == grad_dtype || logits_dtype == head_.sum_dtype(),
-                   kLinearCrossEntropy, ": logits_dtype: expected ", dtype_name(head_.sum_dtype()),
-                   ", since this device has no products of ", dtype_name(arguments.dtype), ", got ",
-                   dtype_name(logits_dtype));
-  const bool has_own_grad = grad_dtype != logits_dtype && !kernels.narrows_in_place;
   // Chunks have the same size with and without gradients, so that the loss has the same bits.
-  const size_t bytes =
-      c10::elementSize(logits_dtype) + (has_own_grad ? c10::elementSize(grad_dtype) : 0);
-  rows_ = std::clamp<int64_t>(chunk_rows(arguments, static_cast<int64_t>(bytes)), 1,
+  rows_ = std::clamp<int64_t>(chunk_rows(arguments, memory_.bytes_of_each()), 1,
                               std::max<int64_t>(rows(), 1));
-  const int64_t classes = arguments.weight.size(0);
-  // Rows start at aligned addresses for any number of classes, which products and kernels prefer.
-  constexpr int64_t kAlignment = 64;
-  const int64_t stride = (classes + kAlignment - 1) / kAlignment * kAlignment;
-  const auto memory_for_rows = [&](at::ScalarType dtype) {
-    const auto options = arguments.hidden.options().dtype(dtype);
-    const at::Tensor memory = at::empty({std::min(rows_, rows()), stride}, options);
-    // The memory of the weight's gradient is not prepared: it is written so much later that the
-    // preparation would take more time than it saves.
-    prepare_fresh_memory(memory);
-    return memory;
-  };
-  const at::Tensor logits = memory_for_rows(logits_dtype);
-  logits_ = logits.narrow(1, 0, classes);
-  if (!with_gradient) {
-    grad_ = at::empty({0}, arguments.hidden.options().dtype(grad_dtype));
-    return;
-  }
-  const at::Tensor grad = has_own_grad ? memory_for_rows(grad_dtype) : logits.view(grad_dtype);
-  grad_ = grad.narrow(1, 0, classes);
-  // Products on a GPU read whole vectors, also of the padding after the gradient's classes. The
-  // results do not depend on it, but it must not be undefined.
-  if (grad.is_cuda()) grad.narrow(1, classes, stride - classes).zero_();
+  memory_.allocate(std::min(rows_, rows()), arguments.weight.size(0), with_gradient);
 }
 
 LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
                                                const std::function<void(const Chunk&)>& visit) {
-  LinearGradients gradients(arguments_, head_, wanted, chunks());
+  LinearGradients gradients(arguments_, layer_, wanted, chunks());
   for (int64_t index = 0; index < chunks(); ++index) {
     const int64_t first = index * rows_;
     const int64_t count = std::min(rows_, rows() - first);
-    const at::Tensor hidden = head_.rows(arguments_.hidden, first, count);
-    Chunk chunk = {index, first, count, loss_,
-                   grad_.dim() == 1 ? grad_ : grad_.narrow(0, 0, count)};
-    chunk.loss.input = logits_.narrow(0, 0, count);
+    const at::Tensor hidden = layer_.rows(arguments_.hidden, first, count);
+    const int64_t classes = arguments_.weight.size(0);
+    Chunk chunk = {index, first, count, loss_, memory_.grad(count, classes)};
+    chunk.loss.input = memory_.values(count, classes);
     chunk.loss.target = loss_.target.narrow(0, first, count);
-    head_.logits(hidden, chunk.loss.input);
+    layer_.logits(hidden, chunk.loss.input);
     visit(chunk);
     gradients.add(chunk.grad, hidden, first);
   }
   // Frees memory for the rounded gradients that finish() allocates.
-  logits_.reset();
-  grad_.reset();
+  memory_.free();
   return gradients.finish();
 }
 

@@ -1,13 +1,12 @@
 // The rows of a linear cross-entropy, one chunk at a time, and the memory that all chunks share.
 //
-// Besides the gradients, memory is needed for one chunk's logits (2 or 4 bytes each) and for their
-// 16-bit gradient (2 bytes each), unless the gradient can overwrite the logits.
+// Besides the gradients, memory is needed for one chunk's logits and their gradient.
 #pragma once
 
 #include <functional>
 
 #include "../ops/linear_cross_entropy.h"
-#include "linear_cross_entropy_layer.h"
+#include "linear_cross_entropy_logits.h"
 
 namespace ampfuse {
 
@@ -34,11 +33,10 @@ class LinearChunks {
 
  private:
   const LinearCrossEntropyArguments& arguments_;
-  LinearLayer head_;
+  LinearLayer layer_;
   CrossEntropyArguments loss_;
+  LinearLogits memory_;
   int64_t rows_;
-  at::Tensor logits_;
-  at::Tensor grad_;
 };
 
 }  // namespace ampfuse

@@ -98,13 +98,18 @@ void LinearLayer::logits(const at::Tensor& rows, at::Tensor& out) const {
 void LinearLayer::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
   at::Tensor sum =
       can_multiply_into(out) ? out : at::empty(out.sizes(), out.options().dtype(sum_dtype_));
+  add_hidden_gradient(grad, sum, /*is_first=*/true);
+  if (!sum.is_same(out)) out.copy_(sum);
+}
+
+void LinearLayer::add_hidden_gradient(const at::Tensor& grad, at::Tensor& sum,
+                                      bool is_first) const {
   each_block([&](int64_t first, int64_t count) {
     std::optional<at::Tensor> before;
-    if (first > 0) before = sum;
+    if (first > 0 || !is_first) before = sum;
     wide_product(sum, grad.narrow(1, first, count), weight_block(first, count), before);
   });
-  if (weight_.size(0) == 0) sum.zero_();
-  if (!sum.is_same(out)) out.copy_(sum);
+  if (weight_.size(0) == 0 && is_first) sum.zero_();
 }
 
 void LinearLayer::weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,

@@ -31,6 +31,7 @@ void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
          << ", bias=" << (linear_options.bias() ? "true" : "false") << ", ";
   print_loss_options(stream, options);
   if (options.chunk_rows()) stream << ", chunk_rows=" << *options.chunk_rows();
+  if (options.chunk_classes()) stream << ", chunk_classes=" << *options.chunk_classes();
   if (options.logits_dtype()) stream << ", logits_dtype=" << dtype_name(*options.logits_dtype());
   stream << ")";
 }

@@ -35,6 +35,17 @@ void check_class_weight_of_all(const LinearCrossEntropyArguments& arguments) {
       class_weight->sym_sizes());
 }
 
+void check_chunk_classes(const LinearCrossEntropyArguments& arguments) {
+  if (!arguments.chunk_classes) return;
+  TORCH_CHECK_VALUE(*arguments.chunk_classes > 0, kLinearCrossEntropy,
+                    ": chunk_classes: expected at least 1, got ", *arguments.chunk_classes);
+  TORCH_CHECK_VALUE(
+      !arguments.chunk_rows && !arguments.shard && !arguments.options.is_per_row(),
+      kLinearCrossEntropy,
+      ": chunk_classes: only allowed with reduction=\"mean\" or \"sum\", and neither with "
+      "chunk_rows nor with a process group");
+}
+
 at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
                     const at::TensorOptions& options) {
   return is_wanted ? at::empty_symint(sizes, options) : at::empty({0}, options);
@@ -118,6 +129,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                    dtype_name(dtype), ", got ", dtype_name(weight_grad_dtype));
   TORCH_CHECK_VALUE(!arguments.chunk_rows || *arguments.chunk_rows > 0, kLinearCrossEntropy,
                     ": chunk_rows: expected at least 1, got ", *arguments.chunk_rows);
+  check_chunk_classes(arguments);
   if (arguments.shard) check_class_weight_of_all(arguments);
   check_cross_entropy(kLinearCrossEntropy, arguments.loss());
   check_cross_entropy_scalar(kLinearCrossEntropy, "grad_scale", grad_scale, at::kFloat, hidden);
@@ -152,6 +164,7 @@ NamedValues LinearCrossEntropyArguments::named_options() const {
   values.emplace_back("logits_dtype", static_cast<int64_t>(logits_dtype));
   values.emplace_back("weight_grad_dtype", static_cast<int64_t>(weight_grad_dtype));
   values.emplace_back("chunk_rows", chunk_rows);
+  values.emplace_back("chunk_classes", chunk_classes);
   return values;
 }
 
@@ -159,6 +172,7 @@ void LinearCrossEntropyArguments::set_options(const FindValue& find) {
   options = LossOptions::from(find);
   shard = vocab_shard_from(find);
   chunk_rows = find("chunk_rows")->toOptional<int64_t>();
+  chunk_classes = find("chunk_classes")->toOptional<int64_t>();
   const auto dtype_of = [&](const char* name) {
     const c10::IValue* const value = find(name);
     return value == nullptr || value->isNone() ? at::ScalarType::Undefined
@@ -235,7 +249,7 @@ AMPFUSE_OPERATORS(m) {
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
       "Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
-      "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
+      "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, int? chunk_classes=None, "
       "ScalarType? logits_dtype=None, "
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
@@ -243,7 +257,7 @@ AMPFUSE_OPERATORS(m) {
       "linear_cross_entropy.metrics(Tensor hidden, Tensor weight, Tensor target, "
       "Tensor? bias=None, *, Tensor? class_weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0, Tensor? grad_scale=None, Tensor? denominator=None, "
-      "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, "
+      "float z_loss=0.0, float? softcap=None, int? chunk_rows=None, int? chunk_classes=None, "
       "ScalarType? logits_dtype=None, "
       "Tensor? accumulate_into=None, str? group=None, int[]? vocab_shard=None) -> "
       "(Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor correct)",
@@ -255,7 +269,8 @@ AMPFUSE_OPERATORS(m) {
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
       "Tensor? class_weight, int reduction, int ignore_index, float label_smoothing, "
       "Tensor? grad_scale, Tensor? denominator, float z_loss, float? softcap, int dtype, "
-      "int logits_dtype, int weight_grad_dtype, int? chunk_rows, str? group, int[]? vocab_shard, "
+      "int logits_dtype, int weight_grad_dtype, int? chunk_rows, int? chunk_classes, str? group, "
+      "int[]? vocab_shard, "
       "bool[3] output_mask, bool with_metrics) -> (Tensor loss, Tensor grad_hidden, "
       "Tensor grad_weight, Tensor grad_bias, Tensor baked_scale, Tensor statistics, "
       "Tensor divisor, Tensor lse, Tensor entropy, Tensor argmax)",
@@ -264,7 +279,8 @@ AMPFUSE_OPERATORS(m) {
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor target, Tensor? class_weight, Tensor statistics, Tensor divisor, "
       "int reduction, int ignore_index, float label_smoothing, float z_loss, float? softcap, "
-      "int dtype, int logits_dtype, int weight_grad_dtype, int? chunk_rows, str? group, "
+      "int dtype, int logits_dtype, int weight_grad_dtype, int? chunk_rows, int? chunk_classes, "
+      "str? group, "
       "int[]? vocab_shard, bool[3] output_mask) -> (Tensor grad_hidden, Tensor grad_weight, Tensor "
       "grad_bias)",
       {at::Tag::pt2_compliant_tag});

@@ -28,6 +28,7 @@ struct LinearCrossEntropyArguments {
   // accumulate_dtype(dtype); or bfloat16, if `dtype` is bfloat16.
   at::ScalarType weight_grad_dtype = at::ScalarType::Undefined;
   std::optional<int64_t> chunk_rows = {};
+  std::optional<int64_t> chunk_classes = {};
   // The classes of weight, bias and probabilities, if these do not have all classes.
   std::optional<VocabShard> shard = {};
 

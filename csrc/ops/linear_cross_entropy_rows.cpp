@@ -205,6 +205,7 @@ torch::jit::Stack call_operator(const c10::OperatorHandle& op, const at::Tensor&
   values.emplace_back("grad_scale", options.grad_scale());
   values.emplace_back("denominator", options.denominator());
   values.emplace_back("chunk_rows", options.chunk_rows());
+  values.emplace_back("chunk_classes", options.chunk_classes());
   values.emplace_back("logits_dtype", options.logits_dtype());
   values.emplace_back("accumulate_into", options.accumulate_into());
   return call_by_name(op, std::move(values));

@@ -35,12 +35,16 @@ struct Head {
 }  // namespace
 
 TEST_CASE("linear_cross_entropy equals torch's linear followed by cross_entropy") {
+  const auto by_class = GENERATE(false, true);
   for (const auto device : devices()) {
     const Head head(device);
     const auto class_weight = torch::rand({40}, device);
+    const auto options =
+        LinearCrossEntropyOptions().class_weight(class_weight).label_smoothing(0.1);
     const auto loss = ampfuse::linear_cross_entropy(
         head.hidden, head.weight, head.target, head.bias,
-        LinearCrossEntropyOptions().class_weight(class_weight).label_smoothing(0.1).chunk_rows(4));
+        by_class ? LinearCrossEntropyOptions(options).chunk_classes(16)
+                 : LinearCrossEntropyOptions(options).chunk_rows(4));
     const auto expected = torch::nn::functional::cross_entropy(
         torch::nn::functional::linear(head.hidden, head.weight, head.bias), head.target,
         torch::nn::functional::CrossEntropyFuncOptions().weight(class_weight).label_smoothing(0.1));

@@ -42,6 +42,7 @@ class LossOptions(TypedDict, total=False):
 class LinearLossOptions(LossOptions, total=False):
     class_weight: Tensor | None
     chunk_rows: int | None
+    chunk_classes: int | None
     logits_dtype: torch.dtype | None
     accumulate_into: Tensor | None
     process_group: "ProcessGroup | None"

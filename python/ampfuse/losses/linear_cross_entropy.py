@@ -65,6 +65,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk_rows: int | None = None,
+    chunk_classes: int | None = None,
     logits_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | None = None,
     process_group: ProcessGroup | None = None,
@@ -101,6 +102,11 @@ def linear_cross_entropy(
       weight's gradient. The same rows in the same chunks give the same bits. On a CPU the number of
       threads must be the same, too, because some matrix products depend on it (for example those of
       bfloat16 without AVX512-BF16).
+    - `chunk_classes`: take all rows, and this number of classes at a time, instead of chunks of
+      rows. This needs the least memory for 16-bit weights: the logits of these classes, and a
+      float32 sum of the hidden states' gradient, but no float32 sum of the weight's. It takes four
+      products instead of three, since the logits are computed twice. It is allowed with reductions
+      mean and sum, without `chunk_rows` and `process_group`.
     - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16:
       float32 or the dtype of the products. float32 logits are not rounded. Others are rounded as by
       `F.linear`: a bfloat16 logit of 40 is off by up to 1/8, and a float16 logit beyond 65504 is
@@ -152,6 +158,7 @@ def linear_cross_entropy(
     options |= {
         "class_weight": class_weight,
         "chunk_rows": chunk_rows,
+        "chunk_classes": chunk_classes,
         "logits_dtype": logits_dtype,
         "accumulate_into": accumulate_into,
     }
@@ -190,7 +197,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     """
 
     weight: Tensor | None
-    logits_dtype: torch.dtype | None = None  # modules that were pickled earlier have none
+    # Modules that were pickled earlier have none of these.
+    chunk_classes: int | None = None
+    logits_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -206,6 +215,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         z_loss: float = 0.0,
         softcap: float | None = None,
         chunk_rows: int | None = None,
+        chunk_classes: int | None = None,
         logits_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -220,11 +230,13 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.z_loss = z_loss
         self.softcap = softcap
         self.chunk_rows = chunk_rows
+        self.chunk_classes = chunk_classes
         self.logits_dtype = logits_dtype
 
     def extra_repr(self) -> str:
         """Return the options that differ from the defaults."""
-        return changed_options(self, DEFAULTS | {"chunk_rows": None, "logits_dtype": None})
+        ours = dict.fromkeys(("chunk_rows", "chunk_classes", "logits_dtype"))
+        return changed_options(self, DEFAULTS | ours)
 
     def forward(
         self,
@@ -248,6 +260,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             z_loss=self.z_loss,
             softcap=self.softcap,
             chunk_rows=self.chunk_rows,
+            chunk_classes=self.chunk_classes,
             logits_dtype=self.logits_dtype,
             accumulate_into=accumulate_into,
         )

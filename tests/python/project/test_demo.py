@@ -56,7 +56,11 @@ def runs(demo: ModuleType, seconds: list[float], losses: list[float]) -> dict[st
     [
         ([3.0, 2.0, 1.0, 0.5], 0.8, ["4.0 times as fast as torch.amp", "2.0 times as fast"]),
         ([1.0, 9.0, 9.0, 0.9], 80.0, ["multiplies bfloat16 matrices 80 times slower"]),
-        ([1.0, 9.0, 9.0, 2.0], 80.0, ["does not save time on this machine: ampfuse takes 2.0 times"]),
+        (
+            [1.0, 9.0, 9.0, 2.0],
+            80.0,
+            ["not save time on this machine: ampfuse takes 2.0 times"],
+        ),
     ],
 )
 def test_demo_reports_the_gain_and_its_reason(

@@ -118,7 +118,11 @@ LOSS_TOLERANCE = {torch.float64: 1e-12} | dict.fromkeys(
 
 def check(head: Head, *, upstream: Tensor | float = 1.0, tolerance: float = 1, **options: Any):
     """Check loss and gradients of a call against the exact ones."""
-    how = {name: options.pop(name) for name in ("chunk_rows", "grad_scale") if name in options}
+    how = {
+        name: options.pop(name)
+        for name in ("chunk_rows", "chunk_classes", "grad_scale")
+        if name in options
+    }
     expected = exactly(head, upstream, **options)
     loss = head.loss(**how, **options)
     dtype = head.weight.dtype

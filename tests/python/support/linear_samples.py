@@ -24,7 +24,20 @@ def forward(dtype, device, count, reduction=SUM):
     (hidden, weight, bias), target = rows(dtype, device, count)
     one = torch.ones((), device=device)
     options = (None, reduction, -100, 0.1, one, None, 1e-3, None)
-    return (hidden, weight, bias, target, *options, *dtypes(dtype), 3, None, None, WANTED, True)
+    return (
+        hidden,
+        weight,
+        bias,
+        target,
+        *options,
+        *dtypes(dtype),
+        3,
+        None,
+        None,
+        None,
+        WANTED,
+        True,
+    )
 
 
 def backward(dtype, device, count):
@@ -46,6 +59,7 @@ def backward(dtype, device, count):
         *options,
         *dtypes(dtype),
         3,
+        None,
         None,
         None,
         WANTED,

@@ -1,0 +1,110 @@
+#include "linear_cross_entropy_tiles.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+
+#include "../math/cross_entropy_shards.h"
+#include "linear_cross_entropy_logits.h"
+
+namespace ampfuse {
+
+namespace {
+
+// The classes of one tile: their part of the layer and of the loss.
+struct Tile {
+  int64_t first;
+  int64_t count;
+  LinearLayer layer;
+  CrossEntropyArguments loss;
+};
+
+Tile tile_at(const LinearCrossEntropyArguments& arguments, int64_t first) {
+  const int64_t classes = arguments.weight.size(0);
+  const int64_t count = std::min(*arguments.chunk_classes, classes - first);
+  LinearCrossEntropyArguments of_tile = arguments;
+  of_tile.weight = arguments.weight.narrow(0, first, count);
+  if (arguments.bias) of_tile.bias = arguments.bias->narrow(0, first, count);
+  if (arguments.target.is_floating_point()) {
+    of_tile.target = arguments.target.narrow(1, first, count);
+  }
+  of_tile.shard = VocabShard{"", 1, first, classes};
+  Tile tile = {
+      first, count, {of_tile.weight, of_tile.bias, of_tile.dtype}, of_tile.loss_of_shard()};
+  tile.loss.are_targets_checked = true;
+  tile.loss.gradient_limit = arguments.gradient_limit();
+  return tile;
+}
+
+void use_logits(Tile& tile, const LinearLogits& memory) {
+  tile.loss.input = memory.values(tile.loss.target.size(0), tile.count);
+}
+
+void compute_logits(Tile& tile, const at::Tensor& hidden, const LinearLogits& memory) {
+  use_logits(tile, memory);
+  tile.layer.logits(hidden, tile.loss.input);
+}
+
+}  // namespace
+
+LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
+    const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
+    const LinearCrossEntropyArguments& as_passed, const LinearGradientMask& wanted,
+    const LinearCrossEntropyOutputs& outputs, const at::Tensor& losses) {
+  LinearCrossEntropyArguments arguments = as_passed;
+  arguments.weight = arguments.weight.to(arguments.dtype);  // once, and not for each tile
+  const int64_t rows = arguments.hidden.size(0);
+  const int64_t classes = std::max<int64_t>(arguments.weight.size(0), 1);
+  const int64_t step = std::min(*arguments.chunk_classes, classes);
+  const int64_t tiles = (classes + step - 1) / step;
+  const auto doubles = outputs.divisor.options();
+  const LinearLayer layer(arguments.weight, arguments.bias, arguments.dtype);
+  const at::Tensor hidden = layer.rows(arguments.hidden, 0, rows);
+  LinearLogits memory(kernels, arguments, layer);
+  memory.allocate(rows, step, any(wanted));
+
+  // First pass: each row's partial sums over each tile.
+  const at::Tensor partials = at::full({tiles, rows, math::kShardPartial}, NAN, doubles);
+  for (int64_t index = 0; index < tiles; ++index) {
+    Tile tile = tile_at(arguments, index * step);
+    compute_logits(tile, hidden, memory);
+    const at::Tensor best = at::empty(outputs.argmax.sizes(), outputs.argmax.options());
+    shard_kernels.inspect(tile.loss, {partials[index], best});
+    if (best.numel() > 0) {
+      partials[index].select(1, math::kShardPartial - 1).copy_(best + tile.first);
+    }
+  }
+
+  // Second pass, from the last tile on, whose logits are still there. The statistics of a row
+  // differ between the tile that has its target and the others.
+  const at::Tensor statistics = at::empty({rows, math::kRowStatistics}, doubles);
+  const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);
+  LinearCrossEntropyGradients gradients = empty_linear_gradients(arguments, wanted);
+  at::Tensor of_hidden = gradients.hidden;
+  if (wanted[0]) of_hidden = at::empty(hidden.sizes(), hidden.options().dtype(layer.sum_dtype()));
+  for (int64_t index = tiles - 1; index >= 0; --index) {
+    const bool is_first = index == tiles - 1;
+    Tile tile = tile_at(arguments, index * step);
+    is_first ? use_logits(tile, memory) : compute_logits(tile, hidden, memory);
+    shard_kernels.join(tile.loss, partials,
+                       {losses, statistics, outputs.lse, outputs.entropy, outputs.argmax});
+    if (!any(wanted)) break;
+    const at::Tensor grad = memory.grad(rows, tile.count);
+    kernels.backward(tile.loss, grad_output, statistics, outputs.divisor, grad);
+    if (wanted[0]) tile.layer.add_hidden_gradient(grad, of_hidden, is_first);
+    if (wanted[1]) {
+      at::Tensor of_weight = gradients.weight.narrow(0, tile.first, tile.count);
+      tile.layer.weight_gradient(grad, hidden, of_weight, /*is_first=*/true);
+    }
+    if (wanted[2]) {
+      at::Tensor of_bias = gradients.bias.narrow(0, tile.first, tile.count);
+      tile.layer.bias_gradient(grad, of_bias, /*is_first=*/true);
+    }
+  }
+  if (wanted[0]) gradients.hidden.copy_(of_hidden);
+  return gradients;
+}
+
+}  // namespace ampfuse
