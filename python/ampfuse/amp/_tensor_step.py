@@ -21,7 +21,11 @@ def wants_the_scaler(optimizer: Any) -> bool:
     """Return True if `step` takes the scaler itself, which is deprecated in torch."""
     if isinstance(optimizer, Adam):
         return False
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    code = getattr(inspect.unwrap(optimizer.step), "__code__", None)
+    if code is None:  # not a Python function
+        return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    # inspect.signature() would take as long as all else that the scaler does in a short step.
+    return "grad_scaler" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _traced_skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
