@@ -217,8 +217,7 @@ void GradScaler::update() {
       !found_infs.empty() || state_->options.allow_no_grads(),
       "No inf checks were recorded prior to update: no optimizer with gradients was stepped or "
       "unscaled by the scaler since the last update. Did you call scaler.scale(loss).backward() "
-      "and "
-      "scaler.step(optimizer)? If it is intended, set allow_no_grads");
+      "and scaler.step(optimizer)? If it is intended, set allow_no_grads");
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->history.counters(device);

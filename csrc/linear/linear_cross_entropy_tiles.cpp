@@ -54,7 +54,8 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
     const LinearCrossEntropyArguments& as_passed, const LinearGradientMask& wanted,
     const LinearCrossEntropyOutputs& outputs, const at::Tensor& losses) {
   LinearCrossEntropyArguments arguments = as_passed;
-  arguments.weight = arguments.weight.to(arguments.dtype);  // once, and not for each tile
+  // Converted and copied to rows once, and not for each tile.
+  arguments.weight = arguments.weight.to(arguments.dtype).contiguous();
   const int64_t rows = arguments.hidden.size(0);
   const int64_t classes = std::max<int64_t>(arguments.weight.size(0), 1);
   const int64_t step = std::min(*arguments.chunk_classes, classes);
@@ -83,7 +84,9 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
   const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);
   LinearCrossEntropyGradients gradients = empty_linear_gradients(arguments, wanted);
   at::Tensor of_hidden = gradients.hidden;
-  if (wanted[0]) of_hidden = at::empty(hidden.sizes(), hidden.options().dtype(layer.sum_dtype()));
+  if (wanted[0] && of_hidden.scalar_type() != layer.sum_dtype()) {
+    of_hidden = at::empty(hidden.sizes(), hidden.options().dtype(layer.sum_dtype()));
+  }
   for (int64_t index = tiles - 1; index >= 0; --index) {
     const bool is_first = index == tiles - 1;
     Tile tile = tile_at(arguments, index * step);
@@ -103,7 +106,7 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
       tile.layer.bias_gradient(grad, of_bias, /*is_first=*/true);
     }
   }
-  if (wanted[0]) gradients.hidden.copy_(of_hidden);
+  if (!of_hidden.is_same(gradients.hidden)) gradients.hidden.copy_(of_hidden);
   return gradients;
 }
 

@@ -82,11 +82,11 @@ at::ScalarType accumulate_dtype(at::ScalarType dtype) {
   return is_16bit(dtype) ? at::kFloat : dtype;
 }
 
-void check_logits_dtype(at::ScalarType logits_dtype, at::ScalarType dtype, bool is_sharded) {
+void check_logits_dtype(at::ScalarType logits_dtype, at::ScalarType dtype, bool in_shards) {
   const at::ScalarType wide = accumulate_dtype(dtype);
-  TORCH_CHECK_TYPE(logits_dtype == wide || !is_sharded, kLinearCrossEntropy,
-                   ": logits_dtype: expected ", dtype_name(wide), " with a process group, got ",
-                   dtype_name(logits_dtype));
+  TORCH_CHECK_TYPE(logits_dtype == wide || !in_shards, kLinearCrossEntropy,
+                   ": logits_dtype: expected ", dtype_name(wide),
+                   " with a process group or chunk_classes, got ", dtype_name(logits_dtype));
   TORCH_CHECK_TYPE(logits_dtype == wide || logits_dtype == dtype, kLinearCrossEntropy,
                    ": logits_dtype: expected ", dtype == wide ? "" : dtype_name(dtype) + " or ",
                    dtype_name(wide), " for products of ", dtype_name(dtype), ", got ",
@@ -119,7 +119,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
       ": hidden, weight and bias: expected float16, bfloat16, float32 or float64, or autocast to "
       "one of these, got ",
       dtype_name(dtype));
-  check_logits_dtype(arguments.logits_dtype, dtype, arguments.shard.has_value());
+  check_logits_dtype(arguments.logits_dtype, dtype, arguments.has_shards());
   const auto weight_grad_dtype = arguments.weight_grad_dtype;
   TORCH_CHECK_TYPE(weight_grad_dtype == accumulate_dtype(dtype) ||
                        (dtype == at::kBFloat16 && weight_grad_dtype == dtype),

@@ -36,6 +36,9 @@ struct LinearCrossEntropyArguments {
   /// and summed before the real upstream gradient is known, so they need headroom.
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
+  /// True if classes are divided, among ranks or in time. The kernels for this read float logits.
+  bool has_shards() const { return shard.has_value() || chunk_classes.has_value(); }
+
   /// Convert everything except the tensors to arguments of the operators that take rows, and back.
   /// The public operators lack `dtype` and `weight_grad_dtype`, and their `logits_dtype` may be
   /// None: these dtypes are then Undefined.
@@ -115,7 +118,7 @@ struct LinearCrossEntropyOutputs : LossOutputs {
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
 
 /// Throws for a dtype that logits cannot have.
-void check_logits_dtype(at::ScalarType logits_dtype, at::ScalarType dtype, bool is_sharded);
+void check_logits_dtype(at::ScalarType logits_dtype, at::ScalarType dtype, bool in_shards);
 
 /// Throws for arguments from which the loss cannot be computed.
 void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,

@@ -48,14 +48,13 @@ at::ScalarType dtype_of_products(const LinearCrossEntropyArguments& inputs) {
 }
 
 // Returns the dtype of logits that is asked for, or the default. On a GPU, 16-bit logits and their
-// gradient take 2 bytes instead of 6. A CPU stores products as floats anyway, and shards exchange
-// sums of floats.
+// gradient take 2 bytes instead of 6. A CPU stores products as floats anyway, and the kernels of
+// shards read floats.
 at::ScalarType dtype_of_logits(const LinearCrossEntropyArguments& inputs, at::ScalarType dtype) {
-  const bool is_sharded = inputs.shard.has_value();
   if (inputs.logits_dtype == at::ScalarType::Undefined) {
-    return inputs.hidden.is_cuda() && !is_sharded ? dtype : accumulate_dtype(dtype);
+    return inputs.hidden.is_cuda() && !inputs.has_shards() ? dtype : accumulate_dtype(dtype);
   }
-  check_logits_dtype(inputs.logits_dtype, dtype, is_sharded);
+  check_logits_dtype(inputs.logits_dtype, dtype, inputs.has_shards());
   return inputs.logits_dtype;
 }
 

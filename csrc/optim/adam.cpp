@@ -208,7 +208,7 @@ at::Tensor Adam::step(LossClosure closure) {
     if (properties != checked_) check_before_writing(groups);
     checked_ = std::move(properties);
   }
-  if (max_grad_norm) grad_norm_ = norm_tensor(grad_norm_, groups);
+  grad_norm_ = max_grad_norm ? norm_tensor(grad_norm_, groups) : at::Tensor();
   step_groups(groups, *this, grad_norm_, known_norms_);
   writes_after_step_ = param_writes();
   return loss;

@@ -13,8 +13,8 @@ namespace ampfuse {
 /// 1.
 ///
 /// `tensors`: as for multi_tensor_norm. They must not overlap each other, the other arguments or
-/// themselves; a tensor that is listed twice is refused. `found_inf`,
-/// `inv_scale`: float32, one element, on the tensors' device.
+/// themselves; a tensor that is listed twice is refused. `found_inf`, `inv_scale`: float32, one
+/// element, on the tensors' device.
 ///
 /// If `inv_scale` is 1, nothing is written (strided tensors on CUDA are still copied out and back),
 /// but version counters increase. This is decided on the device, and the host does not wait.

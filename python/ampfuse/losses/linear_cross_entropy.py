@@ -103,17 +103,18 @@ def linear_cross_entropy(
       threads must be the same, too, because some matrix products depend on it (for example those of
       bfloat16 without AVX512-BF16).
     - `chunk_classes`: take all rows, and this number of classes at a time, instead of chunks of
-      rows. This needs the least memory for 16-bit weights: the logits of these classes, and a
-      float32 sum of the hidden states' gradient, but no float32 sum of the weight's. It takes four
-      products instead of three, since the logits are computed twice. It is allowed with reductions
-      mean and sum, without `chunk_rows` and `process_group`.
+      rows. Memory is then needed for the logits of these classes, 88 bytes per row and tile of
+      classes, and a float32 sum of the hidden states' gradient. If the weight's gradient is
+      bfloat16, this is the least, since no float32 sum of it is kept. Logits are computed twice:
+      four products instead of three. Allowed with reductions mean and sum, without `chunk_rows` and
+      `process_group`.
     - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16:
       float32 or the dtype of the products. float32 logits are not rounded. Others are rounded as by
       `F.linear`: a bfloat16 logit of 40 is off by up to 1/8, and a float16 logit beyond 65504 is
       infinite. In return a GPU needs 2 bytes for a logit and its gradient instead of 6. The default
-      is float32 on a CPU and with a `process_group`, otherwise the dtype of the products. A
-      `process_group` allows only float32. A CPU allows float32, and bfloat16 if it has bfloat16
-      products.
+      is float32 on a CPU and with a `process_group` or `chunk_classes`, otherwise the dtype of the
+      products. A `process_group` and `chunk_classes` allow only float32. A CPU allows float32, and
+      bfloat16 if it has bfloat16 products.
     - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
       which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
       one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set

@@ -60,12 +60,26 @@ def test_metrics_are_those_of_all_classes(device):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("logits_dtype", [BFLOAT16, torch.float32])
-def test_loss_is_that_of_chunks_of_rows_to_the_last_digits(device, logits_dtype):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_targets_of_any_dtype_with_an_ignored_class(device, dtype, ignore_index):
+    batch = head(device, torch.float32)
+    target = batch.target.clamp(min=0)
+    expected = batch_with(batch, target).loss(ignore_index=ignore_index)
+    found = batch_with(batch, target.to(dtype)).loss(chunk_classes=2, ignore_index=ignore_index)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def batch_with(batch, target):
+    return replace(batch, target=target)
+
+
+@pytest.mark.sanitizer
+def test_loss_is_that_of_chunks_of_rows_to_the_last_digits(device):
     batch = head(device, BFLOAT16, rows=300, classes=1000)
     losses, grads = [], []
     for options in ({"chunk_rows": 300}, {"chunk_classes": 256}):
-        loss = batch.loss(logits_dtype=logits_dtype, **options)
+        loss = batch.loss(**options)
         losses.append(loss.detach())
         grads.append(batch.grads(loss))
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
@@ -115,10 +129,11 @@ def test_a_batch_without_counted_rows_has_a_nan_mean_and_zero_gradients(device):
         assert not grad.any()
 
 
-def test_nan_and_infinite_logits_make_their_row_nan(device):
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_nan_and_infinite_hidden_states_make_their_row_nan(device, value):
     batch = head(device, torch.float32, bias=False)
     with torch.no_grad():
-        batch.hidden[0, 0] = float("nan")
+        batch.hidden[0, 0] = float(value)
     loss = batch.loss(chunk_classes=32, reduction="sum")
     grad_hidden, grad_weight = batch.grads(loss)
     assert loss.isnan()
@@ -165,6 +180,7 @@ def test_strided_hidden_states_and_weights(device):
         ({"chunk_classes": 8, "chunk_rows": 8}, "and neither with chunk_rows"),
         ({"chunk_classes": 8, "reduction": "none"}, 'only allowed with reduction="mean" or "sum"'),
     ],
+    ids=["none", "with chunk_rows", "per row"],
 )
 def test_invalid_combinations_are_refused(device, options, words):
     with pytest.raises(ValueError, match=words):
@@ -177,6 +193,17 @@ def test_module_takes_chunk_classes_and_shows_it(device):
     expected = ampfuse.linear_cross_entropy(batch.hidden, module.linear.weight, batch.target)
     torch.testing.assert_close(module(batch.hidden, batch.target), expected)
     assert "chunk_classes=32" in repr(module)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
+def test_logits_are_float32(device, dtype):
+    batch = head(device, dtype)
+    loss = ampfuse.linear_cross_entropy(
+        batch.hidden, batch.weight, batch.target, batch.bias, chunk_classes=32
+    )
+    assert torch.equal(loss, batch.loss(chunk_classes=32))
+    with pytest.raises(TypeError, match="expected float32 with a process group or chunk_classes"):
+        batch.loss(chunk_classes=32, logits_dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
