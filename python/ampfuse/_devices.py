@@ -5,10 +5,12 @@ from torch import Tensor
 
 from ampfuse import _C
 
+SERVED = ("cpu", "cuda") if _C.has_cuda() else ("cpu",)  # torch.compile cannot trace the call
+
 
 def is_served(device: torch.device) -> bool:
     """Return True if the library was built with kernels for this device."""
-    return device.type == "cpu" or (device.type == "cuda" and _C.has_cuda())
+    return device.type in SERVED
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
