@@ -2,9 +2,9 @@
 
     python benchmarks/bench_training.py [--quick] [--device cuda] [--cases 'step/gpt2*/bfloat16']
 
-On a GPU the models are GPT-2 124M, on 8 sequences of 1024 words, and ViT-B/16, on 64 images; on a
-CPU they are small. The dtype is that of autocast; parameters are float32. float16 steps have a
-GradScaler.
+Where there is a GPU the models are GPT-2 124M, on 8 sequences of 1024 words, and ViT-B/16, on 64
+images; elsewhere they are small. The dtype is that of autocast; parameters are float32. float16
+steps have a GradScaler.
 
 - torch                   the loop of torch's tutorials
 - torch fused=True        the same with torch's fused AdamW

@@ -1,7 +1,7 @@
 """Times builds of ampfuse against each other: is one faster or slower, beyond noise?
 
     python benchmarks/compare.py before=../old/python after=python
-    python benchmarks/compare.py base=kit/base/site other=kit/other/site --bench cross_entropy \\
+    python benchmarks/compare.py this=build/kit/this base=build/kit/base --bench cross_entropy \\
         --runs 5 -- --device cuda --cases 'train/*/bfloat16'
 
 Each NAME=FOLDER is a build; its folder holds the package `ampfuse`. This checkout's benchmarks run
@@ -64,12 +64,13 @@ def times_in(path: Path, benchmark: str) -> Iterator[tuple[Key, float]]:
 def run(benchmark: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[Key, float]]:
     """Run a benchmark with the build in `folder`, and yield its times."""
     script = HERE / f"bench_{benchmark}.py"
+    paths = filter(None, [str(folder.resolve()), os.environ.get("PYTHONPATH")])
     with tempfile.TemporaryDirectory() as out:
         log = Path(out) / "log"
         with log.open("w") as output:
             status = subprocess.run(
                 [sys.executable, script, "--out", out, *arguments],
-                env={**os.environ, "PYTHONPATH": str(folder.resolve())},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 check=False,
@@ -170,7 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slower = False
     for name, cases in compared(times).items():
         print(f"\n{name} / {first}:", *report(cases), sep="\n")
-        slower |= not cases or any(case.differs and case.ratio > 1 for case in cases)
+        missing = len(times[first].keys() ^ times[name].keys())
+        if missing:
+            print(f"{missing} cases were measured with one of these builds alone")
+        slower |= missing > 0 or not cases
+        slower |= any(case.differs and case.ratio > 1 for case in cases)
     return int(slower)
 
 

@@ -119,6 +119,7 @@ pack() {
   tar -czf "$out/logs.tar.gz" -C "$scratch" logs
   {
     echo "${gpu:-no GPU}, $(date --iso-8601=minutes), ${SECONDS} s in all"
+    [[ -f $kit/revision ]] && echo "built elsewhere, from $(<"$kit/revision")"
     printf '%s\n' "${summary[@]}"
     echo "$failures failed"
   } >"$out/summary.txt"

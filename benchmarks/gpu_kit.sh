@@ -34,6 +34,13 @@ package() {
   )
 }
 
+for named in "$@"; do
+  case $named in
+    this=* | build=* | again=*) echo "gpu_kit: $named: this name is taken" >&2 && exit 1 ;;
+    ?*=?*) git rev-parse --quiet --verify "${named#*=}^{commit}" >/dev/null || exit 1 ;;
+    *) echo "gpu_kit: expected NAME=REVISION, got $named" >&2 && exit 1 ;;
+  esac
+done
 rm -rf "$kit" "$objects"/*/dist
 make --no-print-directory "$(basename "$venv")/.ready" catch2
 "$venv/bin/python" --version | grep -q "$("$PYTHON" --version)" || {
@@ -53,6 +60,7 @@ for named in "$@"; do
 done
 rm -rf "$kit"/*/*.dist-info "$kit"/*/ampfuse/{include,share}
 
+git describe --always --dirty >"$kit/revision"
 mib=$(du -sm "$kit" | cut -f1)
 echo "gpu_kit: $kit has $mib MiB"
 if ((mib > most_mib)); then

@@ -58,7 +58,7 @@ PICTURES = {
             "step/64x1M/float32": "clip and update, 64 × 1M\nfloat32",
             "step/64x1M/bfloat16": "clip and update, 64 × 1M\nbfloat16, float32 masters",
             "step_remainder/64x1M/bfloat16": "clip and update, 64 × 1M\nbfloat16, remainders",
-            "step_smallest/64x1M/bfloat16": "the same with\nbfloat16 moments",
+            "step_smallest/64x1M/bfloat16": "clip and update, 64 × 1M\nbfloat16 moments too",
             "update/64x1M/float32": "update alone, 64 × 1M\nfloat32",
             "update/64x1M/bfloat16": "update alone, 64 × 1M\nbfloat16, float32 masters",
             "step/resnet50/float32": "clip and update, ResNet-50\nfloat32",

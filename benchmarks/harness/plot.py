@@ -51,7 +51,7 @@ PANEL_INCHES = 4.6
 
 def milliseconds(value: float) -> str:
     """Format with three significant digits, without an exponent."""
-    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:.0f}"
 
 
 def chosen(rows: Sequence[Row], picture: Picture) -> dict[str, list[Row]]:

@@ -44,7 +44,7 @@ class Row:
     ceiling_gb_per_s: float | None = None
     ceiling_gflop_per_s: float | None = None
     of_ceiling: float | None = None
-    peak_mib: float | None = None  # peak memory, in addition to the arguments
+    peak_mib: float | None = None  # in addition to the arguments, with what a provider holds
     time_over_ampfuse: float | None = None  # above 1: slower than ampfuse
     other_cores: float | None = None  # cores that others kept busy while the case was timed
 
