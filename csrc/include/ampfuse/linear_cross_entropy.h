@@ -34,8 +34,9 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// Instead of chunks of rows, the loss is computed for all rows and this number of classes at a
   /// time, for reductions "mean" and "sum" and without a shard. Memory is needed for the logits of
   /// these classes, which are float, 88 bytes per row and tile of classes, and a float sum of the
-  /// hidden states' gradient. If the gradient of the weight is bfloat16, this is the least, since no
-  /// float sum of it is kept. It takes four products instead of three: logits are computed twice.
+  /// hidden states' gradient. If the gradient of the weight is bfloat16, this is the least, since
+  /// no float sum of it is kept. It takes four products instead of three: logits are computed
+  /// twice.
   TORCH_ARG(std::optional<int64_t>, chunk_classes) = std::nullopt;
   /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products.
   /// With the latter, a GPU needs 2 bytes per logit and gradient instead of 6. But a bfloat16 logit
