@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                       math::AdamConstants<typename Types::acc_t> constants) {
   if (*plan.skip) return;
   const auto grad_factor = *plan.grad_factor;
-  for_each_chunk<Order::kBackward>(table, [&](uint32_t, const TableChunk& at, int lane) {
+  for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {
     const AdamChunk<Types> chunk = adam_chunk<Types>(table, at);
     const auto step = plan.steps[first + at.tensor];
     if constexpr (Types::kMaster == Master::kFloat) {

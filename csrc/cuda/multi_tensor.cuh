@@ -76,19 +76,15 @@ AMPFUSE_HOST_DEVICE TableChunk find_chunk(const Table& table, uint32_t chunk) {
           chunk + 1 == end ? table.rest[low] : Table::kChunk};
 }
 
-// kBackward is for kernels that run after another one has read the same tensors: the chunks that it
-// read last are still in the L2 cache.
-enum class Order { kForward, kBackward };
-
 // Calls visit(index of the chunk in the table, TableChunk, lane) once per chunk, from all lanes of
 // one warp. The warps of the grid take chunks in turn.
-template <Order kOrder = Order::kForward, typename Table, typename Visit>
+template <typename Table, typename Visit>
 __device__ __forceinline__ void for_each_chunk(const Table& table, Visit visit) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const uint32_t warps = gridDim.x * kWarpsPerBlock;
   const uint32_t chunks = table.chunks();
-  for (uint32_t i = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp; i < chunks; i += warps) {
-    const uint32_t chunk = kOrder == Order::kForward ? i : chunks - 1 - i;
+  for (uint32_t chunk = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp; chunk < chunks;
+       chunk += warps) {
     visit(chunk, find_chunk(table, chunk), lane);
   }
 }

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   using acc_t = typename ScaleType<scalar_t>::type;
   const acc_t factor = static_cast<acc_t>(math::clip_factor(*total_norm, max_norm));
   if (factor == 1) return;
-  for_each_chunk<Order::kBackward>(table, [&](uint32_t, const TableChunk& at, int lane) {
+  for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {
     visit_elements<Access::kReadWrite>(chunk_data<scalar_t>(table, 0, at), at.size, lane,
                                        [factor](scalar_t& x) { x = math::scaled(x, factor); });
   });
