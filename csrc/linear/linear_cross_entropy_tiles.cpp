@@ -14,14 +14,14 @@ namespace ampfuse {
 namespace {
 
 // The classes of one tile: their part of the layer and of the loss.
-struct Tile {
+struct ClassTile {
   int64_t first;
   int64_t count;
   LinearLayer layer;
   CrossEntropyArguments loss;
 };
 
-Tile tile_at(const LinearCrossEntropyArguments& arguments, int64_t first) {
+ClassTile tile_at(const LinearCrossEntropyArguments& arguments, int64_t first) {
   const int64_t classes = arguments.weight.size(0);
   const int64_t count = std::min(*arguments.chunk_classes, classes - first);
   LinearCrossEntropyArguments of_tile = arguments;
@@ -31,18 +31,18 @@ Tile tile_at(const LinearCrossEntropyArguments& arguments, int64_t first) {
     of_tile.target = arguments.target.narrow(1, first, count);
   }
   of_tile.shard = VocabShard{"", 1, first, classes};
-  Tile tile = {
+  ClassTile tile = {
       first, count, {of_tile.weight, of_tile.bias, of_tile.dtype}, of_tile.loss_of_shard()};
   tile.loss.are_targets_checked = true;
   tile.loss.gradient_limit = arguments.gradient_limit();
   return tile;
 }
 
-void use_logits(Tile& tile, const LinearLogits& memory) {
+void use_logits(ClassTile& tile, const LinearLogits& memory) {
   tile.loss.input = memory.values(tile.loss.target.size(0), tile.count);
 }
 
-void compute_logits(Tile& tile, const at::Tensor& hidden, const LinearLogits& memory) {
+void compute_logits(ClassTile& tile, const at::Tensor& hidden, const LinearLogits& memory) {
   use_logits(tile, memory);
   tile.layer.logits(hidden, tile.loss.input);
 }
@@ -69,7 +69,7 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
   // First pass: each row's partial sums over each tile.
   const at::Tensor partials = at::full({tiles, rows, math::kShardPartial}, NAN, doubles);
   for (int64_t index = 0; index < tiles; ++index) {
-    Tile tile = tile_at(arguments, index * step);
+    ClassTile tile = tile_at(arguments, index * step);
     compute_logits(tile, hidden, memory);
     const at::Tensor best = at::empty(outputs.argmax.sizes(), outputs.argmax.options());
     shard_kernels.inspect(tile.loss, {partials[index], best});
@@ -89,7 +89,7 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
   }
   for (int64_t index = tiles - 1; index >= 0; --index) {
     const bool is_first = index == tiles - 1;
-    Tile tile = tile_at(arguments, index * step);
+    ClassTile tile = tile_at(arguments, index * step);
     is_first ? use_logits(tile, memory) : compute_logits(tile, hidden, memory);
     shard_kernels.join(tile.loss, partials,
                        {losses, statistics, outputs.lse, outputs.entropy, outputs.argmax});

@@ -62,7 +62,7 @@ const char* classes_last_hint(const at::Tensor& input, const at::Tensor& target)
                   : "";
 }
 
-void check_strided(const char* name, const at::Tensor& tensor) {
+void check_loss_layout(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kCrossEntropy, ": ",
                     name, ": expected a strided tensor, got ",
                     tensor.is_nested() ? "a nested one of" : "", " layout ", tensor.layout());
@@ -94,8 +94,8 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
 CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move(as_passed)) {
   CrossEntropyArguments& arguments = call_.arguments;
   const at::Tensor& input = arguments.input;
-  check_strided("input", input);
-  check_strided("target", arguments.target);
+  check_loss_layout("input", input);
+  check_loss_layout("target", arguments.target);
   TORCH_CHECK_VALUE(input.dim() > 0, kCrossEntropy,
                     ": input: expected logits of shape [classes], [batch, classes] or "
                     "[batch, classes, d1, ...], got a single number");
