@@ -8,12 +8,11 @@ Each NAME=FOLDER is a build; its folder holds the package `ampfuse`. This checko
 with each build in turn, several times. The first build takes two turns per run, as itself and as
 "again", so that the difference between these two shows the noise. A case counts as faster or
 slower only if its ratio is further from 1 than the noise. What follows `--` is passed on to the
-benchmarks, by default --quick. An interrupt ends the runs; what was
-measured until then is reported.
+benchmarks, by default --quick. An interrupt ends the runs; what was measured until then is
+reported.
 """
 
 import argparse
-import csv
 import math
 import os
 import statistics
@@ -23,6 +22,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness import OURS
+from harness.report import read_rows
 
 HERE = Path(__file__).parent
 BENCHMARKS = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
@@ -54,11 +56,9 @@ class Compared:
 
 def times_in(path: Path, benchmark: str) -> Iterator[tuple[Key, float]]:
     """Yield each time of ampfuse in a benchmark's CSV."""
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["median_ms"] and row["provider"].startswith("ampfuse"):
-                case = (row[name] for name in ("operation", "shape", "dtype", "provider"))
-                yield (benchmark, *case), float(row["median_ms"])
+    for row in read_rows(path):
+        if row.median_ms is not None and row.provider.startswith(OURS):
+            yield (benchmark, row.operation, row.shape, row.dtype, row.provider), row.median_ms
 
 
 def run(benchmark: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[Key, float]]:

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from harness.pictures import PICTURES
 from harness.plot import plot
-from harness.report import read_csv
+from harness.report import read_machine, read_rows
 
 
 def main(paths: Sequence[str]) -> int:
     """Draw a PNG beside each CSV that has a picture."""
     for path in map(Path, paths):
         if path.stem in PICTURES:
-            machine, rows = read_csv(path)
-            plot(path.with_suffix(".png"), path.stem, machine, rows)
+            plot(path.with_suffix(".png"), path.stem, read_machine(path), read_rows(path))
     return 0
 
 

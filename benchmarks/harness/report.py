@@ -148,11 +148,14 @@ def csv_file(path: Path, machine: Machine) -> Iterator[Callable[[Sequence[Row]],
         yield write
 
 
-def read_csv(path: Path) -> tuple[Machine, list[Row]]:
-    """Return the machine and the rows of a CSV, with the numbers that pictures need."""
+def lines_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    rows = [
+        return list(csv.DictReader(file))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a CSV, with times and memory."""
+    return [
         Row(
             operation=line["operation"],
             shape=line["shape"],
@@ -163,10 +166,15 @@ def read_csv(path: Path) -> tuple[Machine, list[Row]]:
             median_ms=number_in(line.get("median_ms")),
             peak_mib=number_in(line.get("peak_mib")),
         )
-        for line in lines
+        for line in lines_of(path)
     ]
-    of_machine: dict[str, Any] = {field.name: lines[0][field.name] for field in fields(Machine)}
-    return Machine(**of_machine | {"threads": int(of_machine["threads"])}), rows
+
+
+def read_machine(path: Path) -> Machine:
+    """Return the machine of a CSV, which has at least one row."""
+    line = lines_of(path)[0]
+    columns: dict[str, Any] = {field.name: line[field.name] for field in fields(Machine)}
+    return Machine(**columns | {"threads": int(columns["threads"])})
 
 
 def number_in(cell: str | None) -> float | None:

@@ -124,9 +124,7 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
     const at::Tensor partials = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
-    shard_kernels.inspect(chunk.loss, {partials, best});
-    if (best.numel() > 0)
-      partials.select(1, math::kShardPartial - 1).copy_(best + shard.first_class);
+    inspect_shard(shard_kernels, chunk.loss, shard.first_class, {partials, best});
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
                                            : rows_of(outputs.statistics, chunk);
     shard_kernels.join(chunk.loss, gather(shard, partials),

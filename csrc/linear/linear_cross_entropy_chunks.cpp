@@ -50,8 +50,6 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
       layer_(arguments.weight, arguments.bias, arguments.dtype),
       loss_(arguments.loss_of_shard()),
       memory_(kernels, arguments, layer_) {
-  loss_.are_targets_checked = true;
-  loss_.gradient_limit = arguments.gradient_limit();
   // Chunks have the same size with and without gradients, so that the loss has the same bits.
   rows_ = std::clamp<int64_t>(chunk_rows(arguments, memory_.bytes_of_each()), 1,
                               std::max<int64_t>(rows(), 1));

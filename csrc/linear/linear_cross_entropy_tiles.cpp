@@ -31,11 +31,7 @@ ClassTile tile_at(const LinearCrossEntropyArguments& arguments, int64_t first) {
     of_tile.target = arguments.target.narrow(1, first, count);
   }
   of_tile.shard = VocabShard{"", 1, first, classes};
-  ClassTile tile = {
-      first, count, {of_tile.weight, of_tile.bias, of_tile.dtype}, of_tile.loss_of_shard()};
-  tile.loss.are_targets_checked = true;
-  tile.loss.gradient_limit = arguments.gradient_limit();
-  return tile;
+  return {first, count, {of_tile.weight, of_tile.bias, of_tile.dtype}, of_tile.loss_of_shard()};
 }
 
 void use_logits(ClassTile& tile, const LinearLogits& memory) {
@@ -72,10 +68,7 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
     ClassTile tile = tile_at(arguments, index * step);
     compute_logits(tile, hidden, memory);
     const at::Tensor best = at::empty(outputs.argmax.sizes(), outputs.argmax.options());
-    shard_kernels.inspect(tile.loss, {partials[index], best});
-    if (best.numel() > 0) {
-      partials[index].select(1, math::kShardPartial - 1).copy_(best + tile.first);
-    }
+    inspect_shard(shard_kernels, tile.loss, tile.first, {partials[index], best});
   }
 
   // Second pass, from the last tile on, whose logits are still there. The statistics of a row

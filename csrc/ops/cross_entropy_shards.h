@@ -67,6 +67,11 @@ struct VocabShardKernels {
                const JoinedOutputs& outputs);
 };
 
+/// Calls inspect(), and writes the argmax to the partials, numbered among all classes.
+/// `first_class` is the shard's.
+void inspect_shard(const VocabShardKernels& kernels, const CrossEntropyArguments& arguments,
+                   int64_t first_class, const ShardOutputs& outputs);
+
 extern const VocabShardKernels kVocabShardsCpu;
 extern const VocabShardKernels kVocabShardsCuda;
 

@@ -69,6 +69,8 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
 
 CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
   CrossEntropyArguments of_shard = loss();
+  of_shard.are_targets_checked = true;
+  of_shard.gradient_limit = gradient_limit();
   if (!shard) return of_shard;
   of_shard.all_classes = shard->num_classes;
   if (of_shard.has_probabilities()) return of_shard;

@@ -50,7 +50,7 @@ struct LinearCrossEntropyArguments {
   /// The arguments of the loss. The logits have a shape but no memory. Their classes are those of
   /// all shards, or with probabilities those of this shard.
   CrossEntropyArguments loss() const;
-  /// The arguments of the loss for the classes of this shard.
+  /// The arguments of the loss for the classes of this shard, whose targets were checked.
   CrossEntropyArguments loss_of_shard() const;
 };
 

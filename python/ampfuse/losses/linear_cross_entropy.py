@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse._arguments import explain, refuse_unknown
+from ampfuse._dtensors import is_dtensor
 from ampfuse._graphs import eager_only
 from ampfuse.losses._options import (
     DEFAULTS,
@@ -301,7 +302,7 @@ def _refuse_dtensors(**tensors: Tensor | None) -> None:
     # A weight does not show whether its mesh is data parallel or tensor parallel, so the function
     # cannot choose between gathering and reducing.
     for name, tensor in tensors.items():
-        if hasattr(tensor, "device_mesh"):
+        if tensor is not None and is_dtensor(tensor):
             raise TypeError(
                 f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor. With "
                 "fully_shard, a weight is a plain tensor only in the forward of the module whose "

@@ -7,7 +7,7 @@ import pytest
 from harness import OURS
 from harness.pictures import MOST_CASES, PICTURES, Picture
 from harness.plot import chosen, plot
-from harness.report import Row, read_csv
+from harness.report import Row, read_rows
 from test_harness import MACHINE
 
 RESULTS = Path(plots.__file__).parent / "results"
@@ -66,7 +66,7 @@ def test_memory_is_drawn_beside_the_times_if_it_was_measured(
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if [*RESULTS.glob(f"*/{name}.csv")]])
 def test_each_case_of_a_picture_has_kept_numbers(name: str) -> None:
-    measured = {row.case for path in RESULTS.glob(f"*/{name}.csv") for row in read_csv(path)[1]}
+    measured = {row.case for path in RESULTS.glob(f"*/{name}.csv") for row in read_rows(path)}
 
     assert set(PICTURES[name].labels) <= measured
 

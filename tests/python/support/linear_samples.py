@@ -20,50 +20,28 @@ def dtypes(dtype):
     return dtype, wide, wide if dtype == torch.float16 else dtype
 
 
+def of_products(dtype):
+    """Return dtypes, chunks, shard and mask, as both operators that take rows have them."""
+    chunk_rows, chunk_classes, group, vocab_shard = 3, None, None, None
+    return (*dtypes(dtype), chunk_rows, chunk_classes, group, vocab_shard, WANTED)
+
+
 def forward(dtype, device, count, reduction=SUM):
     (hidden, weight, bias), target = rows(dtype, device, count)
     one = torch.ones((), device=device)
     options = (None, reduction, -100, 0.1, one, None, 1e-3, None)
-    return (
-        hidden,
-        weight,
-        bias,
-        target,
-        *options,
-        *dtypes(dtype),
-        3,
-        None,
-        None,
-        None,
-        WANTED,
-        True,
-    )
+    return (hidden, weight, bias, target, *options, *of_products(dtype), True)
 
 
 def backward(dtype, device, count):
     results = torch.ops.ampfuse.linear_cross_entropy_forward(
         *forward(dtype, device, count, reduction=NONE)
     )
-    (hidden, weight, bias), target = rows(dtype, device, count)
+    tensors, target = rows(dtype, device, count)
     upstream = torch.ones(count, device=device, dtype=results[0].dtype)
     saved = (results[5], results[6])
     options = (NONE, -100, 0.1, 1e-3, None)
-    return (
-        upstream,
-        hidden,
-        weight,
-        bias,
-        target,
-        None,
-        *saved,
-        *options,
-        *dtypes(dtype),
-        3,
-        None,
-        None,
-        None,
-        WANTED,
-    )
+    return (upstream, *tensors, target, None, *saved, *options, *of_products(dtype))
 
 
 def public(dtype, device, count):
