@@ -1,6 +1,7 @@
 """Prints what the machine code of each CUDA kernel needs; no GPU is needed.
 
     python benchmarks/kernel_table.py [--match 'cross_entropy_forward.*BFloat16'] [--arch sm_90]
+    python benchmarks/kernel_table.py --before other/libampfuse.so    # "before → after"
 
 - registers  per thread
 - threads    resident on a multiprocessor, as registers allow
@@ -52,8 +53,8 @@ def described(turn: Turn) -> str:
     return f"{turn.instructions / turn.counted:.0f} ({'+'.join(moves)})"
 
 
-def row(name: str, short: str, code: MachineCode) -> str:
-    """Return a kernel's row of the table."""
+def cells(name: str, code: MachineCode) -> list[str]:
+    """Return what the table says about a kernel."""
     body = code.sass[name]
     registers = code.registers(name)
     threads = resident_threads(name, registers, code.arch)
@@ -65,16 +66,32 @@ def row(name: str, short: str, code: MachineCode) -> str:
         * max((turn.counted for turn in shortest_turns(body, rf"\bLDG\.E\.{bits}")), default=0)
         for width, bits in ((8, "64"), (16, "128"))
     )
-    in_flight = f"{requested * threads / 1024:.0f}"
-    cells = (
-        short,
-        code.arch,
-        registers,
-        threads,
-        ", ".join(sorted(set(loops.values()))),
-        in_flight,
-    )
-    return "| " + " | ".join(map(str, cells)) + " |"
+    turns = ", ".join(sorted(set(loops.values())))
+    return [str(registers), str(threads), turns, f"{requested * threads / 1024:.0f}"]
+
+
+def table(options: argparse.Namespace, cuobjdump: str, arch: str) -> list[str]:
+    """Return the table's rows for one kind of GPU."""
+    code = MachineCode(cuobjdump, options.library, arch)
+    names = dict(zip(demangled(sorted(code.sass)), sorted(code.sass), strict=True))
+    earlier: dict[str, list[str]] = {}
+    if options.before is not None:
+        before = MachineCode(cuobjdump, options.before, arch)
+        mangled = sorted(before.sass)
+        earlier = {
+            short: cells(name, before)
+            for short, name in zip(demangled(mangled), mangled, strict=True)
+            if re.search(options.match, short)
+        }
+    rows = []
+    for short, name in names.items():
+        if not re.search(options.match, short):
+            continue
+        now = cells(name, code)
+        then = earlier.get(short, now)
+        changes = [b if a == b else f"{a} → {b}" for a, b in zip(then, now, strict=True)]
+        rows.append("| " + " | ".join([short, arch, *changes]) + " |")
+    return rows
 
 
 def main() -> None:
@@ -85,6 +102,7 @@ def main() -> None:
     )
     library = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
     parser.add_argument("--library", type=Path, default=library, help="the installed one")
+    parser.add_argument("--before", type=Path, help="a library to compare with")
     parser.add_argument("--match", default=".", help="regular expression for kernels' names")
     parser.add_argument("--arch", action="append", help="all for which the library was built")
     options = parser.parse_args()
@@ -97,11 +115,7 @@ def main() -> None:
     print("| kernel | GPU | registers | threads | turns | KiB in flight |")
     print("| --- | --- | --- | --- | --- | --- |")
     for arch in options.arch or [f"sm_{number}" for number in built_for]:
-        code = MachineCode(cuobjdump, options.library, arch)
-        names = sorted(code.sass)
-        for name, short in zip(names, demangled(names), strict=True):
-            if re.search(options.match, short):
-                print(row(name, short, code))
+        print("\n".join(table(options, cuobjdump, arch)))
 
 
 if __name__ == "__main__":
