@@ -25,16 +25,17 @@ constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
 // once: a GPU takes all rows in one chunk if this saves more bytes than the additional logits take.
 // Shards never do this: all ranks must use the same chunks, although the numbers of classes and the
 // dtypes of their weights may differ.
-int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes) {
+int64_t wanted_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes,
+                    bool on_gpu) {
   if (arguments.chunk_rows) return *arguments.chunk_rows;
-  const ChunkBudget budget = arguments.hidden.is_cuda() ? kOnGpu : kOnCpu;
+  const ChunkBudget budget = on_gpu ? kOnGpu : kOnCpu;
   const auto& shard = arguments.shard;
   const int64_t classes = shard ? (shard->num_classes + shard->group_size - 1) / shard->group_size
                                 : arguments.weight.size(0);
   const int64_t row_bytes = std::max<int64_t>(1, classes * logit_bytes);
   const int64_t fitting = budget.bytes / row_bytes / budget.multiple * budget.multiple;
   const int64_t rows = std::max(fitting, budget.fewest_rows);
-  if (!arguments.hidden.is_cuda() || shard) return rows;
+  if (!on_gpu || shard) return rows;
   const size_t saved = c10::elementSize(accumulate_dtype(arguments.dtype)) -
                        c10::elementSize(arguments.weight_grad_dtype);
   const int64_t all = arguments.hidden.size(0);
@@ -44,6 +45,12 @@ int64_t chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_b
 
 }  // namespace
 
+int64_t linear_chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes,
+                          bool on_gpu) {
+  return std::clamp<int64_t>(wanted_rows(arguments, logit_bytes, on_gpu), 1,
+                             std::max<int64_t>(arguments.hidden.size(0), 1));
+}
+
 LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
                            const LinearCrossEntropyArguments& arguments, bool with_gradient)
     : arguments_(arguments),
@@ -51,8 +58,7 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
       loss_(arguments.loss_of_shard()),
       memory_(kernels, arguments, layer_) {
   // Chunks have the same size with and without gradients, so that the loss has the same bits.
-  rows_ = std::clamp<int64_t>(chunk_rows(arguments, memory_.bytes_of_each()), 1,
-                              std::max<int64_t>(rows(), 1));
+  rows_ = linear_chunk_rows(arguments, memory_.bytes_of_each(), arguments.hidden.is_cuda());
   memory_.allocate(std::min(rows_, rows()), arguments.weight.size(0), with_gradient);
 }
 

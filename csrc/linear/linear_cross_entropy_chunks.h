@@ -39,4 +39,8 @@ class LinearChunks {
   int64_t rows_;
 };
 
+/// Returns the rows of each chunk but the last. `logit_bytes`: of one logit and its gradient.
+int64_t linear_chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes,
+                          bool on_gpu);
+
 }  // namespace ampfuse

@@ -18,9 +18,6 @@ namespace {
 // in the product. A copy of the whole weight would be much larger.
 constexpr int64_t kBlockClasses = 8192;
 
-// Products that are rounded are computed in blocks of about this many bytes.
-constexpr int64_t kBlockBytes = 4 << 20;
-
 at::Tensor in_rows(const at::Tensor& matrix) {
   const bool has_rows = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
   return has_rows ? matrix : matrix.clone(at::MemoryFormat::Contiguous);

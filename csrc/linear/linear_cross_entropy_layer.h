@@ -10,6 +10,9 @@ namespace ampfuse {
 
 class LinearLayer {
  public:
+  /// Products that are rounded are computed in blocks of about this many bytes.
+  static constexpr int64_t kBlockBytes = 4 << 20;
+
   /// `weight`: [classes, features]. `bias`: [classes]. Products are in `dtype`.
   LinearLayer(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
               at::ScalarType dtype);

@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "../linear/linear_cross_entropy_workspace.h"
 #include "../ops/cross_entropy_target_check.h"
 #include "list_queries.h"
 
@@ -23,6 +24,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
   m.def("ordinary_grads", &ampfuse::ordinary_grads);
   m.def("writes", &ampfuse::writes);
+  m.def("linear_cross_entropy_workspace", &ampfuse::linear_cross_entropy_workspace,
+        py::arg("hidden"), py::arg("weight"), py::kw_only(), py::arg("dtype"),
+        py::arg("logits_dtype"), py::arg("weight_grad_dtype"), py::arg("chunk_rows"),
+        py::arg("chunk_classes"), py::arg("with_gradient"), py::arg("on_gpu"));
   py::class_<ampfuse::WeakTensors>(m, "WeakTensors")
       .def(py::init<const py::list&>())
       .def("alive", &ampfuse::WeakTensors::alive);

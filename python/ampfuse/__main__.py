@@ -17,6 +17,10 @@ from ampfuse.patching._scalers import RECORDING
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse` with these arguments."""
+    if arguments and arguments[0] == "memory":
+        from ampfuse.command import memory
+
+        memory.main(arguments[1:])
     chosen = options.parse(arguments)
     if chosen.name == "env" and not chosen.is_module:
         show.table(describe())

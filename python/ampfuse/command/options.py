@@ -12,11 +12,14 @@ from ampfuse.patching._parts import PARTS, chosen
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
+       python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse env"""
 
 EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
 torch's names mean ampfuse's: see ampfuse.patch. A script named - is read from
-standard input. 'env' prints what works here."""
+standard input. 'memory' runs two steps of the script without computing numbers,
+and prints what its memory is for: python -m ampfuse memory --help. 'env' prints
+what works here."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,18 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
         refuse(message)
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the command line. Our options end at the program's name; the rest is the program's."""
     parser, valued = _parser()
-    own, is_module, words = _parted(arguments, valued)
+    own, is_module, words = parted(arguments, valued)
     given = parser.parse_args(own)
     if not words:
         parser.print_usage(sys.stderr)
@@ -76,7 +82,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
     """Return the parser of our own options, and the names of those that take a value."""
-    parser = _Parser(
+    parser = Parser(
         usage=USAGE,
         description="Run a program as it is, with ampfuse.",
         epilog=EPILOG,
@@ -97,7 +103,7 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
     return parser, {name for option in valued for name in option.option_strings}
 
 
-def _parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
+def parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
     """Return our options, True if a module follows, and the program's name with its arguments.
 
     The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is a

@@ -26,7 +26,7 @@ MAY_INCLUDE = {
     "optim": {"ops", "tensors"},
     "amp": {"ops", "tensors"},
     "nn": {"ops", "tensors"},
-    "python": {"ops", "tensors"},
+    "python": {"linear", "ops", "tensors"},
 }
 
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")

@@ -1,0 +1,202 @@
+"""The command `python -m ampfuse memory`: what the memory of an unchanged program is for.
+
+The program runs until its optimizer has stepped twice. Its operators compute shapes, but no
+numbers, as if there were no GPU.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from argparse import ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.utils.data import DataLoader
+
+from ampfuse.command import program
+from ampfuse.command.options import Parser, parted, refuse
+from ampfuse.command.show import why_no_plot
+from ampfuse.memory._account import Account, account_of, recording
+from ampfuse.memory._show import size_text
+
+USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
+       python -m ampfuse memory [options] -m module [arguments of the module]"""
+EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
+losses are 0. So no GPU is needed, and a step of a large model takes seconds."""
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line."""
+
+    words: list[str]  # the program's name and arguments
+    is_module: bool
+    device: str
+    batch: int | None
+    fit: int | None
+    json: Path | None
+    plot: Path | None
+
+
+class DoneError(BaseException):
+    """Ends the program after its second step. Programs catch Exception, but not this."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `python -m ampfuse memory` with these arguments."""
+    chosen = parse(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the program then chooses the CPU
+    warnings.filterwarnings("ignore", ".*CUDA is not available.*")
+    with loaders(chosen.batch) as batches:
+        account = run(chosen)
+    if chosen.batch is not None and not batches:
+        refuse("--batch: the program has made no torch.utils.data.DataLoader")
+    if chosen.json is not None:
+        report = account.as_dict() | {"batch": max(batches, default=None)}
+        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
+    account.show()
+    if chosen.fit is not None:
+        print(largest_batch(chosen, account, batches))
+    if chosen.plot is not None:
+        account.plot(chosen.plot)
+    sys.exit(0)
+
+
+def run(chosen: Options) -> Account:
+    """Run two steps of the program."""
+    steps = 0
+
+    def after_step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            recorder.begin()
+        else:
+            raise DoneError
+
+    call = program.run_module if chosen.is_module else program.run_script
+    with recording(chosen.device, after_step) as recorder:
+        try:
+            raised = call(chosen.words[0], chosen.words[1:])
+        except program.NoProgramError as error:
+            refuse(str(error))
+    if isinstance(raised, DoneError):
+        return account_of(recorder.record())
+    if raised is None or isinstance(raised, SystemExit):
+        refuse(f"memory: expected two steps of an optimizer, but the program has taken {steps}")
+    program.report_exception(raised)
+    refuse("memory: the program failed; its operators have computed no numbers, but zeros")
+
+
+@contextmanager
+def loaders(batch: int | None) -> Iterator[list[int]]:
+    """Make loaders load in this process, with another batch size if one is given.
+
+    Return a list to which the batch size of each loader is added.
+    """
+    original: Any = DataLoader.__init__
+    signature = inspect.signature(original)
+    seen: list[int] = []
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        for name in ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout"):
+            given.pop(name, None)
+        given |= {"num_workers": 0, "pin_memory": False}
+        makes_batches = given.get("batch_sampler") is None and given.get("batch_size", 1)
+        if makes_batches and batch is not None:
+            given["batch_size"] = batch
+        original(**given)
+        if makes_batches:
+            seen.append(self.batch_size)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        DataLoader.__init__ = original  # type: ignore[method-assign]
+
+
+def largest_batch(chosen: Options, account: Account, batches: list[int]) -> str:
+    """Return a sentence about the largest batch that fits, from another account of two batches."""
+    assert chosen.fit is not None
+    if not batches:
+        refuse("--fit: the program has made no torch.utils.data.DataLoader")
+    batch = max(batches)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "account.json"
+        words = ["-m", *chosen.words] if chosen.is_module else ["--", *chosen.words]
+        options = ["--device", chosen.device, "--batch", str(2 * batch), "--json", str(file)]
+        command = [sys.executable, "-m", "ampfuse", "memory", *options, *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        peak = json.loads(file.read_text())["peak"]
+    per_sample = (peak - account.peak) / batch
+    most = int(batch + (chosen.fit - account.peak) / per_sample) if per_sample > 0 else 0
+    room = size_text(chosen.fit)
+    if most < 1:
+        return f"no batch fits in {room}"
+    return (
+        f"largest batch in {room}: {most} (batches of {batch} and {2 * batch} take "
+        f"{size_text(account.peak)} and {size_text(peak)})"
+    )
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Parse the command line."""
+    parser = Parser(
+        usage=USAGE,
+        description="Print what the memory of a program's training step is for.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    options = [
+        parser.add_argument(
+            "--device",
+            choices=("cuda", "cpu"),
+            default="cuda",
+            help="the device the account is about; cuda unless given",
+        ),
+        parser.add_argument(
+            "--batch", type=int, metavar="N", help="the batch size of every DataLoader"
+        ),
+        parser.add_argument(
+            "--fit", type=size_of, metavar="SIZE", help="find the largest batch, e.g. in 24GiB"
+        ),
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the account to it"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the account into it"),
+    ]
+    valued = {name for option in options for name in option.option_strings}
+    own, is_module, words = parted(arguments, valued)
+    given = parser.parse_args(own)
+    if not words:
+        parser.print_usage(sys.stderr)
+        sys.exit(2)
+    if given.plot is not None and (why := why_no_plot(given.plot)):
+        refuse(f"--plot: {why}")
+    return Options(
+        words=words,
+        is_module=is_module,
+        device=given.device,
+        batch=given.batch,
+        fit=given.fit,
+        json=given.json and given.json.absolute(),
+        plot=given.plot and given.plot.absolute(),
+    )
+
+
+def size_of(text: str) -> int:
+    """Return the bytes that a text like `24GiB` or `500MB` means."""
+    match = re.fullmatch(r"([\d.]+) ?([KMGT]?)i?B?", text, re.IGNORECASE)
+    if match is None:
+        raise ArgumentTypeError(f"expected a size like 24GiB, got {text}")
+    return int(float(match[1]) * UNITS[match[2].upper()])

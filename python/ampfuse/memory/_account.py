@@ -1,0 +1,163 @@
+"""`account`: what the memory of a training step is for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampfuse.memory._as_on_gpu import AsOnGpu, autocast_on_cpu
+from ampfuse.memory._recorder import ACTIVATIONS, KINDS, Record, Recorder
+from ampfuse.memory._show import plot, show, text
+from ampfuse.memory._what_if import CHANGES
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The memory of the step after a change of the program."""
+
+    name: str
+    how: str
+    peak: int
+    """Bytes at the peak after this change alone."""
+    kinds: dict[str, int]
+    """The same by kind of tensors."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """The memory of a training step at its peak, in bytes, and what it is for."""
+
+    device: str
+    """`"cuda"` or `"cpu"`: the device that the account is about."""
+    peak: int
+    phase: str
+    """`"forward"`, `"backward"` or `"optimizer step"`: where the peak is."""
+    kinds: dict[str, int]
+    """The peak by kind of tensors, for example `"parameters"`."""
+    modules: dict[str, int]
+    """The activations at the peak by the module that computed them."""
+    savings: list[Saving]
+    """Changes of the program, and the peak after each of them."""
+
+    def __str__(self) -> str:
+        """Return the account as a table of plain text."""
+        return text(self)
+
+    def show(self) -> None:
+        """Print the account, with colors in a terminal if rich is installed."""
+        show(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as nested dicts and lists, for example for JSON."""
+        return asdict(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the account and its savings as stacked bars. This needs matplotlib."""
+        plot(self, Path(path))
+
+
+def account(
+    model: nn.Module, optimizer: Optimizer, step: Callable[[], object], *, device: str = "cuda"
+) -> Account:
+    """Return what the memory of a training step is for.
+
+    `step` runs forward, backward and `optimizer.step()`; it is called twice. The model is on the
+    CPU. Operators compute shapes, but no numbers, so this takes a second and no memory, and it
+    leaves model and optimizer as they are. `device`: what the account is about, `"cuda"`, or
+    `"cpu"` for a program that trains on a CPU.
+
+    >>> import torch, ampfuse.memory
+    >>> model = torch.nn.Linear(1024, 1024)
+    >>> optimizer = ampfuse.AdamW(model.parameters())
+    >>> def step():
+    ...     model(torch.zeros(8, 1024)).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> ampfuse.memory.account(model, optimizer, step).kinds["gradients"]
+    4198400
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"account: device: expected 'cuda' or 'cpu', got {device!r}")
+    places = {param.device.type for param in model.parameters()} - {"cpu"}
+    if places:
+        raise ValueError(
+            f"account: model: expected parameters on the CPU, got them on {min(places)}: make the "
+            "account before you move the model"
+        )
+    with unchanged(model, optimizer), recording(device) as recorder:
+        recorder.note_model(model)
+        step()
+        recorder.begin()
+        step()
+        return account_of(recorder.record())
+
+
+@contextmanager
+def recording(device: str, after_step: Callable[[], None] | None = None) -> Iterator[Recorder]:
+    """Record a dry run of the code in this block, as if it ran on the device."""
+    with ExitStack() as entered:
+        if device == "cuda":
+            entered.enter_context(autocast_on_cpu())
+            entered.enter_context(AsOnGpu())
+        yield entered.enter_context(Recorder(device == "cuda", after_step))
+
+
+def account_of(record: Record) -> Account:
+    """Return the account of a recorded step."""
+    peak, at, kinds = _at_peak(record)
+    modules: dict[str, int] = {}
+    for one in record.live_at(at):
+        if record.kind_of(one) == ACTIVATIONS:
+            modules[one.module] = modules.get(one.module, 0) + one.bytes
+    savings = []
+    for change in CHANGES:
+        allocations = change.of(record)
+        if allocations is not None:
+            changed_peak, _, changed_kinds = _at_peak(replace(record, allocations=allocations))
+            savings.append(Saving(change.name, change.how, changed_peak, changed_kinds))
+    device = "cuda" if record.for_gpu else "cpu"
+    return Account(device, peak, record.phase_at(at), kinds, modules, savings)
+
+
+def _at_peak(record: Record) -> tuple[int, int, dict[str, int]]:
+    """Return the bytes at the peak, its moment, and its bytes by kind."""
+    peak, at = record.peak()
+    kinds = dict.fromkeys(KINDS, 0)
+    for one in record.live_at(at):
+        kinds[record.kind_of(one)] += one.bytes
+    return peak, at, {kind: size for kind, size in kinds.items() if size}
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Restore gradients, optimizer state and random numbers after this block.
+
+    A dry run writes to no other tensors than integers and those with one element.
+    """
+    groups = optimizer.param_groups
+    params = {*model.parameters(), *(param for group in groups for param in group["params"])}
+    grads = {param: param.grad for param in params}
+    state = {param: dict(entries) for param, entries in optimizer.state.items()}
+    options = [dict(group) for group in groups]
+    entries = [value for entry in state.values() for value in entry.values()]
+    tensors = [*params, *model.buffers(), *(one for one in entries if isinstance(one, Tensor))]
+    written = [one for one in tensors if one.numel() <= 1 or not one.is_floating_point()]
+    numbers = [one.detach().clone() for one in written]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, number in zip(written, numbers, strict=True):
+                tensor.copy_(number)
+        for param, grad in grads.items():
+            param.grad = grad
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)

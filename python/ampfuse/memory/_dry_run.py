@@ -1,0 +1,124 @@
+"""A dry run: operators compute shapes, but no floating-point numbers.
+
+Results of operators are tensors of the right shape, full of zeros that take no physical memory
+until someone writes to them. So a step of a large model takes a second on any machine, and the
+program sees tensors like any others.
+"""
+
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map
+
+# The rule for this operator's shapes leaves out the memory that it keeps for backward.
+ALWAYS_RUN = ("aten::mkldnn_rnn_layer",)
+
+# Smaller results are ordinary tensors: a mapping takes whole pages, and a call of the system.
+SMALLEST_MAPPING = 64 * 1024
+
+
+class DryRun:
+    """Runs operators, or only computes the shapes of their results.
+
+    These run: operators on a GPU, views, operators on numbers (tensors with one element), and
+    operators without floating-point tensors. The last two decide what a program does next, for
+    example which rows it takes from a dataset, or whether it skips a step.
+    """
+
+    def __init__(self) -> None:
+        self._fake_mode = FakeTensorMode()
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the operator's results."""
+        tensors = list(tensors_in((args, kwargs)))
+        schema = operator._schema
+        if _must_run(schema, tensors):
+            return operator(*args, **kwargs)
+        are_new = [result.alias_info is None for result in schema.returns]
+        if schema.is_mutable and not any(are_new):
+            return _written(schema, args, kwargs)
+        try:
+            with self._fake_mode:
+                fakes: dict[int, Tensor] = {id(tensor): _fake(tensor) for tensor in tensors}
+                given = tree_map(lambda x: fakes.get(id(x), x), (args, kwargs))
+                results = operator(*given[0], **given[1])
+        except Exception:  # there is no rule for the shape, or it depends on numbers
+            return operator(*args, **kwargs)
+        found = list(tensors_in(results))
+        inputs = {fake.untyped_storage()._cdata for fake in fakes.values()}
+        is_view = any(result.untyped_storage()._cdata in inputs for result in found)
+        is_constant = not tensors and not any(_is_large(result) for result in found)
+        if is_view or is_constant:
+            return operator(*args, **kwargs)
+        return tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return (value for value in tree_iter(values) if isinstance(value, Tensor))
+
+
+def _must_run(schema: Any, tensors: list[Tensor]) -> bool:
+    if any(tensor.device.type != "cpu" or tensor.layout != torch.strided for tensor in tensors):
+        return True
+    aliases = [argument.alias_info for argument in schema.arguments]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    fills_out = schema.overload_name.endswith("out")  # it may resize its argument `out`
+    has_nothing = not schema.returns and not tensors
+    returns = {result.alias_info is None for result in schema.returns}
+    is_mixed = len(returns) == 2  # some results are new, and some are arguments
+    if is_view or fills_out or is_mixed or has_nothing or schema.name in ALWAYS_RUN:
+        return True
+    is_about_numbers = all(tensor.numel() <= 1 for tensor in tensors)
+    return len(tensors) > 0 and (is_about_numbers or not any(map(has_floats, tensors)))
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments that an in-place operator returns after it has written to them."""
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    by_letter = {
+        _letter(argument): given.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    written = [by_letter[_letter(result)] for result in schema.returns]
+    return None if not written else written[0] if len(written) == 1 else tuple(written)
+
+
+def _letter(value: Any) -> str | None:
+    """Return the letter that marks an argument and the results that are the same tensor."""
+    return next(iter(value.alias_info.before_set), None)
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return has_floats(tensor) and tensor.untyped_storage().nbytes() >= SMALLEST_MAPPING
+
+
+def has_floats(tensor: Tensor) -> bool:
+    """Return True for a tensor of floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _zeros_like(fake: Tensor) -> Tensor:
+    """Return zeros of the shape and strides of a fake tensor, without touching their memory."""
+    storage = zeros(fake.untyped_storage().nbytes()).untyped_storage()
+    result = torch.empty(0, dtype=fake.dtype)
+    return result.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
+
+
+def zeros(count: int) -> Tensor:
+    """Return this many bytes; a large number takes no physical memory until it is written."""
+    if count < SMALLEST_MAPPING:
+        return torch.zeros(count, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)

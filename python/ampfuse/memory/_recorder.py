@@ -1,0 +1,290 @@
+"""Records when the memory of each tensor is allocated and freed, and what it is for."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks_of_optimizers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampfuse.memory import _scratch
+from ampfuse.memory._dry_run import DryRun, tensors_in
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
+
+PARAMETERS = "parameters"
+COPIES = "copies of weights"  # of autocast
+MASTERS = "masters"
+GRADIENTS = "gradients"
+MOMENTS = "moments"
+BUFFERS = "buffers"
+ACTIVATIONS = "activations"  # kept from forward until backward
+LOSS = "loss workspace"
+TEMPORARIES = "temporaries"
+DATA = "data"  # of the program, for example a batch
+KINDS = (
+    *(PARAMETERS, COPIES, MASTERS, GRADIENTS, MOMENTS, BUFFERS),
+    *(ACTIVATIONS, LOSS, TEMPORARIES, DATA),
+)
+
+GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
+
+
+@dataclass
+class Allocation:
+    """The memory of a tensor and of its views, from the moment `born` until `died`."""
+
+    bytes: int
+    shape: torch.Size  # of the first tensor that was seen in it, as `dtype`
+    dtype: torch.dtype
+    born: int
+    died: int | None = None  # None: not before the end of the record
+    kind: str = ""  # "": ACTIVATIONS or TEMPORARIES, which its end decides
+    phase: str = FORWARD  # in which it was born, as `operator` and `module`
+    operator: str = ""
+    module: str = ""  # name of the innermost module; "" outside modules
+    output_of: str = ""  # name of the outermost module that returned it
+
+
+@dataclass
+class Record:
+    """All allocations that were live at some moment from `begin` to `end`."""
+
+    allocations: list[Allocation]
+    phases: list[tuple[int, str]]  # the moments at which phases begin
+    blocks: list[str]  # names of the model's repeated modules, for example layers
+    begin: int
+    end: int
+    for_gpu: bool  # True if it is about a GPU, wherever it was recorded
+
+    def phase_at(self, moment: int) -> str:
+        """Return the phase at a moment."""
+        return next((phase for at, phase in reversed(self.phases) if at <= moment), FORWARD)
+
+    def is_saved(self, one: Allocation) -> bool:
+        """Return True if an allocation was made in forward and is still live in backward."""
+        begin = next((at for at, phase in self.phases if phase == BACKWARD and at > one.born), None)
+        return one.phase == FORWARD and begin is not None and (one.died or self.end + 1) > begin
+
+    def kind_of(self, one: Allocation) -> str:
+        """Return what an allocation is for."""
+        return one.kind or (ACTIVATIONS if self.is_saved(one) else TEMPORARIES)
+
+    def peak(self) -> tuple[int, int]:
+        """Return the most bytes that are live at a time, and the moment."""
+        deltas: Counter[int] = Counter()
+        for one in self.allocations:
+            born = max(one.born, self.begin)
+            deltas[born] += one.bytes
+            if one.died is not None:
+                deltas[max(one.died, born)] -= one.bytes
+        live = peak = at = 0
+        for moment in sorted(deltas):
+            live += deltas[moment]
+            if live > peak:
+                peak, at = live, moment
+        return peak, at
+
+    def live_at(self, moment: int) -> list[Allocation]:
+        """Return the allocations that are live at a moment."""
+        return [
+            one
+            for one in self.allocations
+            if max(one.born, self.begin) <= moment and (one.died is None or one.died > moment)
+        ]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the allocations of a program in a block of code.
+
+    Moments are counted by operators and freed tensors. The memory that an operator allocates and
+    frees itself is not seen, except that of ampfuse's losses.
+    """
+
+    def __init__(self, for_gpu: bool, after_step: Callable[[], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._for_gpu = for_gpu
+        self._after_step = after_step  # called after each step of the first optimizer
+        self._first_optimizer: weakref.ref[Optimizer] | None = None
+        self._dry_run = DryRun()
+        self._now = 0
+        self._begin = 0
+        self._live: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._all: list[Allocation] = []
+        self._phases: list[tuple[int, str]] = []
+        self._stack: list[str] = []  # names of the modules that are running
+        self._names: dict[int, str] = {}
+        self._blocks: list[str] = []
+        self._models: list[nn.Module] = []  # kept, so that no other module gets an id in _names
+        self._stepping = 0  # number of optimizer steps that are running, one inside another
+        self._exits = ExitStack()
+
+    def __enter__(self) -> "Recorder":
+        """Begin to record."""
+        handles = [
+            hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
+            hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
+            hooks_of_optimizers.register_optimizer_step_pre_hook(self._enter_step),
+            hooks_of_optimizers.register_optimizer_step_post_hook(self._leave_step),
+        ]
+        for handle in handles:
+            self._exits.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._exits.close()
+
+    def begin(self) -> None:
+        """Let the record begin here."""
+        self._begin = self._now
+        self._phases.clear()
+        self._all = [one for one in self._all if one.died is None]
+
+    def record(self) -> Record:
+        """Return what was recorded since `begin`."""
+        return Record(
+            list(self._all),
+            list(self._phases),
+            list(self._blocks),
+            self._begin,
+            self._now,
+            self._for_gpu,
+        )
+
+    def note(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Record what tensors are for."""
+        for tensor in tensors:
+            self._seen(tensor).kind = kind
+
+    def note_model(self, model: nn.Module) -> None:
+        """Record the names of a model's modules, and what its parameters and buffers are."""
+        self._models.append(model)
+        for name, module in model.named_modules():
+            self._names[id(module)] = name or type(module).__name__
+        self._blocks += blocks_of(model)
+        self.note(PARAMETERS, model.parameters())
+        self.note(BUFFERS, model.buffers())
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and record the memory of its results."""
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in given):
+            return NotImplemented  # for example of a DTensor, whose local tensor comes here later
+        self._now += 1
+        self._note_phase()
+        inputs = [self._seen(tensor) for tensor in given]
+        results = self._dry_run.run(operator, args, kwargs)
+        self._note_scratch(operator, args, results)
+        is_data = not (self._stack or any(tensor.requires_grad for tensor in given))
+        for result in tensors_in(results):
+            allocation = self._seen(result, is_new=True)
+            if allocation.born < self._now:
+                continue  # it was written in place, or it is a view
+            allocation.phase = self._phases[-1][1]
+            allocation.operator = str(operator._schema.name)
+            allocation.module = self._stack[-1] if self._stack else ""
+            if operator is torch.ops.aten._to_copy.default and inputs[0].kind == PARAMETERS:
+                allocation.kind = COPIES
+            elif is_data and allocation.phase == FORWARD:
+                allocation.kind = DATA
+        self._now += 1
+        return results
+
+    def _note_scratch(self, operator: Any, args: tuple[Any, ...], results: Any) -> None:
+        """Record the memory that an operator has allocated and freed itself."""
+        loss = _scratch.of_loss(operator, args, self._for_gpu)
+        size = loss or (0 if self._for_gpu else _scratch.of_cpu(operator, args, results))
+        if size:
+            kind = LOSS if loss else TEMPORARIES
+            scratch = Allocation(size, torch.Size(), torch.uint8, self._now, kind=kind)
+            scratch.died = self._now + 1  # while it is live, the results are allocated
+            self._all.append(scratch)
+
+    def _seen(self, tensor: Tensor, is_new: bool = False) -> Allocation:
+        """Return the allocation of a tensor, which may be seen for the first time."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            size = storage.nbytes()
+            if self._for_gpu:
+                size = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
+            allocation = Allocation(size, tensor.shape, tensor.dtype, self._now)
+            if not is_new:  # it is older, and not the result of an operator
+                allocation.born, allocation.kind = 0, DATA
+            self._all.append(allocation)
+            self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), allocation)
+        return self._live[key][1]
+
+    def _freed(self, key: int) -> None:
+        self._now += 1
+        self._live.pop(key)[1].died = self._now
+
+    def _note_phase(self) -> None:
+        phase = STEP if self._stepping else FORWARD
+        if torch._C._current_graph_task_id() >= 0:
+            phase = BACKWARD
+        if not self._phases or self._phases[-1][1] != phase:
+            self._phases.append((self._now, phase))
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        if not self._stack and id(module) not in self._names:
+            self.note_model(module)
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, module: nn.Module, _: Any, outputs: Any) -> None:
+        name = self._stack.pop()
+        for tensor in tensors_in(outputs):
+            self._seen(tensor).output_of = name
+
+    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping += 1
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.note(PARAMETERS, params)
+        self.note(GRADIENTS, (param.grad for param in params if param.grad is not None))
+
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping -= 1
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    self.note(MASTERS if "master" in name else MOMENTS, [value])
+        if self._first_optimizer is None:
+            self._first_optimizer = weakref.ref(optimizer)
+        if self._after_step is not None and self._first_optimizer() is optimizer:
+            self._after_step()
+
+
+def blocks_of(model: nn.Module) -> Iterator[str]:
+    """Return the names of the modules that a model repeats, for example its layers.
+
+    These are the members of a Sequential or ModuleList that have parameters, if there are at least
+    two and all are of one class; not the modules inside of such members.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or is_within(name, found):
+            continue
+        members = dict(module.named_children())
+        kinds = {type(member) for member in members.values()}
+        has_parts = all(any(member.children()) for member in members.values())
+        if len(members) >= 2 and len(kinds) == 1 and has_parts:
+            found += [f"{name}.{member}".lstrip(".") for member in members]
+    return iter(found)
+
+
+def is_within(name: str, blocks: Iterable[str]) -> bool:
+    """Return True if a module is one of the blocks, or inside one of them."""
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)

@@ -1,0 +1,106 @@
+"""Changes save as much as an account predicts: the changed programs have accounts, too."""
+
+from dataclasses import dataclass
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.memory import account
+from models import GPT2, Size
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+SIZE = Size(width=256, depth=4, heads=4, classes=8192, length=128, batch=8)
+BFLOAT16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program, and the changes that it has."""
+
+    weights: torch.dtype = torch.float32
+    master_weights: bool | str = "auto"
+    state_dtype: torch.dtype = torch.float32
+    is_linear: bool = False
+    is_checkpointed: bool = False
+    has_autocast: bool = False
+
+    def account(self, device):
+        torch.manual_seed(0)
+        model = GPT2(SIZE).to(self.weights)
+        if self.is_checkpointed:
+            for block in model.blocks:
+                call = block.forward
+                block.forward = lambda x, call=call: checkpoint(call, x, use_reentrant=False)
+        optimizer = ampfuse.AdamW(
+            model.parameters(), master_weights=self.master_weights, state_dtype=self.state_dtype
+        )
+        words = torch.randint(SIZE.classes, (SIZE.batch, SIZE.length + 1))
+        target = words[:, 1:].flatten()
+
+        def step():
+            with torch.autocast(device, BFLOAT16, enabled=self.has_autocast):
+                hidden = model(words[:, :-1])
+                if self.is_linear:
+                    loss = ampfuse.linear_cross_entropy(hidden, model.weight, target)
+                else:
+                    loss = functional.cross_entropy(hidden @ model.weight.T, target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return account(model, optimizer, step, device=device)
+
+
+CHANGES = {
+    "bfloat16 weights, masters": {"weights": BFLOAT16, "has_autocast": False},
+    "bfloat16 weights, remainders": {
+        "weights": BFLOAT16,
+        "has_autocast": False,
+        "master_weights": "remainder",
+    },
+    "bfloat16 moments": {"state_dtype": BFLOAT16},
+    "linear cross-entropy": {"is_linear": True},
+    "checkpoints": {"is_checkpointed": True},
+}
+
+
+@pytest.mark.parametrize("has_autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_saves_what_the_account_says(name, device, has_autocast):
+    before = Program(has_autocast=has_autocast).account(device)
+    after = Program(**({"has_autocast": has_autocast} | CHANGES[name])).account(device)
+    (said,) = (saving.peak for saving in before.savings if saving.name == name)
+    assert said == pytest.approx(after.peak, rel=0.05)
+    assert after.peak < before.peak
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_changes_together_save_what_the_account_says(device):
+    before = Program(has_autocast=True).account(device)
+    changed = {name: value for change in CHANGES.values() for name, value in change.items()}
+    after = Program(**changed).account(device)
+    (said,) = (saving.peak for saving in before.savings if saving.name == "all of these")
+    assert said == pytest.approx(after.peak, rel=0.05)
+
+
+def test_shards_take_their_part_of_the_model():
+    before = Program().account("cpu")
+    (saving,) = (one for one in before.savings if one.name.startswith("sharded"))
+    for kind in ("parameters", "moments"):
+        assert saving.kinds[kind] == pytest.approx(before.kinds[kind] / 8, rel=1e-3)
+
+
+def test_changes_that_do_not_concern_the_program_are_left_out():
+    model = nn.Linear(8, 8).to(BFLOAT16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.zeros(2, 8, dtype=BFLOAT16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    savings = account(model, optimizer, step).savings
+    assert [saving.name for saving in savings] == ["sharded over 8 GPUs"]
