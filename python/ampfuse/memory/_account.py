@@ -81,12 +81,19 @@ def account(
     >>> ampfuse.memory.account(model, optimizer, step).kinds["gradients"]
     4198400
     """
+    return account_of(recorded(model, optimizer, step, device))
+
+
+def recorded(
+    model: nn.Module, optimizer: Optimizer, step: Callable[[], object], device: str
+) -> Record:
+    """Return the record of the second of two steps."""
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"account: device: expected 'cuda' or 'cpu', got {device!r}")
+        raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
     places = {param.device.type for param in model.parameters()} - {"cpu"}
     if places:
         raise ValueError(
-            f"account: model: expected parameters on the CPU, got them on {min(places)}: make the "
+            f"model: expected parameters on the CPU, got them on {min(places)}: make the "
             "account before you move the model"
         )
     with unchanged(model, optimizer), recording(device) as recorder:
@@ -94,7 +101,7 @@ def account(
         step()
         recorder.begin()
         step()
-        return account_of(recorder.record())
+        return recorder.record()
 
 
 @contextmanager
@@ -135,9 +142,10 @@ def _at_peak(record: Record) -> tuple[int, int, dict[str, int]]:
 
 @contextmanager
 def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Restore gradients, optimizer state and random numbers after this block.
+    """Restore model, gradients, optimizer state and random numbers after this block.
 
-    A dry run writes to no other tensors than integers and those with one element.
+    On a CPU this is for dry runs, which write to no other tensors than integers and those with one
+    element. What is on a GPU is kept on the host meanwhile.
     """
     groups = optimizer.param_groups
     params = {*model.parameters(), *(param for group in groups for param in group["params"])}
@@ -146,10 +154,15 @@ def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     options = [dict(group) for group in groups]
     entries = [value for entry in state.values() for value in entry.values()]
     tensors = [*params, *model.buffers(), *(one for one in entries if isinstance(one, Tensor))]
-    written = [one for one in tensors if one.numel() <= 1 or not one.is_floating_point()]
-    numbers = [one.detach().clone() for one in written]
+    written = [
+        one
+        for one in tensors
+        if one.device.type != "cpu" or one.numel() <= 1 or not one.is_floating_point()
+    ]
+    numbers = [one.detach().to("cpu", copy=True) for one in written]
+    gpus = {one.device.index for one in written if one.is_cuda}
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus):
             yield
     finally:
         with torch.no_grad():

@@ -13,6 +13,7 @@ from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ampfuse.memory import _scratch
 from ampfuse.memory._dry_run import DryRun, tensors_in
@@ -60,6 +61,7 @@ class Record:
     allocations: list[Allocation]
     phases: list[tuple[int, str]]  # the moments at which phases begin
     blocks: list[str]  # names of the model's repeated modules, for example layers
+    operations: Counter[str]  # floating-point operations of forward, by module
     begin: int
     end: int
     for_gpu: bool  # True if it is about a GPU, wherever it was recorded
@@ -122,6 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[str] = []  # names of the modules that are running
         self._names: dict[int, str] = {}
         self._blocks: list[str] = []
+        self._operations: Counter[str] = Counter()
         self._models: list[nn.Module] = []  # kept, so that no other module gets an id in _names
         self._stepping = 0  # number of optimizer steps that are running, one inside another
         self._exits = ExitStack()
@@ -148,6 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the record begin here."""
         self._begin = self._now
         self._phases.clear()
+        self._operations.clear()
         self._all = [one for one in self._all if one.died is None]
 
     def record(self) -> Record:
@@ -156,6 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             list(self._all),
             list(self._phases),
             list(self._blocks),
+            Counter(self._operations),
             self._begin,
             self._now,
             self._for_gpu,
@@ -188,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [self._seen(tensor) for tensor in given]
         results = self._dry_run.run(operator, args, kwargs)
         self._note_scratch(operator, args, results)
+        self._count_operations(operator, args, kwargs, results)
         is_data = not (self._stack or any(tensor.requires_grad for tensor in given))
         for result in tensors_in(results):
             allocation = self._seen(result, is_new=True)
@@ -202,6 +208,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 allocation.kind = DATA
         self._now += 1
         return results
+
+    def _count_operations(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
+    ) -> None:
+        count = flop_registry.get(operator.overloadpacket)
+        if count is not None and self._phases[-1][1] == FORWARD:
+            module = self._stack[-1] if self._stack else ""
+            self._operations[module] += count(*args, **kwargs, out_val=results)
 
     def _note_scratch(self, operator: Any, args: tuple[Any, ...], results: Any) -> None:
         """Record the memory that an operator has allocated and freed itself."""

@@ -110,13 +110,23 @@ def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
     result = []
     gone: set[int] = set()
     for block in blocks:
-        inside = [one for one in record.allocations if _is_recomputed(one, record, block)]
+        inside = recomputed(record, block)
         gone |= set(map(id, inside))
         forward_end = max((one.born for one in inside), default=0) + 1
         backward_begin = min((one.died or record.end for one in inside), default=0) - 1
         for one in inside:
             result += [replace(one, died=forward_end), replace(one, born=backward_begin)]
     return [one for one in record.allocations if id(one) not in gone] + result
+
+
+def recomputed(record: Record, block: str) -> list[Allocation]:
+    """Return the activations that a checkpoint around a block computes again."""
+    return [one for one in record.allocations if _is_recomputed(one, record, block)]
+
+
+def saved_bytes(record: Record, block: str) -> int:
+    """Return the bytes that a checkpoint around a block saves between its forward and backward."""
+    return sum(one.bytes for one in recomputed(record, block))
 
 
 def _is_recomputed(one: Allocation, record: Record, block: str) -> bool:

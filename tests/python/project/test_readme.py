@@ -28,10 +28,10 @@ def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
     assert run(sys.executable, script, cwd=tmp_path, env=package).count("tensor(") == tensors
 
 
-def test_python_example_of_the_page_about_memory_runs(tmp_path: Path) -> None:
+def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "memory.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "example.py").write_text(block)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "example.py").write_text("\n".join(blocks))
     package = environment(PYTHONPATH=str(PACKAGE.parent))
     printed = run(sys.executable, "example.py", cwd=tmp_path, env=package)
     assert printed.startswith("peak of a training step on a GPU: ")

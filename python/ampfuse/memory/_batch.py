@@ -1,0 +1,173 @@
+"""`largest_batch`: the largest batch that fits, and how to accumulate to a larger one."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.optim import Optimizer
+
+from ampfuse.memory._account import account, unchanged
+
+TRIALS = 2
+MOST = 2**20  # samples; a step whose memory allows for more does not depend on the batch
+# On a GPU, torch cannot use all memory: free parts may be too small for a large tensor.
+USABLE = 0.95
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The largest batch that fits, and micro-batches of at most this size."""
+
+    largest: int
+    """The number of samples that fit."""
+    batch: int
+    """The number of samples in each micro-batch."""
+    accumulation: int
+    """The number of micro-batches in a step; `batch * accumulation` is the effective batch."""
+
+
+def largest_batch(
+    step: Callable[[int], object],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    memory: int | None = None,
+    effective: int | None = None,
+    process_group: Any = None,
+    device: str = "cuda",
+) -> BatchSize:
+    """Return the largest batch with which `step(batch)` fits into memory.
+
+    `step` makes a training step with so many samples. If the model is on a GPU, steps run there:
+    with 1, 2, 4, … samples, until they take half of the memory, and then at most twice with the
+    number that is predicted from these. Running out of memory ends a trial, not the program. Model
+    and optimizer are restored. If the model is on the CPU, accounts take the place of steps (see
+    `account`, also for `device`).
+
+    `memory`: bytes that may be used; needed if the model is on the CPU, otherwise the GPU's.
+    `effective`: samples of a whole step, which are divided into equal micro-batches.
+    `process_group`: ranks that get the same answer. Call this before the model is wrapped for
+    several GPUs.
+
+    >>> import torch, ampfuse.memory
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Tanh())
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def step(batch):
+    ...     model(torch.zeros(batch, 64)).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> ampfuse.memory.largest_batch(step, model, optimizer, memory=2**26, effective=10_000)
+    BatchSize(largest=7912, batch=5000, accumulation=2)
+
+    Each micro-batch is to have its part in the mean over the whole step. Divide its loss by
+    `accumulation`, or pass the number of targets in the whole step as `denominator` to ampfuse's
+    losses.
+    """
+    place = next(model.parameters()).device
+    if place.type == "cpu":
+        if memory is None:
+            raise ValueError("largest_batch: memory: expected bytes, since the model is on the CPU")
+        measure = partial(accounted, step, model, optimizer, device)
+        largest = search(measure, memory, trials=None)
+    else:
+        room = _usable(place) if memory is None else memory
+        with unchanged(model, optimizer):
+            largest = search(partial(measured, step, optimizer, place), room, TRIALS)
+    if process_group is not None:
+        smallest = torch.tensor(largest, device=place)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, process_group)
+        largest = int(smallest.item())
+    if largest == 0:
+        raise torch.OutOfMemoryError("largest_batch: a step with one sample does not fit")
+    if effective is None:
+        return BatchSize(largest, largest, 1)
+    count = next(k for k in range(-(-effective // largest), effective + 1) if effective % k == 0)
+    return BatchSize(largest, effective // count, count)
+
+
+def search(measure: Callable[[int], int | None], room: int, trials: int | None) -> int:
+    """Return the largest batch that fits, or with `trials` one that is nearly as large; 0 if none.
+
+    `measure(batch)` returns the peak of a step, or None if it runs out of memory. Batches are
+    doubled until a step takes half of the room: twice the batch takes at most twice as much. Then
+    each guess lies on the line through two peaks.
+    """
+    peaks: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        peak = measure(batch)
+        if peak is not None:
+            peaks[batch] = peak
+        return peak is not None and peak <= room
+
+    low, high = 0, None  # the largest that fits, the smallest that does not
+    while high is None and low < MOST:
+        if low > 0 and peaks[low] > room // 2 and not _is_flat(peaks, low):
+            break
+        batch = 2 * low or 1
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+    while trials != 0 and low < MOST and (high is None or high - low > 1):
+        guess = max(_predicted(peaks, room), low + 1)
+        if high is not None:
+            nearest = high - 1 if high in peaks else low + max(1, (high - low) * 5 // 6)
+            guess = min(guess, nearest)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        trials = None if trials is None else trials - 1
+    return low
+
+
+def _is_flat(peaks: dict[int, int], batch: int) -> bool:
+    """Return True if the optimizer's step decides the peak: activations are smaller so far."""
+    return batch > 1 and peaks[batch] < 1.01 * peaks[batch // 2]
+
+
+def _predicted(peaks: dict[int, int], room: int) -> int:
+    """Return the batch at which a line through two peaks, around the room if possible, meets it."""
+    below = [batch for batch, peak in peaks.items() if peak <= room]
+    above = [batch for batch, peak in peaks.items() if peak > room]
+    known = sorted(below)[-2:] if not above else [*sorted(below)[-1:], min(above)]
+    if len(known) < 2:
+        return 0
+    first, last = known
+    per_sample = (peaks[last] - peaks[first]) / (last - first)
+    return int(first + (room - peaks[first]) / per_sample) if per_sample > 0 else 2 * last
+
+
+def accounted(
+    step: Callable[[int], object], model: nn.Module, optimizer: Optimizer, device: str, batch: int
+) -> int:
+    """Return the peak of a step as its account gives it."""
+    return account(model, optimizer, lambda: step(batch), device=device).peak
+
+
+def measured(
+    step: Callable[[int], object], optimizer: Optimizer, place: torch.device, batch: int
+) -> int | None:
+    """Return the peak of a step that runs on a GPU, or None if it runs out of memory."""
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(place)
+    try:
+        step(batch)
+        torch.cuda.synchronize(place)
+    except torch.OutOfMemoryError:
+        return None
+    return torch.cuda.max_memory_allocated(place)
+
+
+def _usable(place: torch.device) -> int:
+    """Return the bytes that this process may allocate on a GPU."""
+    free, _ = torch.cuda.mem_get_info(place)
+    return int(USABLE * (free + torch.cuda.memory_reserved(place)))
