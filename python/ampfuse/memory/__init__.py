@@ -2,6 +2,22 @@
 
 from ampfuse.memory._account import Account, Saving, account
 from ampfuse.memory._batch import BatchSize, largest_batch
+from ampfuse.memory._growth import Suspect
+from ampfuse.memory._monitor import Monitor, Sample
 from ampfuse.memory._plan import Plan, plan
+from ampfuse.memory._snapshot import Snapshot, read_snapshot
 
-__all__ = ["Account", "BatchSize", "Plan", "Saving", "account", "largest_batch", "plan"]
+__all__ = [
+    "Account",
+    "BatchSize",
+    "Monitor",
+    "Plan",
+    "Sample",
+    "Saving",
+    "Snapshot",
+    "Suspect",
+    "account",
+    "largest_batch",
+    "plan",
+    "read_snapshot",
+]

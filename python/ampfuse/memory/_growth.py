@@ -1,0 +1,174 @@
+"""Finds what makes the memory of a program grow from step to step.
+
+For two steps, all allocations are recorded with the line of the program that made them. Lines whose
+memory is still live a step later are the suspects, and so are containers that have become longer.
+"""
+
+import gc
+import sys
+import weakref
+from collections import Counter, deque
+from functools import partial
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_modules
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampfuse.memory._dry_run import tensors_in
+
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+CONTAINERS = (list, dict, set, deque)
+SHOWN = 3
+
+
+class Suspect(NamedTuple):
+    """Memory that stays, and where it comes from."""
+
+    where: str
+    """A line of the program, or the name of a container."""
+    what: str
+    bytes: int
+    """Bytes per step; 0 for a container, whose elements may be small."""
+
+
+class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the allocations of two steps: call `end_step()` after each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lengths = lengths()
+        self._step = 0
+        self._modules: list[str] = []
+        # Step, bytes, line and module of each storage that was allocated and is still live.
+        self._live: dict[int, tuple[weakref.ref[Any], int, int, str, str]] = {}
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages from before
+        self._handles = [
+            hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
+            hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and record new storages."""
+        for tensor in tensors_in((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._known.add(storage)
+        results = operator(*args, **(kwargs or {}))
+        for tensor in tensors_in(results):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._live and storage not in self._known:
+                reference = weakref.ref(storage, partial(self._freed, key))
+                module = self._modules[-1] if self._modules else ""
+                line = program_line(sys._getframe(1))
+                self._live[key] = (reference, self._step, storage.nbytes(), line, module)
+        return results
+
+    def end_step(self) -> bool:
+        """Note that a step has ended. Return True if the look is over."""
+        self._step += 1
+        if self._step == 2:
+            self.stop()
+        return self._step == 2
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def suspects(self, kept: set[int]) -> list[Suspect]:
+        """Return what the first step has left behind. `kept`: storages that are known to stay."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        for key, (_, step, size, line, module) in self._live.items():
+            if step == 0 and key not in kept:
+                sizes[line, module] += size
+        found = [
+            Suspect(line, f"in {module}" if module else "", size)
+            for (line, module), size in sizes.most_common(SHOWN)
+        ]
+        return found + grown(self._lengths)
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._live.pop(key)
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._modules.append(type(module).__name__)
+
+    def _leave_module(self, *_: Any) -> None:
+        self._modules.pop()
+
+
+def program_line(frame: FrameType | None) -> str:
+    """Return the innermost line outside of torch and this library, as `"train.py:12"`."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARIES) and not file.startswith("<"):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"  # on a thread of its own
+
+
+def lengths() -> dict[int, int]:
+    """Return the lengths of all containers by id."""
+    return {id(one): len(one) for one in gc.get_objects() if type(one) in CONTAINERS}
+
+
+def grown(before: dict[int, int]) -> list[Suspect]:
+    """Return the containers that have become longer with each of two steps, and have a name."""
+    suspects = []
+    for one in gc.get_objects():
+        if type(one) in CONTAINERS and one is not before:
+            added = len(one) - before.get(id(one), len(one))
+            if added >= 2 and (name := name_of(one)):
+                suspects.append(Suspect(name, f"{type(one).__name__} of {len(one):,} elements", 0))
+    return suspects[:SHOWN]
+
+
+def name_of(container: Any) -> str:
+    """Return the name by which the program knows a container, or an empty text."""
+    for frame in frames():
+        for name, value in frame.f_locals.items():
+            if value is container:
+                return f"{name} in {program_line(frame)}"
+    for holder in gc.get_referrers(container):
+        if type(holder) is not dict:
+            continue
+        name = next((str(key) for key, value in holder.items() if value is container), "")
+        for owner in gc.get_referrers(holder):
+            is_own = getattr(owner, "__dict__", None) is holder
+            if is_own and not _is_library(owner):
+                kind = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
+                return f"{kind}.{name}"
+    return ""
+
+
+def frames() -> list[FrameType]:
+    """Return the program's frames of all threads."""
+    found = []
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            if not inner.f_code.co_filename.startswith(LIBRARIES):
+                found.append(inner)
+            inner = inner.f_back
+    return found
+
+
+def _is_library(owner: Any) -> bool:
+    module = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
+    return module.partition(".")[0] in sys.stdlib_module_names or module.startswith(
+        ("torch", "ampfuse")
+    )
+
+
+def storages_of(tensors: list[Tensor]) -> set[int]:
+    """Return the keys of the tensors' storages, as `Look.suspects` takes them."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -1,0 +1,269 @@
+"""`Monitor`: how much memory a program takes over time, and whether it grows."""
+
+import csv
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks_of_optimizers
+
+from ampfuse.memory._growth import Look, Suspect, storages_of
+from ampfuse.memory._recorder import BACKWARD, FORWARD, STEP
+from ampfuse.memory._show import size_text
+
+WARM_UP = 5  # steps that may allocate what stays: gradients, state, caches
+WINDOW = 20  # growth is computed after every so many steps
+POINTS = 40  # from this many of the last steps, evenly over the second half of all
+LEAST_GROWTH = 2**20  # bytes over these steps; less is noise
+LEAST_STEADY = 0.9  # of all pairs of steps, the part in which the later one must have more memory
+
+
+class Sample(NamedTuple):
+    """The memory at one time, in bytes."""
+
+    seconds: float
+    step: int
+    phase: str
+    host: int
+    """The physical memory of the process."""
+    allocated: int
+    """Memory of torch's tensors on the GPU."""
+    reserved: int
+    """Memory that torch has reserved on the GPU."""
+    process: int
+    """Memory of the whole process on the GPU, if nvidia-ml-py is installed."""
+
+
+class Monitor:
+    """Samples the memory of the process and of its GPU while a program trains.
+
+    >>> import torch, ampfuse.memory
+    >>> param = torch.nn.Parameter(torch.zeros(1000))
+    >>> optimizer = torch.optim.SGD([param], lr=0.1)
+    >>> with ampfuse.memory.Monitor() as monitor:
+    ...     for _ in range(3):
+    ...         param.sum().backward()
+    ...         optimizer.step()
+    >>> monitor.steps, monitor.growth() is None
+    (3, True)
+    >>> monitor.write_csv("/tmp/memory.csv")
+
+    Steps are those of the first optimizer. Samples are taken by a thread every `interval` seconds,
+    and after each step. If memory grows from step to step, the allocations of two steps are
+    recorded, and `suspects` says which lines and containers hold the memory; this can be switched
+    off with `find_leaks=False`. `writer`: a TensorBoard writer that gets a value after each step.
+
+    It needs psutil: `pip install ampfuse[tools]`.
+    """
+
+    def __init__(
+        self, interval: float = 0.1, *, writer: Any = None, find_leaks: bool = True
+    ) -> None:
+        self.interval = interval
+        self.samples: list[Sample] = []
+        self.ends: list[Sample] = []
+        """The samples after each step."""
+        self.suspects: list[Suspect] = []
+        self._writer = writer
+        self._finds_leaks = find_leaks
+        self._phase = FORWARD
+        self._first: weakref.ref[Optimizer] | None = None
+        self._look: Look | None = None
+        self._done = threading.Event()
+        self._host = _host_memory()
+        self._process = _gpu_process_memory()
+        self._start = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return len(self.ends)
+
+    def __enter__(self) -> "Monitor":
+        """Begin to sample."""
+        self._start = time.perf_counter()
+        self._hooks = [
+            hooks_of_optimizers.register_optimizer_step_pre_hook(self._before_step),
+            hooks_of_optimizers.register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._marked(self._backward)
+        self._thread = threading.Thread(target=self._run, name="ampfuse.memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop sampling."""
+        self._done.set()
+        self._thread.join()
+        torch.autograd.backward = self._backward
+        for hook in self._hooks:
+            hook.remove()
+        if self._look is not None:
+            self._look.stop()
+
+    def growth(self) -> float | None:
+        """Return the bytes by which memory grows per step, or None if it does not grow."""
+        ends = self.ends[max(WARM_UP, self.steps // 2) :]
+        if len(ends) < WINDOW // 2:
+            return None
+        ends = ends[:: -(-len(ends) // POINTS)]
+        steps = [end.step for end in ends]
+        found = [
+            slope(steps, [end.host for end in ends]),
+            slope(steps, [end.allocated for end in ends]),
+        ]
+        return max((value for value in found if value is not None), default=None)
+
+    def peak(self) -> Sample:
+        """Return the sample with most memory: on the GPU if the program uses one."""
+        return max(self.samples, key=lambda one: (one.allocated, one.host))
+
+    def __str__(self) -> str:
+        """Return peak, growth and suspects as text."""
+        peak = self.peak()
+        size = peak.allocated or peak.host
+        place = "GPU" if peak.allocated else "host"
+        lines = [f"peak {size_text(size)} on the {place}, in step {peak.step}, {peak.phase}"]
+        growth = self.growth()
+        if growth is None:
+            lines.append(f"no growth over {self.steps} steps")
+        else:
+            lines.append(f"memory grows by {size_text(growth)} a step")
+        for one in self.suspects:
+            size_of = f": {size_text(one.bytes)} a step" if one.bytes else ""
+            lines.append(f"  {one.where} {one.what}".rstrip() + size_of)
+        return "\n".join(lines)
+
+    def write_csv(self, path: str | Path) -> None:
+        """Write all samples."""
+        with Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(Sample._fields)
+            writer.writerows(self.samples)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw memory over time, with a mark for each step. This needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="seconds", ylabel="MiB", title="Memory")
+        seconds = [one.seconds for one in self.samples]
+        for name in ("host", "allocated", "reserved"):
+            sizes = [getattr(one, name) / 2**20 for one in self.samples]
+            if any(sizes):
+                label = name if name == "host" else f"{name} on the GPU"
+                axes.plot(seconds, sizes, label=label, linewidth=1)
+        for end in self.ends:
+            axes.axvline(end.seconds, color="#dddddd", linewidth=0.5, zorder=0)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=150)
+
+    def _run(self) -> None:
+        while not self._done.wait(self.interval):
+            self.samples.append(self._sample())
+
+    def _sample(self) -> Sample:
+        allocated = reserved = 0
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        seconds = time.perf_counter() - self._start
+        host, process = self._host(), self._process()
+        return Sample(seconds, self.steps, self._phase, host, allocated, reserved, process)
+
+    def _marked(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.autograd.backward` with a note that it is running."""
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._phase = BACKWARD
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self._phase = FORWARD
+
+        return marked
+
+    def _before_step(self, *_: Any) -> None:
+        self._phase = STEP
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._phase = FORWARD
+        if self._first is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is not optimizer:
+            return
+        sample = self._sample()
+        self.samples.append(sample)
+        self.ends.append(sample)
+        if self._writer is not None:
+            self._write(sample)
+        if self._look is not None:
+            if self._look.end_step():
+                self.suspects = self._look.suspects(storages_of(_kept(optimizer)))
+                self._look = None
+                self._finds_leaks = False
+        elif self._finds_leaks and self.steps % WINDOW == 0 and self.growth() is not None:
+            gc.collect()
+            self._look = Look()
+
+    def _write(self, sample: Sample) -> None:
+        for name in ("host", "allocated", "reserved", "process"):
+            if size := getattr(sample, name):
+                self._writer.add_scalar(f"memory/{name}", size, sample.step)
+
+
+def slope(steps: list[int], sizes: list[int]) -> float | None:
+    """Return the median growth per step, or None if the numbers do not grow steadily."""
+    pairs = [(i, j) for j in range(len(sizes)) for i in range(j)]
+    slopes = [(sizes[j] - sizes[i]) / (steps[j] - steps[i]) for i, j in pairs]
+    steady = sum(value > 0 for value in slopes) / len(slopes)
+    growth = median(slopes)
+    is_steady = steady > LEAST_STEADY and growth * (steps[-1] - steps[0]) >= LEAST_GROWTH
+    return growth if is_steady else None
+
+
+def _kept(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that stay from step to step: parameters, gradients and state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = (value for entries in optimizer.state.values() for value in entries.values())
+    grads = (param.grad for param in params)
+    return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]
+
+
+def _host_memory() -> Callable[[], int]:
+    """Return a function that returns the physical memory of this process."""
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        raise ImportError("Monitor needs psutil: pip install ampfuse[tools]") from None
+    process = psutil.Process()
+    return lambda: int(process.memory_info().rss)
+
+
+def _gpu_process_memory() -> Callable[[], int]:
+    """Return a function that returns the memory of this process on the GPU; 0 if not known."""
+    try:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    except Exception:  # no library, no driver, or no GPU
+        return lambda: 0
+    own = os.getpid()
+
+    def memory() -> int:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return sum(one.usedGpuMemory or 0 for one in processes if one.pid == own)
+
+    return memory
