@@ -13,6 +13,7 @@ from ampfuse.env import describe
 from ampfuse.patching import patch
 from ampfuse.patching._parts import PARTS
 from ampfuse.patching._scalers import RECORDING
+from ampfuse.step_times._clock import StepClock
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -28,11 +29,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if chosen.parts:
         RECORDING.history = report.RECORDED_UPDATES
         patch(*chosen.parts)
-    ending = Ending(chosen)
+    clock = StepClock()
+    ending = Ending(chosen, clock)
     # At exit Python joins the program's threads, and then calls the registered functions in reverse
     # order. This one is registered before the program runs, so it is called after the program's.
     atexit.register(ending.write_report)
     run = program.run_module if chosen.is_module else program.run_script
+    clock.__enter__()
     try:
         raised = run(chosen.name, chosen.arguments)
     except program.NoProgramError as error:
@@ -48,8 +51,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 class Ending:
     """Reports how a program ended, in the ways that the command line requests."""
 
-    def __init__(self, chosen: options.Options) -> None:
+    def __init__(self, chosen: options.Options, clock: StepClock) -> None:
         self.chosen = chosen
+        self.clock = clock
         self._ended = "while it ran"  # remains if exit handlers run before note()
         self._is_interrupted = False
         self._process = os.getpid()
@@ -71,7 +75,7 @@ class Ending:
         with _apart():
             parts = [PARTS[name] for name in chosen.parts]
             seconds = time.perf_counter() - self._start
-            summary = report.report(chosen.name, parts, seconds, self._ended)
+            summary = report.report(chosen.name, parts, self.clock, seconds, self._ended)
             with _apart():
                 if chosen.json is not None:
                     report.write(summary, chosen.json)

@@ -14,14 +14,23 @@ import ampfuse
 from ampfuse.amp import GradScaler
 from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
+from ampfuse.step_times import _advice
+from ampfuse.step_times._advice import summary
+from ampfuse.step_times._clock import StepClock
 
 RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
 SKIPS_IN_A_ROW = 10
 
 
-def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[str, Any]:
+def report(
+    program: str, parts: list[Part], clock: StepClock, seconds: float, ended: str
+) -> dict[str, Any]:
     """Return the whole report as nested dicts and lists."""
-    scalers, hints = [], []
+    scalers: list[dict[str, Any]] = []
+    hints: list[str] = []
+    steps = summary(clock)
+    if steps is not None:
+        hints += _advice.hints(clock, steps)
     recorded = list(RECORDING.scalers)
     for scaler in recorded:
         try:
@@ -43,6 +52,7 @@ def report(program: str, parts: list[Part], seconds: float, ended: str) -> dict[
             for part in parts
         },
         "scalers": scalers,
+        "steps": steps,
         "earlier_scalers": RECORDING.made - len(recorded),
         "peak_memory": _peak_memory(),
         "hints": [*_about_compiling(), *hints],

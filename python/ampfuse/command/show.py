@@ -26,6 +26,8 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             ("", f"left to torch {_times(count)}: {reason}")
             for reason, count in part["left_to_torch"].items()
         ]
+    if report["steps"] is not None:
+        found.append(("a step", _of_steps(report["steps"])))
     if report["earlier_scalers"]:
         found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:
@@ -39,6 +41,16 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count:,} times")
+
+
+def _of_steps(steps: dict[str, Any]) -> str:
+    """Return the median time of a step, and the phases that take more than 1 % of it."""
+    milliseconds = steps["milliseconds"]
+    whole = sum(milliseconds.values())
+    shares = [
+        f"{phase} {size / whole:.0%}" for phase, size in milliseconds.items() if size > whole / 100
+    ]
+    return f"{whole:,.1f} ms: {', '.join(shares)}"
 
 
 def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 
+from ampfuse._measuring import only_measures
 from ampfuse.memory._growth import Look, Suspect, storages_of
 from ampfuse.memory._recorder import BACKWARD, FORWARD, STEP
 from ampfuse.memory._show import size_text
@@ -194,9 +195,11 @@ class Monitor:
 
         return marked
 
+    @only_measures
     def _before_step(self, *_: Any) -> None:
         self._phase = STEP
 
+    @only_measures
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._phase = FORWARD
         if self._first is None:

@@ -15,6 +15,7 @@ from torch.optim import optimizer as hooks_of_optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ampfuse._measuring import only_measures
 from ampfuse.memory import _scratch
 from ampfuse.memory._dry_run import DryRun, tensors_in
 
@@ -263,12 +264,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(outputs):
             self._seen(tensor).output_of = name
 
+    @only_measures
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping += 1
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.note(PARAMETERS, params)
         self.note(GRADIENTS, (param.grad for param in params if param.grad is not None))
 
+    @only_measures
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping -= 1
         for state in optimizer.state.values():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from ampfuse._graphs import at_compile_time, make_static, traced_as
+from ampfuse._measuring import may_notice
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 from ampfuse.optim._eager import EagerStep, signals_of
 from ampfuse.optim._grad_norm import grad_norm_tensor
@@ -35,7 +36,7 @@ def steps_alone(optimizer: Any) -> bool:
         ("step" not in vars(optimizer) or has_scheduler(optimizer))
         and inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
         and not optimizer._optimizer_step_pre_hooks
-        and not torch_optimizer._global_optimizer_pre_hooks
+        and not may_notice(torch_optimizer._global_optimizer_pre_hooks.values())
     )
 
 
@@ -44,7 +45,7 @@ def skips_unseen(optimizer: Any) -> bool:
     return (
         steps_alone(optimizer)
         and not optimizer._optimizer_step_post_hooks
-        and not torch_optimizer._global_optimizer_post_hooks
+        and not may_notice(torch_optimizer._global_optimizer_post_hooks.values())
     )
 
 

@@ -1,0 +1,20 @@
+"""Hooks that only measure: an optimizer may skip steps on the device in spite of them.
+
+Other hooks could notice that a skipped step was called, so for them the host has to decide.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def only_measures(hook: Hook) -> Hook:
+    """Mark a hook that changes nothing, and that does not care whether a step is skipped."""
+    hook.only_measures = True  # type: ignore[attr-defined]
+    return hook
+
+
+def may_notice(hooks: Iterable[Any]) -> bool:
+    """Return True if any of the hooks could notice a skipped step."""
+    return any(not getattr(hook, "only_measures", False) for hook in hooks)

@@ -1,0 +1,1 @@
+"""The time of training steps: where it goes, and what limits it."""
