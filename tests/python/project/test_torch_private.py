@@ -14,6 +14,7 @@ MODULES = {
     "torch": ["_C", "_dynamo"],
     "torch._C": [
         "_cuda_getArchFlags",
+        "_current_graph_task_id",
         "_functorch",
         "_get_tracing_state",
         "_jit_get_schemas_for_operator",
@@ -23,13 +24,16 @@ MODULES = {
     "torch._dynamo": ["mark_static_address"],
     "torch._dynamo.utils": ["counters"],
     "torch._guards": ["TracingContext"],
-    "torch._subclasses.fake_tensor": ["FakeTensor"],
+    "torch._subclasses.fake_tensor": ["FakeTensor", "FakeTensorMode"],
     "torch._subclasses.functional_tensor": ["FunctionalTensor"],
     "torch.amp.grad_scaler": ["_refresh_per_optimizer_state"],
     "torch.autograd.forward_ad": ["_current_level"],
     "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
     "torch.overrides": ["_get_current_function_mode_stack"],
     "torch.utils._device": ["DeviceContext"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],
+    "torch.utils._pytree": ["tree_iter", "tree_map"],
+    "torch.utils.data.dataloader": ["_BaseDataLoaderIter"],
 }
 PARAMETER = torch.nn.Parameter(torch.ones(1))
 OPTIMIZER = torch.optim.SGD([PARAMETER])
@@ -54,9 +58,12 @@ OBJECTS: dict[Any, list[str]] = {
     OPTIMIZER: ["_opt_called", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"],
     torch.nn.Module(): ["_buffers"],
     PARAMETER: ["_values", "_version"],
+    PARAMETER.untyped_storage(): ["_cdata"],
+    torch.ops.aten: ["_to_copy"],
+    torch.ops.aten.add.Tensor: ["_schema"],
 }
-# ampfuse sets _dynamo_marked_constant for torch, which may ignore it. _getframe is Python's.
-OTHERS = {"_dynamo_marked_constant", "_getframe"}
+# ampfuse sets _dynamo_marked_constant for torch, which may ignore it. The others are Python's.
+OTHERS = {"_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
 
 
 @pytest.mark.parametrize(
