@@ -19,18 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.utils.data import DataLoader
 
 from ampfuse.command import program
 from ampfuse.command.options import Parser, parted, refuse
 from ampfuse.command.show import why_no_plot
 from ampfuse.memory._account import Account, account_of, recording
+from ampfuse.memory._recorder import Record
 from ampfuse.memory._show import size_text
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
 EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
-losses are 0. So no GPU is needed, and a step of a large model takes seconds."""
+losses are 0, and torch.save writes nothing. So no GPU is needed, and a step of a large
+model takes seconds."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -56,16 +59,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     chosen = parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the program then chooses the CPU
     warnings.filterwarnings("ignore", ".*CUDA is not available.*")
-    with loaders(chosen.batch) as batches:
+    folder = os.getcwd()
+    with loaders(chosen.batch) as batches, nothing_saved():
         account = run(chosen)
     if chosen.batch is not None and not batches:
-        refuse("--batch: the program has made no torch.utils.data.DataLoader")
+        refuse("--batch: no torch.utils.data.DataLoader makes the program's batches")
     if chosen.json is not None:
-        report = account.as_dict() | {"batch": max(batches, default=None)}
+        report = account.as_dict() | {"batch": batches[-1] if batches else None}
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")
     account.show()
     if chosen.fit is not None:
-        print(largest_batch(chosen, account, batches))
+        print(largest_batch(chosen, account, batches, folder))
     if chosen.plot is not None:
         account.plot(chosen.plot)
     sys.exit(0)
@@ -74,14 +78,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def run(chosen: Options) -> Account:
     """Run two steps of the program."""
     steps = 0
+    record: Record | None = None
 
     def after_step() -> None:
-        nonlocal steps
+        nonlocal steps, record
         steps += 1
         if steps == 1:
             recorder.begin()
-        else:
-            raise DoneError
+            return
+        if record is None:
+            record = recorder.record()
+        raise DoneError
 
     call = program.run_module if chosen.is_module else program.run_script
     with recording(chosen.device, after_step) as recorder:
@@ -89,21 +96,25 @@ def run(chosen: Options) -> Account:
             raised = call(chosen.words[0], chosen.words[1:])
         except program.NoProgramError as error:
             refuse(str(error))
-    if isinstance(raised, DoneError):
-        return account_of(recorder.record())
+    if record is not None:  # also if the program has caught the error
+        return account_of(record)
     if raised is None or isinstance(raised, SystemExit):
         refuse(f"memory: expected two steps of an optimizer, but the program has taken {steps}")
     program.report_exception(raised)
-    refuse("memory: the program failed; its operators have computed no numbers, but zeros")
+    refuse(
+        "memory: the program failed. It ran without a GPU, and its operators computed no numbers, "
+        "but zeros"
+    )
 
 
 @contextmanager
 def loaders(batch: int | None) -> Iterator[list[int]]:
     """Make loaders load in this process, with another batch size if one is given.
 
-    Return a list to which the batch size of each loader is added.
+    Return a list to which the batch size of a loader is added when the program begins to use it.
     """
     original: Any = DataLoader.__init__
+    iterate: Any = DataLoader.__iter__
     signature = inspect.signature(original)
     seen: list[int] = []
 
@@ -116,28 +127,47 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
         if makes_batches and batch is not None:
             given["batch_size"] = batch
         original(**given)
-        if makes_batches:
-            seen.append(self.batch_size)
 
-    DataLoader.__init__ = init  # type: ignore[method-assign]
+    def begin(self: Any) -> Any:
+        if self.batch_size is not None:
+            seen.append(self.batch_size)
+        return iterate(self)
+
+    DataLoader.__init__, DataLoader.__iter__ = init, begin  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        DataLoader.__init__ = original  # type: ignore[method-assign]
+        DataLoader.__init__, DataLoader.__iter__ = original, iterate  # type: ignore[method-assign]
 
 
-def largest_batch(chosen: Options, account: Account, batches: list[int]) -> str:
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Make `torch.save` do nothing: weights have no meaning, and would overwrite others."""
+    save = torch.save
+    torch.save = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        torch.save = save
+
+
+def largest_batch(chosen: Options, account: Account, batches: list[int], folder: str) -> str:
     """Return a sentence about the largest batch that fits, from another account of two batches."""
     assert chosen.fit is not None
     if not batches:
-        refuse("--fit: the program has made no torch.utils.data.DataLoader")
-    batch = max(batches)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "account.json"
+        refuse("--fit: no torch.utils.data.DataLoader makes the program's batches")
+    if chosen.words[0] == "-":
+        refuse("--fit: expected a script in a file, which can run twice")
+    batch = batches[-1]
+    with tempfile.TemporaryDirectory() as own:
+        file = Path(own) / "account.json"
         words = ["-m", *chosen.words] if chosen.is_module else ["--", *chosen.words]
         options = ["--device", chosen.device, "--batch", str(2 * batch), "--json", str(file)]
         command = [sys.executable, "-m", "ampfuse", "memory", *options, *words]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            why = done.stderr.strip().rpartition("\n")[2]
+            refuse(f"--fit: the program fails with batches of {2 * batch}: {why}")
         peak = json.loads(file.read_text())["peak"]
     per_sample = (peak - account.peak) / batch
     most = int(batch + (chosen.fit - account.peak) / per_sample) if per_sample > 0 else 0

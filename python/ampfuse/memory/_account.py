@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse.memory._as_on_gpu import AsOnGpu, autocast_on_cpu
+from ampfuse.memory._as_on_gpu import as_on_gpu
 from ampfuse.memory._recorder import ACTIVATIONS, KINDS, Record, Recorder
 from ampfuse.memory._show import plot, show, text
 from ampfuse.memory._what_if import CHANGES
@@ -68,7 +68,7 @@ def account(
 
     `step` runs forward, backward and `optimizer.step()`; it is called twice. The model is on the
     CPU. Operators compute shapes, but no numbers, so this takes a second and no memory, and it
-    leaves model and optimizer as they are. `device`: what the account is about, `"cuda"`, or
+    leaves model and optimizers as they are. `device`: what the account is about, `"cuda"`, or
     `"cpu"` for a program that trains on a CPU.
 
     >>> import torch, ampfuse.memory
@@ -93,14 +93,27 @@ def recorded(
     places = {param.device.type for param in model.parameters()} - {"cpu"}
     if places:
         raise ValueError(
-            f"model: expected parameters on the CPU, got them on {min(places)}: make the "
-            "account before you move the model"
+            f"model: expected parameters on the CPU, got them on {min(places)}: make an "
+            "account of a model that is there"
         )
-    with unchanged(model, optimizer), recording(device) as recorder:
+    if any(isinstance(param, nn.parameter.UninitializedParameter) for param in model.parameters()):
+        raise ValueError("model: expected initialized parameters: call the model once before")
+    stance = torch.compiler.set_stance("force_eager")  # or the compiler would never try again
+    with stance, unchanged(model, optimizer) as exits, recording(device) as recorder:
+
+        def meet(other: Optimizer) -> None:
+            if other is not optimizer:
+                exits.callback(kept_optimizer(other))
+                for param in params_of(other):  # its gradient has no numbers
+                    exits.callback(setattr, param, "grad", None)
+
+        recorder.before_first_step = meet
         recorder.note_model(model)
-        step()
-        recorder.begin()
-        step()
+        for count in (1, 2):
+            recorder.begin()
+            step()
+            if recorder.steps_of(optimizer) < count:
+                raise ValueError("step: expected a call of optimizer.step() in each call, got none")
         return recorder.record()
 
 
@@ -108,10 +121,10 @@ def recorded(
 def recording(device: str, after_step: Callable[[], None] | None = None) -> Iterator[Recorder]:
     """Record a dry run of the code in this block, as if it ran on the device."""
     with ExitStack() as entered:
+        recorder = Recorder(device == "cuda", after_step)
         if device == "cuda":
-            entered.enter_context(autocast_on_cpu())
-            entered.enter_context(AsOnGpu())
-        yield entered.enter_context(Recorder(device == "cuda", after_step))
+            entered.enter_context(as_on_gpu(recorder.sent))
+        yield entered.enter_context(recorder)
 
 
 def account_of(record: Record) -> Account:
@@ -141,36 +154,90 @@ def _at_peak(record: Record) -> tuple[int, int, dict[str, int]]:
 
 
 @contextmanager
-def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[ExitStack]:
     """Restore model, gradients, optimizer state and random numbers after this block.
 
     On a CPU this is for dry runs, which write to no other tensors than integers and those with one
-    element. What is on a GPU is kept on the host meanwhile.
+    element. What is on a GPU is kept on the host meanwhile. The stack takes what else to restore.
     """
-    groups = optimizer.param_groups
-    params = {*model.parameters(), *(param for group in groups for param in group["params"])}
-    grads = {param: param.grad for param in params}
-    state = {param: dict(entries) for param, entries in optimizer.state.items()}
-    options = [dict(group) for group in groups]
-    entries = [value for entry in state.values() for value in entry.values()]
-    tensors = [*params, *model.buffers(), *(one for one in entries if isinstance(one, Tensor))]
+    params = {*model.parameters(), *params_of(optimizer)}
+    with ExitStack() as exits:
+        exits.callback(kept_numbers([*params, *model.buffers()]))
+        for module in model.modules():
+            exits.callback(kept_attributes(module))
+        for param in params:
+            exits.callback(kept_parameter(param))
+        exits.callback(kept_optimizer(optimizer))
+        gpus = {param.device.index for param in params if param.is_cuda}
+        exits.enter_context(torch.random.fork_rng(devices=gpus))
+        yield exits
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def kept_numbers(values: list[Any]) -> Callable[[], None]:
+    """Return a function that restores the tensors in a list that a dry run may write."""
     written = [
         one
-        for one in tensors
-        if one.device.type != "cpu" or one.numel() <= 1 or not one.is_floating_point()
+        for one in values
+        if isinstance(one, Tensor)
+        and (one.device.type != "cpu" or one.numel() <= 1 or not one.is_floating_point())
+        and 0 not in one.stride()  # an expanded tensor cannot be written
     ]
     numbers = [one.detach().to("cpu", copy=True) for one in written]
-    gpus = {one.device.index for one in written if one.is_cuda}
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            yield
-    finally:
+
+    def restore() -> None:
         with torch.no_grad():
             for tensor, number in zip(written, numbers, strict=True):
                 tensor.copy_(number)
-        for param, grad in grads.items():
-            param.grad = grad
+
+    return restore
+
+
+def kept_attributes(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores what a module refers to, for example a table it has made."""
+    attributes = {
+        name: dict(value) if name in ("_buffers", "_parameters") else value
+        for name, value in vars(module).items()
+    }
+
+    def restore() -> None:
+        vars(module).clear()
+        vars(module).update(attributes)
+
+    return restore
+
+
+def kept_parameter(param: Tensor) -> Callable[[], None]:
+    """Return a function that restores the data and the gradient of a parameter."""
+    data, gradient = param.data, param.grad
+
+    def restore() -> None:
+        if param.data_ptr() != data.data_ptr():
+            param.data = data
+        param.grad = gradient
+
+    return restore
+
+
+def kept_optimizer(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that restores the state and the options of an optimizer."""
+    state = {param: dict(entries) for param, entries in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    numbers = kept_numbers(
+        [value for entries in (*state.values(), *groups) for value in entries.values()]
+    )
+
+    def restore() -> None:
+        numbers()
         optimizer.state.clear()
         optimizer.state.update(state)
-        for group, values in zip(groups, options, strict=True):
+        del optimizer.param_groups[len(groups) :]
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
             group.update(values)
+
+    return restore

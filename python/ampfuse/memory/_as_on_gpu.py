@@ -1,15 +1,19 @@
 """Runs a program that is meant for a GPU with tensors on a CPU.
 
 Autocast then converts the same arguments as on a GPU. On a CPU it converts fewer of them to
-float32, for example not those of layer_norm, so activations would have other sizes.
+float32, for example not those of layer_norm, so activations would have other sizes. Dropout and
+attention keep what they keep on a GPU, and torch's optimizers choose the same implementation.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
+from torch.nn import functional
+from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -25,9 +29,23 @@ LISTED = """
 IN_FLOAT32 = frozenset(LISTED.split())
 NARROW = (torch.float16, torch.bfloat16)
 
+# Functions of torch.cuda that do nothing here, and those that return a number of bytes.
+NOTHING = """
+    empty_cache ipc_collect reset_max_memory_allocated reset_peak_memory_stats set_device
+    synchronize
+"""
+BYTES = "max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
+
 
 class AsOnGpu(TorchFunctionMode):
-    """Puts tensors on the CPU in place of a GPU, and converts arguments as autocast on a GPU."""
+    """Puts tensors on the CPU in place of a GPU, and converts arguments as autocast on a GPU.
+
+    `sent(tensor)` returns what a tensor is on the device to which the program moves it.
+    """
+
+    def __init__(self, sent: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._sent = sent
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -35,18 +53,16 @@ class AsOnGpu(TorchFunctionMode):
         """Call a function of torch."""
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
-        if name == "cuda" and isinstance(args[0], Tensor):  # Tensor.cuda()
-            return args[0]
+        if name in ("cuda", "pin_memory") and isinstance(args[0], Tensor):
+            return self._sent(args[0]) if name == "cuda" else args[0]
         if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_in_float32, (args, kwargs))
-        if name == "scaled_dot_product_attention":
-            # With dropout, a CPU would keep a number for each pair of words. A GPU does not.
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            elif "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
+        if name == "to" and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
+            args = (args[0], "cpu", *args[2:])
+        is_move = name == "to" and any(map(_is_device, (*args[1:], *kwargs.values())))
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        return self._sent(result) if is_move else result
 
 
 def _in_float32(value: Any) -> Any:
@@ -54,15 +70,42 @@ def _in_float32(value: Any) -> Any:
     return value.float() if is_narrow else value
 
 
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device))
+
+
 def _on_cpu(value: Any) -> Any:
-    is_gpu = isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
+    is_gpu = _is_device(value) and str(value).partition(":")[0] == "cuda"
     return "cpu" if is_gpu else value
 
 
 @contextmanager
-def autocast_on_cpu() -> Iterator[None]:
+def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Run the code in this block as if its tensors on the CPU were on a GPU."""
+    with ExitStack() as exits:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            exits.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        for name in NOTHING.split():
+            replace(torch.cuda, name, lambda *_, **__: None)
+        for name in BYTES.split():
+            replace(torch.cuda, name, lambda *_, **__: 0)
+        replace(torch.cuda, "get_device_name", lambda *_, **__: "GPU")
+        replace(torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
+        replace(functional, "dropout", _dropout(functional.dropout))
+        attention = functional.scaled_dot_product_attention
+        replace(functional, "scaled_dot_product_attention", _attention(attention))
+        # torch's optimizers take lists of tensors by default only on devices that this returns.
+        replace(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"])
+        replace(Distribution, "_validate_args", False)  # zeros are no valid parameters
+        exits.enter_context(AsOnGpu(sent))
+        yield
+
+
+def _autocast_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
     """Make `torch.autocast("cuda")` work on a CPU. Without a GPU, torch would disable it."""
-    init: Callable[..., None] = torch.autocast.__init__
 
     def on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
@@ -71,8 +114,28 @@ def autocast_on_cpu() -> Iterator[None]:
             device_type = "cpu"
         init(self, device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = on_cpu  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = init  # type: ignore[method-assign]
+    return on_cpu
+
+
+def _dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make dropout keep a mask of bools, as on a GPU. A CPU keeps one of floats."""
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if inplace or not training or not 0 < p < 1:
+            return function(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    return dropout
+
+
+def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Leave out dropout, with which a CPU, unlike a GPU, keeps a number for each pair of words."""
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        else:
+            kwargs["dropout_p"] = 0.0
+        return function(*args, **kwargs)
+
+    return attention

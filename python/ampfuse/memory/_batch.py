@@ -28,7 +28,7 @@ class BatchSize:
     batch: int
     """The number of samples in each micro-batch."""
     accumulation: int
-    """The number of micro-batches in a step; `batch * accumulation` is the effective batch."""
+    """The number of micro-batches in a step; the last one may be smaller."""
 
 
 def largest_batch(
@@ -50,7 +50,7 @@ def largest_batch(
     `account`, also for `device`).
 
     `memory`: bytes that may be used; needed if the model is on the CPU, otherwise the GPU's.
-    `effective`: samples of a whole step, which are divided into equal micro-batches.
+    `effective`: samples of a whole step, which are divided into micro-batches.
     `process_group`: ranks that get the same answer. Call this before the model is wrapped for
     several GPUs.
 
@@ -64,14 +64,16 @@ def largest_batch(
     >>> ampfuse.memory.largest_batch(step, model, optimizer, memory=2**26, effective=10_000)
     BatchSize(largest=7912, batch=5000, accumulation=2)
 
-    Each micro-batch is to have its part in the mean over the whole step. Divide its loss by
-    `accumulation`, or pass the number of targets in the whole step as `denominator` to ampfuse's
-    losses.
+    Each micro-batch is to have its part in the mean over the whole step: pass the number of targets
+    in the whole step as `denominator` to ampfuse's losses. If all micro-batches are equal, dividing
+    their losses by `accumulation` does the same.
     """
+    if effective is not None and effective < 1:
+        raise ValueError(f"effective: expected at least 1, got {effective}")
     place = next(model.parameters()).device
     if place.type == "cpu":
         if memory is None:
-            raise ValueError("largest_batch: memory: expected bytes, since the model is on the CPU")
+            raise ValueError("memory: expected bytes, since the model is on the CPU")
         measure = partial(accounted, step, model, optimizer, device)
         largest = search(measure, memory, trials=None)
     else:
@@ -86,8 +88,8 @@ def largest_batch(
         raise torch.OutOfMemoryError("largest_batch: a step with one sample does not fit")
     if effective is None:
         return BatchSize(largest, largest, 1)
-    count = next(k for k in range(-(-effective // largest), effective + 1) if effective % k == 0)
-    return BatchSize(largest, effective // count, count)
+    count = -(-effective // largest)
+    return BatchSize(largest, -(-effective // count), count)
 
 
 def search(measure: Callable[[int], int | None], room: int, trials: int | None) -> int:

@@ -6,6 +6,7 @@ program sees tensors like any others.
 """
 
 import mmap
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,11 +36,14 @@ class DryRun:
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's results."""
         tensors = list(tensors_in((args, kwargs)))
+        if not hasattr(operator, "_schema"):  # a higher-order operator, which calls others
+            return operator(*args, **kwargs)
         schema = operator._schema
-        if _must_run(schema, tensors):
+        if _must_run(operator, tensors):
             return operator(*args, **kwargs)
         are_new = [result.alias_info is None for result in schema.returns]
-        if schema.is_mutable and not any(are_new):
+        has_out = operator.namespace == "aten" and any(one.is_out for one in schema.arguments)
+        if schema.is_mutable and not any(are_new) and not has_out:
             return _written(schema, args, kwargs)
         try:
             with self._fake_mode:
@@ -48,13 +52,21 @@ class DryRun:
                 results = operator(*given[0], **given[1])
         except Exception:  # there is no rule for the shape, or it depends on numbers
             return operator(*args, **kwargs)
+        if has_out:
+            for tensor in tensors:
+                if tensor.shape != fakes[id(tensor)].shape:
+                    tensor.resize_(fakes[id(tensor)].shape).zero_()
+            return _written(schema, args, kwargs)
         found = list(tensors_in(results))
+        if any(result.layout != torch.strided for result in found):
+            return operator(*args, **kwargs)
         inputs = {fake.untyped_storage()._cdata for fake in fakes.values()}
         is_view = any(result.untyped_storage()._cdata in inputs for result in found)
         is_constant = not tensors and not any(_is_large(result) for result in found)
-        if is_view or is_constant:
+        if is_view or (is_constant and not schema.name.startswith("aten::empty")):
             return operator(*args, **kwargs)
-        return tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
+        made = tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
+        return made.fill_(True) if schema.name == "aten::isfinite" else made
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -62,16 +74,27 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     return (value for value in tree_iter(values) if isinstance(value, Tensor))
 
 
-def _must_run(schema: Any, tensors: list[Tensor]) -> bool:
+def stored_tensors_in(values: Any) -> Iterator[Tensor]:
+    """Return the tensors that have a storage: not sparse ones, and not wrappers of torch.func."""
+    for tensor in tensors_in(values):
+        if tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
+            yield tensor
+
+
+def _must_run(operator: Any, tensors: list[Tensor]) -> bool:
+    schema = operator._schema
+    if torch.Tag.inplace_view in operator.tags:
+        return True
     if any(tensor.device.type != "cpu" or tensor.layout != torch.strided for tensor in tensors):
         return True
     aliases = [argument.alias_info for argument in schema.arguments]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    fills_out = schema.overload_name.endswith("out")  # it may resize its argument `out`
     has_nothing = not schema.returns and not tensors
     returns = {result.alias_info is None for result in schema.returns}
     is_mixed = len(returns) == 2  # some results are new, and some are arguments
-    if is_view or fills_out or is_mixed or has_nothing or schema.name in ALWAYS_RUN:
+    if is_view or is_mixed or has_nothing or schema.name in ALWAYS_RUN:
         return True
     is_about_numbers = all(tensor.numel() <= 1 for tensor in tensors)
     return len(tensors) > 0 and (is_about_numbers or not any(map(has_floats, tensors)))
@@ -86,6 +109,9 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for argument in schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
+    for tensor in tensors_in(list(by_letter.values())):
+        if not has_floats(tensor):
+            tensor.zero_()  # indices from floats, which may have been undefined before
     written = [by_letter[_letter(result)] for result in schema.returns]
     return None if not written else written[0] if len(written) == 1 else tuple(written)
 
@@ -119,6 +145,7 @@ def _zeros_like(fake: Tensor) -> Tensor:
 
 def zeros(count: int) -> Tensor:
     """Return this many bytes; a large number takes no physical memory until it is written."""
-    if count < SMALLEST_MAPPING:
+    if count < SMALLEST_MAPPING or sys.platform == "win32":
         return torch.zeros(count, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, count, flags=flags), dtype=torch.uint8)

@@ -5,6 +5,7 @@ memory is still live a step later are the suspects, and so are containers that h
 """
 
 import gc
+import inspect
 import sys
 import weakref
 from collections import Counter, deque
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_modules
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ampfuse.memory._dry_run import tensors_in
+from ampfuse.memory._dry_run import stored_tensors_in
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 CONTAINERS = (list, dict, set, deque)
@@ -36,7 +37,20 @@ class Suspect(NamedTuple):
 
 
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the allocations of two steps: call `end_step()` after each of them."""
+    """Records the allocations of two steps: call `end_step()` after each of them.
+
+    It begins where no other mode is active, and may have to wait until it is the innermost one
+    again. Compiled functions run without the compiler meanwhile, which would otherwise never try
+    them again.
+    """
+
+    supports_higher_order_operators = True
+
+    @staticmethod
+    def may_begin() -> bool:
+        """Return True if modes can be entered here, and left later."""
+        in_backward = torch._C._current_graph_task_id() >= 0
+        return not in_backward and _get_current_dispatch_mode() is None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,18 +64,24 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
             hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
         ]
+        self._stance = None
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and record new storages."""
-        for tensor in tensors_in((args, kwargs)):
+        if self._step >= 2:
+            return operator(*args, **(kwargs or {}))
+        for tensor in stored_tensors_in((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._known.add(storage)
         results = operator(*args, **(kwargs or {}))
-        for tensor in tensors_in(results):
+        for tensor in stored_tensors_in(results):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._live and storage not in self._known:
@@ -74,15 +94,19 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end_step(self) -> bool:
         """Note that a step has ended. Return True if the look is over."""
         self._step += 1
-        if self._step == 2:
-            self.stop()
-        return self._step == 2
+        return self._step >= 2 and self.stop()
 
-    def stop(self) -> None:
-        """Stop recording."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def stop(self) -> bool:
+        """Stop recording. Return False if another mode has to be left before."""
+        self._step = max(self._step, 2)
         for handle in self._handles:
             handle.remove()
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        return True
 
     def suspects(self, kept: set[int]) -> list[Suspect]:
         """Return what the first step has left behind. `kept`: storages that are known to stay."""
@@ -135,9 +159,12 @@ def grown(before: dict[int, int]) -> list[Suspect]:
 def name_of(container: Any) -> str:
     """Return the name by which the program knows a container, or an empty text."""
     for frame in frames():
-        for name, value in frame.f_locals.items():
-            if value is container:
-                return f"{name} in {program_line(frame)}"
+        names = frame.f_locals
+        found = [name for name, value in names.items() if value is container]
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            names.clear()  # a copy that the frame would keep, with all that it refers to
+        if found:
+            return f"{found[0]} in {program_line(frame)}"
     for holder in gc.get_referrers(container):
         if type(holder) is not dict:
             continue
@@ -171,4 +198,4 @@ def _is_library(owner: Any) -> bool:
 
 def storages_of(tensors: list[Tensor]) -> set[int]:
     """Return the keys of the tensors' storages, as `Look.suspects` takes them."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return {tensor.untyped_storage()._cdata for tensor in stored_tensors_in(tensors)}

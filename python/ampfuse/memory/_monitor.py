@@ -41,7 +41,7 @@ class Sample(NamedTuple):
     reserved: int
     """Memory that torch has reserved on the GPU."""
     process: int
-    """Memory of the whole process on the GPU, if nvidia-ml-py is installed."""
+    """Memory of the whole process on all GPUs, if nvidia-ml-py is installed."""
 
 
 class Monitor:
@@ -79,9 +79,10 @@ class Monitor:
         self._phase = FORWARD
         self._first: weakref.ref[Optimizer] | None = None
         self._look: Look | None = None
-        self._done = threading.Event()
         self._host = _host_memory()
-        self._process = _gpu_process_memory()
+        self._process: Callable[[], int] | None = None  # set when the program uses a GPU
+        self._device = 0
+        self._thread_of_program = threading.get_ident()
         self._start = time.perf_counter()
 
     @property
@@ -92,6 +93,8 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         """Begin to sample."""
         self._start = time.perf_counter()
+        self._thread_of_program = threading.get_ident()
+        self._done = threading.Event()
         self._hooks = [
             hooks_of_optimizers.register_optimizer_step_pre_hook(self._before_step),
             hooks_of_optimizers.register_optimizer_step_post_hook(self._after_step),
@@ -127,16 +130,22 @@ class Monitor:
 
     def peak(self) -> Sample:
         """Return the sample with most memory: on the GPU if the program uses one."""
+        if not self.samples:
+            raise ValueError("Monitor: there are no samples yet")
         return max(self.samples, key=lambda one: (one.allocated, one.host))
 
     def __str__(self) -> str:
         """Return peak, growth and suspects as text."""
+        if not self.samples:
+            return "no samples yet"
         peak = self.peak()
         size = peak.allocated or peak.host
         place = "GPU" if peak.allocated else "host"
         lines = [f"peak {size_text(size)} on the {place}, in step {peak.step}, {peak.phase}"]
         growth = self.growth()
-        if growth is None:
+        if self.steps < WARM_UP + WINDOW // 2:
+            lines.append(f"{self.steps} steps are too few to tell whether memory grows")
+        elif growth is None:
             lines.append(f"no growth over {self.steps} steps")
         else:
             lines.append(f"memory grows by {size_text(growth)} a step")
@@ -176,22 +185,28 @@ class Monitor:
             self.samples.append(self._sample())
 
     def _sample(self) -> Sample:
-        allocated = reserved = 0
+        allocated = reserved = process = 0
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            if threading.get_ident() == self._thread_of_program:
+                self._device = torch.cuda.current_device()  # each thread has its own
+            if self._process is None:
+                self._process = _gpu_process_memory()
+            allocated = torch.cuda.memory_allocated(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            process = self._process()
         seconds = time.perf_counter() - self._start
-        host, process = self._host(), self._process()
+        host = self._host()
         return Sample(seconds, self.steps, self._phase, host, allocated, reserved, process)
 
     def _marked(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.autograd.backward` with a note that it is running."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._phase = BACKWARD
+            before, self._phase = self._phase, BACKWARD
             try:
                 return backward(*args, **kwargs)
             finally:
-                self._phase = FORWARD
+                self._phase = before
 
         return marked
 
@@ -202,9 +217,9 @@ class Monitor:
     @only_measures
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._phase = FORWARD
-        if self._first is None:
+        if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
-        if self._first() is not optimizer:
+        if self._first() is not optimizer or threading.get_ident() != self._thread_of_program:
             return
         sample = self._sample()
         self.samples.append(sample)
@@ -216,9 +231,12 @@ class Monitor:
                 self.suspects = self._look.suspects(storages_of(_kept(optimizer)))
                 self._look = None
                 self._finds_leaks = False
-        elif self._finds_leaks and self.steps % WINDOW == 0 and self.growth() is not None:
+        elif self._is_suspicious() and Look.may_begin():
             gc.collect()
             self._look = Look()
+
+    def _is_suspicious(self) -> bool:
+        return self._finds_leaks and self.steps % WINDOW == 0 and self.growth() is not None
 
     def _write(self, sample: Sample) -> None:
         for name in ("host", "allocated", "reserved", "process"):
@@ -251,22 +269,31 @@ def _host_memory() -> Callable[[], int]:
     except ImportError:
         raise ImportError("Monitor needs psutil: pip install ampfuse[tools]") from None
     process = psutil.Process()
-    return lambda: int(process.memory_info().rss)
+
+    def memory() -> int:
+        info = process.memory_info()
+        # Pages of files, for example of a dataset that is mapped into memory, can be dropped.
+        return int(info.rss - getattr(info, "shared", 0))
+
+    return memory
 
 
 def _gpu_process_memory() -> Callable[[], int]:
-    """Return a function that returns the memory of this process on the GPU; 0 if not known."""
+    """Return a function that returns the memory of this process on all GPUs; 0 if not known."""
     try:
         import pynvml  # type: ignore[import-not-found]
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     except Exception:  # no library, no driver, or no GPU
         return lambda: 0
     own = os.getpid()
 
     def memory() -> int:
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return sum(one.usedGpuMemory or 0 for one in processes if one.pid == own)
+        running = [
+            one for handle in handles for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ]
+        return sum(one.usedGpuMemory or 0 for one in running if one.pid == own)
 
     return memory

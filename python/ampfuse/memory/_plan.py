@@ -19,6 +19,7 @@ OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16 moments": {"state_dtype": torch.bfloat16},
     REMAINDERS.name: {"master_weights": "remainder"},
 }
+ALLOWED = (MASTER_WEIGHTS.name, *OPTIMIZER_OPTIONS, "linear cross-entropy")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Plan:
         """
         for name in self.blocks:
             block = model.get_submodule(name)
+            if getattr(block.forward, "func", None) is checkpoint:
+                continue  # applied before
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if {MASTER_WEIGHTS.name, REMAINDERS.name} & set(self.changes):
             model.to(torch.bfloat16)
@@ -81,7 +84,8 @@ def plan(
 
     Changes that are allowed are made one after the other until the step fits. If it still does not
     fit, blocks are checkpointed, as few as possible, first those that save most for what they
-    compute again. `allow`: names of changes in `Account.savings`. The other arguments are those of
+    compute again. `allow`: names of changes of `Account.savings`: bfloat16 weights with masters or
+    with remainders, bfloat16 moments, linear cross-entropy. The other arguments are those of
     `account`.
 
     >>> import torch, ampfuse.memory
@@ -99,10 +103,10 @@ def plan(
     (True, ['0', '1', '2', '3', '4'])
     >>> optimizer = ampfuse.AdamW(model.parameters(), **made.apply(model))
     """
-    known = {change.name: change for change in CHANGES}
+    known = {change.name: change for change in CHANGES if change.name in ALLOWED}
     for name in allow:
         if name not in known:
-            raise ValueError(f"plan: allow: expected names of {list(known)}, got {name!r}")
+            raise ValueError(f"allow: expected names of {list(known)}, got {name!r}")
     record = recorded(model, optimizer, step, device)
     changes = []
     for name in allow:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampfuse._measuring import only_measures
 from ampfuse.memory import _scratch
-from ampfuse.memory._dry_run import DryRun, tensors_in
+from ampfuse.memory._dry_run import DryRun, stored_tensors_in
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
@@ -36,6 +36,7 @@ KINDS = (
     *(ACTIVATIONS, LOSS, TEMPORARIES, DATA),
 )
 
+PLAIN = Tensor.__torch_dispatch__  # of subclasses, too, that do not define their own
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
 
 
@@ -53,6 +54,8 @@ class Allocation:
     operator: str = ""
     module: str = ""  # name of the innermost module; "" outside modules
     output_of: str = ""  # name of the outermost module that returned it
+    is_trained: bool = False  # True for a parameter of an optimizer
+    is_sent: bool = False  # True if the program has moved the tensor to a device
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Record:
     begin: int
     end: int
     for_gpu: bool  # True if it is about a GPU, wherever it was recorded
+    is_adam: bool  # True if an optimizer has Adam's moments
 
     def phase_at(self, moment: int) -> str:
         """Return the phase at a moment."""
@@ -111,11 +115,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     frees itself is not seen, except that of ampfuse's losses.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, for_gpu: bool, after_step: Callable[[], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._for_gpu = for_gpu
+        self.before_first_step: Callable[[Optimizer], None] | None = None  # called once for each
         self._after_step = after_step  # called after each step of the first optimizer
         self._first_optimizer: weakref.ref[Optimizer] | None = None
+        self._is_adam = False
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._dry_run = DryRun()
         self._now = 0
         self._begin = 0
@@ -157,20 +166,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self) -> Record:
         """Return what was recorded since `begin`."""
+        allocations = list(self._all)
+        if any(one.is_sent for one in allocations):  # other data is on the host
+            allocations = [one for one in allocations if one.kind != DATA or one.is_sent]
         return Record(
-            list(self._all),
+            allocations,
             list(self._phases),
             list(self._blocks),
             Counter(self._operations),
             self._begin,
             self._now,
             self._for_gpu,
+            self._is_adam,
         )
+
+    def steps_of(self, optimizer: Optimizer) -> int:
+        """Return the number of steps that an optimizer has taken."""
+        return self._steps.get(optimizer, 0)
 
     def note(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Record what tensors are for."""
-        for tensor in tensors:
+        for tensor in stored_tensors_in(list(tensors)):
             self._seen(tensor).kind = kind
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """Return a copy of data that the program moves to a device; other tensors as they are."""
+        for one in stored_tensors_in([tensor]):
+            allocation = self._seen(one)
+            if allocation.kind == DATA and not allocation.is_sent and not tensor.requires_grad:
+                tensor = tensor.clone()
+                allocation = self._seen(tensor)
+            allocation.is_sent = True
+        return tensor
 
     def note_model(self, model: nn.Module) -> None:
         """Record the names of a model's modules, and what its parameters and buffers are."""
@@ -186,8 +213,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator, and record the memory of its results."""
         kwargs = kwargs or {}
-        given = list(tensors_in((args, kwargs)))
-        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in given):
+        given = list(stored_tensors_in((args, kwargs)))
+        if any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in given):
             return NotImplemented  # for example of a DTensor, whose local tensor comes here later
         self._now += 1
         self._note_phase()
@@ -196,12 +223,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_scratch(operator, args, results)
         self._count_operations(operator, args, kwargs, results)
         is_data = not (self._stack or any(tensor.requires_grad for tensor in given))
-        for result in tensors_in(results):
+        for result in stored_tensors_in(results):
             allocation = self._seen(result, is_new=True)
             if allocation.born < self._now:
                 continue  # it was written in place, or it is a view
             allocation.phase = self._phases[-1][1]
-            allocation.operator = str(operator._schema.name)
+            allocation.operator = operator.name().partition(".")[0]
             allocation.module = self._stack[-1] if self._stack else ""
             if operator is torch.ops.aten._to_copy.default and inputs[0].kind == PARAMETERS:
                 allocation.kind = COPIES
@@ -213,7 +240,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_operations(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
     ) -> None:
-        count = flop_registry.get(operator.overloadpacket)
+        count = flop_registry.get(getattr(operator, "overloadpacket", None))
         if count is not None and self._phases[-1][1] == FORWARD:
             module = self._stack[-1] if self._stack else ""
             self._operations[module] += count(*args, **kwargs, out_val=results)
@@ -248,7 +275,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live.pop(key)[1].died = self._now
 
     def _note_phase(self) -> None:
-        phase = STEP if self._stepping else FORWARD
+        # A closure runs inside a step, and with gradients.
+        phase = STEP if self._stepping and not torch.is_grad_enabled() else FORWARD
         if torch._C._current_graph_task_id() >= 0:
             phase = BACKWARD
         if not self._phases or self._phases[-1][1] != phase:
@@ -261,24 +289,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave_module(self, module: nn.Module, _: Any, outputs: Any) -> None:
         name = self._stack.pop()
-        for tensor in tensors_in(outputs):
+        for tensor in stored_tensors_in(outputs):
             self._seen(tensor).output_of = name
 
     @only_measures
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._steps:
+            self._steps[optimizer] = 0
+            if self.before_first_step is not None:
+                self.before_first_step(optimizer)
         self._stepping += 1
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.note(PARAMETERS, params)
+        for param in stored_tensors_in(params):
+            self._seen(param).is_trained = True
         self.note(GRADIENTS, (param.grad for param in params if param.grad is not None))
 
     @only_measures
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping -= 1
         for state in optimizer.state.values():
+            self._is_adam |= "exp_avg_sq" in state
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     self.note(MASTERS if "master" in name else MOMENTS, [value])
-        if self._first_optimizer is None:
+        self._steps[optimizer] += 1
+        if self._first_optimizer is None or self._first_optimizer() is None:
             self._first_optimizer = weakref.ref(optimizer)
         if self._after_step is not None and self._first_optimizer() is optimizer:
             self._after_step()

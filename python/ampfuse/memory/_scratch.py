@@ -18,7 +18,7 @@ LINEAR_LOSSES = (
 
 def of_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
     """Return the bytes of a linear cross-entropy's logits; 0 for other operators."""
-    if operator._schema.name not in LINEAR_LOSSES:
+    if operator.name() not in LINEAR_LOSSES:
         return 0
     given = dict(zip((one.name for one in operator._schema.arguments), args, strict=False))
     dtype, logits_dtype = SCALAR_TYPES[given["dtype"]], SCALAR_TYPES[given["logits_dtype"]]
@@ -43,7 +43,7 @@ def of_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
     Convolutions copy weight and images to a layout of their own, as measured with torch 2.11. What
     they need on a GPU depends on the algorithm that cuDNN chooses, and is not counted.
     """
-    match operator._schema.name:
+    match operator.name():
         case "aten::convolution":
             return _bytes(results) + _bytes(args[1])
         case "aten::convolution_backward":

@@ -11,6 +11,7 @@ from ampfuse.memory._show import size_text
 
 SHOWN = 12
 ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+NATIVE = ("??", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so")
 PLUMBING = ("torch/", "ampfuse/", "<")
 
 
@@ -47,7 +48,7 @@ def read_snapshot(path: str | Path, device: int = 0) -> Snapshot:
         content = _PlainUnpickler(file).load()
     try:
         return _at_peak(content, device)
-    except (KeyError, TypeError, IndexError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a snapshot of torch's memory ({error!r})") from None
 
 
@@ -83,17 +84,18 @@ def _at_peak(content: dict[str, Any], device: int) -> Snapshot:
                 live[address] = (block["size"], ("before", ""))
             address += block["size"]
     now = peak = sum(size for size, _ in live.values())
-    at_peak = dict(live)
-    for event in events:
+    until = 0  # the peak is after so many events
+    for count, event in enumerate(events, 1):
+        now += event["size"] if event["action"] == "alloc" else -event["size"]
+        if now > peak:
+            peak, until = now, count
+    for event in events[:until]:
         if event["action"] == "alloc":
             live[event["addr"]] = (event["size"], _place(event.get("frames", [])))
-            now += event["size"]
         else:
-            now -= live.pop(event["addr"])[0]
-        if now > peak:
-            peak, at_peak = now, dict(live)
+            del live[event["addr"]]
     places: Counter[tuple[str, str]] = Counter()
-    for size, place in at_peak.values():
+    for size, place in live.values():
         places[place] += size
     return Snapshot(peak, sum(one["total_size"] for one in segments), dict(places))
 
@@ -101,14 +103,16 @@ def _at_peak(content: dict[str, Any], device: int) -> Snapshot:
 def _place(frames: list[dict[str, Any]]) -> tuple[str, str]:
     """Return phase and line of an allocation, from its stack with the innermost frame first."""
     files = [(frame["filename"].replace("\\", "/"), frame) for frame in frames]
-    python = [(file, frame) for file, frame in files if file.endswith(".py")]
+    if not files:
+        return "unknown", "no stack was recorded"
+    python = [(file, frame) for file, frame in files if not file.endswith(NATIVE)]
     if not python:  # backward runs on threads of its own
         return BACKWARD, "outside Python"
     phase = FORWARD
     for file, frame in python:
         if "torch/autograd/" in file and frame["name"] in ("backward", "_engine_run_backward"):
             phase = BACKWARD
-        elif "/optim/" in file and "step" in frame["name"]:
+        elif "torch/optim/" in file and "step" in frame["name"]:
             phase = STEP
     own = [(file, frame) for file, frame in python if not _is_plumbing(file)]
     file, frame = (own or python)[0]

@@ -26,6 +26,7 @@ from ampfuse.memory._recorder import (
 
 GPUS = 8  # over which the model is sharded in one of the changes
 # Operators with a result of the logits' shape, by which the logits are found.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_linear")
 LOSSES = ("aten::_log_softmax", "ampfuse::cross_entropy_forward", "ampfuse::cross_entropy")
 
 
@@ -45,7 +46,9 @@ def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | No
     if not weights:
         return None
     masters = [
-        replace(one, kind=MASTERS, bytes=one.shape.numel() * master_bytes) for one in weights
+        replace(one, kind=MASTERS, bytes=one.shape.numel() * master_bytes)
+        for one in weights
+        if one.is_trained
     ]
     return masters + [
         _in_bfloat16(one) if _is_float32(one, PARAMETERS, GRADIENTS, "") else one
@@ -56,28 +59,41 @@ def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | No
 
 def bfloat16_moments(record: Record) -> list[Allocation] | None:
     """Return the allocations with an optimizer that keeps its moments in bfloat16."""
-    if not any(_is_float32(one, MOMENTS) for one in record.allocations):
+    if not record.is_adam or not any(_is_float32(one, MOMENTS) for one in record.allocations):
         return None
     return [_in_bfloat16(one) if _is_float32(one, MOMENTS) else one for one in record.allocations]
 
 
 def without_logits(record: Record) -> list[Allocation] | None:
     """Return the allocations with linear cross-entropy, which keeps no logits."""
-    losses = [one for one in record.allocations if one.operator in LOSSES]
-    classes = {one.shape[-1] for one in losses if len(one.shape) == 2}
-    logits = [
+    losses = [one for one in record.allocations if one.operator in LOSSES and len(one.shape) == 2]
+    if not losses:
+        return None
+    loss = max(losses, key=lambda one: one.bytes)
+    classes = loss.shape[-1]
+    of_shape = [
         one
-        for one in record.allocations
-        if one.kind == "" and len(one.shape) >= 2 and one.shape[-1] in classes
+        for one in sorted(record.allocations, key=lambda one: one.born)
+        if one.kind == "" and one.shape[-1:] == (classes,) and one.shape.numel() % classes == 0
     ]
+    # The last product before the loss makes the logits. Gradients of other layers that have as many
+    # features as there are classes begin with backward's first product.
+    products = [one for one in of_shape if one.operator in PRODUCTS and one.born <= loss.born]
     heads = [
         one
         for one in record.allocations
-        if one.kind == PARAMETERS and len(one.shape) == 2 and one.shape[0] in classes
+        if one.kind == PARAMETERS and len(one.shape) == 2 and one.shape[0] == classes
     ]
-    if not (logits and heads):
+    if not (products and heads):
         return None
-    first, head = min(logits, key=lambda one: one.born), heads[0]
+    first, head = products[-1], heads[-1]
+    ends = [
+        one.born
+        for one in record.allocations
+        if one.phase == BACKWARD and one.operator in PRODUCTS and one.born > loss.born
+    ]
+    end = min(ends, default=record.end)
+    logits = [one for one in of_shape if first.born <= one.born < end]
     size = _C.linear_cross_entropy_workspace(
         torch.empty(prod(first.shape[:-1]), head.shape[1], dtype=first.dtype, device="meta"),
         torch.empty(head.shape, dtype=head.dtype, device="meta"),

@@ -272,6 +272,176 @@ def test_arguments_that_cannot_be_are_refused():
         account(model.to("meta"), optimizer, lambda: None)
 
 
+def test_data_that_is_not_moved_to_the_gpu_does_not_count():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = torch.zeros(50 * ROWS, WIDTH)
+    device = torch.device("cpu")  # as a program chooses it where there is no GPU
+
+    def step():
+        model(dataset[:ROWS].to(device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert account(model, optimizer, step).kinds["data"] < 2 * ACTIVATION
+    assert account(model, optimizer, step, device="cpu").kinds["data"] >= 50 * ACTIVATION
+
+
+class Restless(nn.Module):
+    """A model that changes what it refers to in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.table = None
+        self.register_buffer("center", torch.ones(WIDTH))
+        self.register_buffer("positions", torch.arange(3).expand(4, 3))
+
+    def forward(self, batch):
+        if self.table is None:
+            self.table = torch.linspace(0, 1, WIDTH).cos()
+        self.center = 0.9 * self.center + 0.1
+        self.layer.weight.data = 0.5 * self.layer.weight.data
+        torch.mul(self.layer.bias.detach(), 0.5, out=self.layer.bias.detach())
+        return self.layer(batch) * self.table + self.center
+
+
+def test_nothing_of_the_dry_run_stays_in_the_model_or_in_other_optimizers():
+    model, other = Restless(), nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    others = torch.optim.AdamW(other.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step():
+        other(model(torch.ones(4, WIDTH))).sum().backward()
+        optimizer.step()
+        others.step()
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+    account(model, optimizer, step)
+    assert model.table is None
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert not others.state
+    assert all(param.grad is None for param in other.parameters())
+    assert optimizer.param_groups[0]["lr"] == torch.tensor(1e-3)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_compiled_functions_are_compiled_after_an_account():
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module)
+        return module.forward
+
+    model = two_layers()
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        compiled(torch.zeros(ROWS, WIDTH)).sum().backward()
+        optimizer.step()
+
+    account(model, optimizer, step)
+    assert not graphs
+    step()
+    assert graphs
+
+
+def test_step_without_the_optimizer_and_uninitialized_model_are_refused():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"step: expected a call of optimizer.step\(\)"):
+        account(model, optimizer, lambda: model(torch.zeros(1, WIDTH)).sum().backward())
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match="expected initialized parameters"):
+        account(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), lambda: None)
+
+
+def test_closure_of_a_step_is_forward_and_backward():
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.zeros(ROWS, WIDTH)).square().sum()
+        loss.backward()
+        return loss
+
+    made = account(model, optimizer, lambda: optimizer.step(closure), device="cpu")
+    assert made.phase == "backward"
+    assert made.kinds["activations"] >= 2 * ACTIVATION
+
+
+PARTS = {
+    "sparse gradients": nn.Embedding(1000, WIDTH, sparse=True),
+    "GRU": nn.GRU(WIDTH, WIDTH, batch_first=True),
+    "attention": nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
+def test_unusual_parts_are_accounted(part):
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    is_embedding = isinstance(part, nn.Embedding)
+    batch = torch.randint(1000, (4, 8)) if is_embedding else torch.zeros(4, 8, WIDTH)
+
+    def step():
+        result = part(batch)
+        (result[0] if isinstance(result, tuple) else result).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for device in ("cpu", "cuda"):
+        assert account(part, optimizer, step, device=device).peak > 0
+
+
+def test_masks_of_dropout_are_bools_on_a_gpu():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = stepper(model, optimizer)
+    activations = {
+        device: account(model, optimizer, step, device=device).kinds["activations"]
+        for device in ("cpu", "cuda")
+    }
+    assert activations["cpu"] - activations["cuda"] == pytest.approx(0.75 * ACTIVATION, rel=0.01)
+
+
+def test_optimizer_takes_lists_of_tensors_on_a_gpu():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    peaks = {}
+    for foreach in (None, True):
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+
+        def step(optimizer=optimizer):
+            model(torch.zeros(1, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        peaks[foreach] = account(model, optimizer, step).peak
+    assert peaks[None] == peaks[True]
+
+
+def test_functions_of_cuda_do_nothing_on_a_gpu_that_is_not_there():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        torch.cuda.set_device(0)
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(torch.zeros(ROWS, WIDTH).pin_memory().to(0)).sum()
+        assert torch.isfinite(loss).all()
+        torch.distributions.Normal(loss, loss)
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() == 0
+
+    account(model, optimizer, step)
+
+
 def test_text_shows_kinds_and_what_changes_would_save():
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -112,3 +112,27 @@ def test_operators_run_again_after_the_block():
 def test_compiled_functions_are_not_compiled_in_a_dry_run():
     compiled = torch.compile(lambda x: x.exp() + 1)
     assert in_dry_run(lambda: compiled(torch.ones(*BIG))).sum() == 0
+
+
+def test_views_in_place_and_results_in_out_have_their_shapes():
+    def call():
+        tensor = torch.randn(*BIG)
+        tensor.unsqueeze_(0).transpose_(1, 2)
+        values, indices = torch.empty(0), torch.empty(0, dtype=torch.long)
+        torch.topk(torch.randn(*BIG), 3, out=(values, indices))
+        return tensor.shape, values.shape, indices.shape
+
+    real, dry = both(call)
+    assert dry == real
+
+
+def test_new_tensors_of_floats_are_zeros():
+    assert in_dry_run(lambda: torch.empty(5).normal_()).tolist() == [0] * 5
+    assert in_dry_run(lambda: torch.empty(5, dtype=torch.long).copy_(torch.ones(5))).sum() == 0
+
+
+def test_tensor_larger_than_the_machine_takes_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    large = in_dry_run(lambda: torch.randn(2**20, 2**18))  # 1 TiB
+    assert large[::4096, ::4096].sum() == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024  # KiB

@@ -128,9 +128,10 @@ def test_account_of_the_largest_batch_fits_and_that_of_one_more_does_not():
 
 
 @pytest.mark.parametrize("effective", [7, 1000, 5000, 8191, 100_000])
-def test_effective_batch_is_divided_into_equal_parts_that_fit(effective):
+def test_effective_batch_is_divided_into_as_few_parts_as_fit(effective):
     found = largest_batch(*reversed_step(), memory=64 * MIB, effective=effective)
-    assert found.batch * found.accumulation == effective
+    assert found.batch * (found.accumulation - 1) < effective <= found.batch * found.accumulation
+    assert (found.accumulation - 1) * found.largest < effective
     assert found.batch <= found.largest
 
 
@@ -159,6 +160,11 @@ def test_micro_batches_with_a_denominator_equal_the_whole_batch():
 def test_memory_must_be_given_for_a_model_on_the_cpu():
     with pytest.raises(ValueError, match="memory: expected bytes, since the model is on the CPU"):
         largest_batch(*reversed_step())
+
+
+def test_effective_batch_of_no_samples_is_refused():
+    with pytest.raises(ValueError, match="effective: expected at least 1, got 0"):
+        largest_batch(*reversed_step(), memory=64 * MIB, effective=0)
 
 
 def test_model_that_does_not_fit_raises_an_out_of_memory_error():

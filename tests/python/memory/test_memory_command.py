@@ -124,7 +124,7 @@ REFUSED = {
     "no script": (["absent.py"], "cannot read absent.py: No such file or directory"),
     "no loader": (
         ["--batch", "3", "twice.py"],
-        "--batch: the program has made no torch.utils.data.DataLoader",
+        "--batch: no torch.utils.data.DataLoader makes the program's batches",
     ),
     "no size": (
         ["--fit", "much", "twice.py"],
@@ -157,8 +157,8 @@ def test_error_of_the_program_is_shown_with_a_hint(programs):
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "python -m ampfuse: memory: the program failed; its operators have computed no numbers, "
-        "but zeros"
+        "python -m ampfuse: memory: the program failed. It ran without a GPU, and its operators "
+        "computed no numbers, but zeros"
     )
 
 
@@ -167,3 +167,45 @@ def test_without_a_script_the_usage_is_printed(programs):
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m ampfuse memory")
     assert "--fit SIZE" in memory(programs, "--help").stdout
+
+
+def test_checkpoints_are_not_overwritten(programs):
+    programs.write("model.pt", "trained for days")
+    programs.write("train.py", TWICE.format(steps=3) + "    torch.save(param, 'model.pt')\n")
+    assert memory(programs, "train.py").returncode == 0
+    assert (programs.folder / "model.pt").read_text() == "trained for days"
+
+
+def test_program_that_catches_everything_is_accounted(programs):
+    caught = TWICE.replace("    optimizer.step()", "    try: optimizer.step()\n    except: pass")
+    programs.write("train.py", caught.format(steps=5))
+    done = memory(programs, "train.py")
+    assert done.returncode == 0
+    assert "peak of a training step on a GPU" in done.stdout
+
+
+LOADERS = """
+import os, torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(512, 512)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+train, test = DataLoader(torch.randn(4096, 512), 8), DataLoader(torch.randn(4096, 512), 1000)
+os.chdir("/")
+for batch in train:
+    model(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_batch_is_that_of_the_loader_that_the_steps_use(programs):
+    programs.write("train.py", LOADERS)
+    done = memory(programs, "--fit", "64MiB", "train.py")
+    assert "(batches of 8 and 16 take " in done.stdout
+
+
+def test_larger_batch_that_the_program_does_not_allow_is_reported(programs):
+    programs.write("train.py", LOADERS.replace("4096", "16"))
+    done = memory(programs, "--fit", "64MiB", "train.py")
+    assert done.returncode == 2
+    assert "--fit: the program fails with batches of 16: " in done.stderr

@@ -104,3 +104,41 @@ def test_changes_that_do_not_concern_the_program_are_left_out():
 
     savings = account(model, optimizer, step).savings
     assert [saving.name for saving in savings] == ["sharded over 8 GPUs"]
+
+
+def test_frozen_weights_have_no_masters_and_momentum_is_not_adams():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    model[:7].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[7].parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        model(torch.zeros(1, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    made = account(model, optimizer, step, device="cpu")
+    names = [saving.name for saving in made.savings]
+    assert "bfloat16 moments" not in names
+    (masters,) = (one for one in made.savings if one.name == "bfloat16 weights, masters")
+    assert masters.kinds["masters"] == 4 * (256 * 256 + 256)
+
+
+def test_hidden_states_as_wide_as_the_classes_are_not_logits():
+    width = 512
+    layers = (nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(4))
+    model = nn.Sequential(*layers, nn.Linear(width, width, bias=False))
+    target = torch.randint(width, (4096,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def made(loss_of):
+        def step():
+            loss_of(model[:4](torch.zeros(4096, width))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return account(model, optimizer, step, device="cpu")
+
+    before = made(lambda hidden: functional.cross_entropy(model[4](hidden), target))
+    after = made(lambda hidden: ampfuse.linear_cross_entropy(hidden, model[4].weight, target))
+    (said,) = (one.peak for one in before.savings if one.name == "linear cross-entropy")
+    assert said == pytest.approx(after.peak, rel=0.05)

@@ -31,7 +31,7 @@ MODULES = {
     "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
     "torch.overrides": ["_get_current_function_mode_stack"],
     "torch.utils._device": ["DeviceContext"],
-    "torch.utils._python_dispatch": ["TorchDispatchMode"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode", "_get_current_dispatch_mode"],
     "torch.utils._pytree": ["tree_iter", "tree_map"],
     "torch.utils.data.dataloader": ["_BaseDataLoaderIter"],
 }
