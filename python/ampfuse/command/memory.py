@@ -34,7 +34,7 @@ USAGE = """python -m ampfuse memory [options] script.py [arguments of the script
 EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
 losses are 0, and torch.save writes nothing. So no GPU is needed, and a step of a large
 model takes seconds."""
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if chosen.json is not None:
         report = account.as_dict() | {"batch": batches[-1] if batches else None}
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")
+    print()  # the program may have left a line open
     account.show()
     if chosen.fit is not None:
         print(largest_batch(chosen, account, batches, folder))
@@ -103,7 +104,7 @@ def run(chosen: Options) -> Account:
     program.report_exception(raised)
     refuse(
         "memory: the program failed. It ran without a GPU, and its operators computed no numbers, "
-        "but zeros"
+        "but zeros. If it cannot, call ampfuse.memory.account for its step alone"
     )
 
 
@@ -126,6 +127,8 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
         makes_batches = given.get("batch_sampler") is None and given.get("batch_size", 1)
         if makes_batches and batch is not None:
             given["batch_size"] = batch
+        if makes_batches:
+            given["drop_last"] = True  # a smaller batch would have another account
         original(**given)
 
     def begin(self: Any) -> Any:
@@ -200,7 +203,10 @@ def parse(arguments: Sequence[str]) -> Options:
             "--batch", type=int, metavar="N", help="the batch size of every DataLoader"
         ),
         parser.add_argument(
-            "--fit", type=size_of, metavar="SIZE", help="find the largest batch, e.g. in 24GiB"
+            "--fit",
+            type=size_of,
+            metavar="SIZE",
+            help="find the largest batch that fits into 24GiB, say",
         ),
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the account to it"),
         parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the account into it"),
@@ -211,6 +217,11 @@ def parse(arguments: Sequence[str]) -> Options:
     if not words:
         parser.print_usage(sys.stderr)
         sys.exit(2)
+    for name, path in (("--json", given.json), ("--plot", given.plot)):
+        if path is not None and not path.parent.is_dir():
+            refuse(f"{name}: there is no folder {path.parent}")
+    if given.batch is not None and given.batch < 1:
+        refuse(f"--batch: expected at least 1, got {given.batch}")
     if given.plot is not None and (why := why_no_plot(given.plot)):
         refuse(f"--plot: {why}")
     return Options(
@@ -226,7 +237,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def size_of(text: str) -> int:
     """Return the bytes that a text like `24GiB` or `500MB` means."""
-    match = re.fullmatch(r"([\d.]+) ?([KMGT]?)i?B?", text, re.IGNORECASE)
+    match = re.fullmatch(r"([\d.]+) ?([KMGT])(?:iB|B)?", text, re.IGNORECASE)
     if match is None:
         raise ArgumentTypeError(f"expected a size like 24GiB, got {text}")
     return int(float(match[1]) * UNITS[match[2].upper()])

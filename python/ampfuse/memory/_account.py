@@ -1,5 +1,6 @@
 """`account`: what the memory of a training step is for."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -120,7 +121,8 @@ def recorded(
 @contextmanager
 def recording(device: str, after_step: Callable[[], None] | None = None) -> Iterator[Recorder]:
     """Record a dry run of the code in this block, as if it ran on the device."""
-    with ExitStack() as entered:
+    with ExitStack() as entered, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules.*")
         recorder = Recorder(device == "cuda", after_step)
         if device == "cuda":
             entered.enter_context(as_on_gpu(recorder.sent))

@@ -32,9 +32,9 @@ class BatchSize:
 
 
 def largest_batch(
-    step: Callable[[int], object],
     model: nn.Module,
     optimizer: Optimizer,
+    step: Callable[[int], object],
     *,
     memory: int | None = None,
     effective: int | None = None,
@@ -61,7 +61,7 @@ def largest_batch(
     ...     model(torch.zeros(batch, 64)).sum().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
-    >>> ampfuse.memory.largest_batch(step, model, optimizer, memory=2**26, effective=10_000)
+    >>> ampfuse.memory.largest_batch(model, optimizer, step, memory=2**26, effective=10_000)
     BatchSize(largest=7912, batch=5000, accumulation=2)
 
     Each micro-batch is to have its part in the mean over the whole step: pass the number of targets
@@ -84,6 +84,8 @@ def largest_batch(
         smallest = torch.tensor(largest, device=place)
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, process_group)
         largest = int(smallest.item())
+    if largest >= MOST:
+        raise ValueError(f"step: the memory of a step with {MOST:,} samples is that of a small one")
     if largest == 0:
         raise torch.OutOfMemoryError("largest_batch: a step with one sample does not fit")
     if effective is None:

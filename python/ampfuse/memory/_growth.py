@@ -24,6 +24,7 @@ from ampfuse.memory._dry_run import stored_tensors_in
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 CONTAINERS = (list, dict, set, deque)
 SHOWN = 3
+LEAST_BYTES = 1024  # of a tensor that is counted
 
 
 class Suspect(NamedTuple):
@@ -112,7 +113,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what the first step has left behind. `kept`: storages that are known to stay."""
         sizes: Counter[tuple[str, str]] = Counter()
         for key, (_, step, size, line, module) in self._live.items():
-            if step == 0 and key not in kept:
+            if step == 0 and key not in kept and size >= LEAST_BYTES:
                 sizes[line, module] += size
         found = [
             Suspect(line, f"in {module}" if module else "", size)
@@ -164,7 +165,7 @@ def name_of(container: Any) -> str:
         if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             names.clear()  # a copy that the frame would keep, with all that it refers to
         if found:
-            return f"{found[0]} in {program_line(frame)}"
+            return f"{found[0]} of {Path(frame.f_code.co_filename).name}"
     for holder in gc.get_referrers(container):
         if type(holder) is not dict:
             continue

@@ -150,8 +150,11 @@ class Monitor:
         else:
             lines.append(f"memory grows by {size_text(growth)} a step")
         for one in self.suspects:
-            size_of = f": {size_text(one.bytes)} a step" if one.bytes else ""
-            lines.append(f"  {one.where} {one.what}".rstrip() + size_of)
+            if one.bytes:
+                place = f"  {one.where} {one.what}".rstrip()
+                lines.append(f"{place}: {size_text(one.bytes)} a step")
+            else:
+                lines.append(f"  {one.where} has become a {one.what}")
         return "\n".join(lines)
 
     def write_csv(self, path: str | Path) -> None:

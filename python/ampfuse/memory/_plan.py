@@ -50,7 +50,7 @@ class Plan:
         if self.blocks:
             names = f"{self.blocks[0]} … {self.blocks[-1]}" if self.blocks[1:] else self.blocks[0]
             share = f"{self.recomputed:.0%} of forward is computed again"
-            lines.append(f"  checkpoints around {len(self.blocks)} blocks ({names}): {share}")
+            lines.append(f"  checkpoints: {len(self.blocks)} ({names}); {share}")
         return "\n".join(lines)
 
     def apply(self, model: nn.Module) -> dict[str, Any]:

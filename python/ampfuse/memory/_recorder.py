@@ -75,9 +75,13 @@ class Record:
         """Return the phase at a moment."""
         return next((phase for at, phase in reversed(self.phases) if at <= moment), FORWARD)
 
+    def backward_after(self, moment: int) -> int | None:
+        """Return the moment at which the next backward pass begins."""
+        return next((at for at, phase in self.phases if phase == BACKWARD and at > moment), None)
+
     def is_saved(self, one: Allocation) -> bool:
         """Return True if an allocation was made in forward and is still live in backward."""
-        begin = next((at for at, phase in self.phases if phase == BACKWARD and at > one.born), None)
+        begin = self.backward_after(one.born)
         return one.phase == FORWARD and begin is not None and (one.died or self.end + 1) > begin
 
     def kind_of(self, one: Allocation) -> str:

@@ -58,6 +58,14 @@ def by_kind_of_module(modules: dict[str, int]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+def modules_shown(account: Account) -> list[tuple[str, int]]:
+    """Return the rows of the table of modules; the last one is the sum of those left out."""
+    modules = list(by_kind_of_module(account.modules).items())
+    rest = sum(size for _, size in modules[MODULES_SHOWN:])
+    others = [(f"{len(modules) - MODULES_SHOWN} others", rest)] if rest else []
+    return modules[:MODULES_SHOWN] + others
+
+
 def savings_of(account: Account) -> list[tuple[str, int, dict[str, int], str]]:
     """Return name, peak, kinds and instructions of the changes that are worth showing."""
     most = account.peak * (1 - LEAST_SAVING)
@@ -69,7 +77,7 @@ def text(account: Account) -> str:
     lines = [title(account)]
     for kind, size in account.kinds.items():
         lines.append(f"  {kind:<28}{size_text(size):>12}{size / account.peak:>7.0%}")
-    modules = list(by_kind_of_module(account.modules).items())[:MODULES_SHOWN]
+    modules = modules_shown(account)
     if modules:
         lines.append(MODULES)
         lines += [f"  {name:<28}{size_text(size):>12}" for name, size in modules]
@@ -106,7 +114,7 @@ def show(account: Account) -> None:
         kinds.add_row(kind, size_text(size), share, _bar({kind: size}, account.peak))
     console.print(kinds)
     modules = table(MODULES)
-    for name, size in list(by_kind_of_module(account.modules).items())[:MODULES_SHOWN]:
+    for name, size in modules_shown(account):
         modules.add_row(name, size_text(size))
     console.print(modules)
     changes = table(CHANGES)

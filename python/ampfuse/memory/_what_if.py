@@ -43,7 +43,7 @@ class Change:
 def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | None:
     """Return the allocations with a model in bfloat16, and masters of 4 or 2 bytes per weight."""
     weights = [one for one in record.allocations if _is_float32(one, PARAMETERS)]
-    if not weights:
+    if not (weights and record.is_adam):
         return None
     masters = [
         replace(one, kind=MASTERS, bytes=one.shape.numel() * master_bytes)
@@ -67,50 +67,58 @@ def bfloat16_moments(record: Record) -> list[Allocation] | None:
 def without_logits(record: Record) -> list[Allocation] | None:
     """Return the allocations with linear cross-entropy, which keeps no logits."""
     losses = [one for one in record.allocations if one.operator in LOSSES and len(one.shape) == 2]
-    if not losses:
-        return None
-    loss = max(losses, key=lambda one: one.bytes)
-    classes = loss.shape[-1]
-    of_shape = [
-        one
-        for one in sorted(record.allocations, key=lambda one: one.born)
-        if one.kind == "" and one.shape[-1:] == (classes,) and one.shape.numel() % classes == 0
-    ]
-    # The last product before the loss makes the logits. Gradients of other layers that have as many
-    # features as there are classes begin with backward's first product.
-    products = [one for one in of_shape if one.operator in PRODUCTS and one.born <= loss.born]
+    classes = max((one.shape[-1] for one in losses), default=0)
     heads = [
         one
         for one in record.allocations
         if one.kind == PARAMETERS and len(one.shape) == 2 and one.shape[0] == classes
     ]
-    if not (products and heads):
-        return None
-    first, head = products[-1], heads[-1]
-    ends = [
-        one.born
-        for one in record.allocations
-        if one.phase == BACKWARD and one.operator in PRODUCTS and one.born > loss.born
+    of_shape = [
+        one
+        for one in sorted(record.allocations, key=lambda one: one.born)
+        if one.kind == "" and one.shape[-1:] == (classes,)
     ]
-    end = min(ends, default=record.end)
-    logits = [one for one in of_shape if first.born <= one.born < end]
+    gone: set[int] = set()
+    new = []
+    for loss in (one for one in losses if one.shape[-1] == classes):
+        # The last product before the loss makes the logits. Gradients of other layers that have as
+        # many features as there are classes begin with backward's first product.
+        products = [one for one in of_shape if one.operator in PRODUCTS and one.born <= loss.born]
+        if not (products and heads):
+            return None
+        first = products[-1]
+        end = min(
+            (
+                one.born
+                for one in record.allocations
+                if one.phase == BACKWARD and one.operator in PRODUCTS and one.born > loss.born
+            ),
+            default=record.end,
+        )
+        gone |= {id(one) for one in of_shape if first.born <= one.born < end}
+        new += _linear_loss(record, first, heads[-1])
+    return [one for one in record.allocations if id(one) not in gone] + new if new else None
+
+
+def _linear_loss(record: Record, logits: Allocation, head: Allocation) -> list[Allocation]:
+    """Return the allocations of a linear cross-entropy in place of these logits."""
+    rows = prod(logits.shape[:-1])
     size = _C.linear_cross_entropy_workspace(
-        torch.empty(prod(first.shape[:-1]), head.shape[1], dtype=first.dtype, device="meta"),
+        torch.empty(rows, head.shape[1], dtype=logits.dtype, device="meta"),
         torch.empty(head.shape, dtype=head.dtype, device="meta"),
-        dtype=first.dtype,
-        logits_dtype=first.dtype if record.for_gpu else torch.float32,
+        dtype=logits.dtype,
+        logits_dtype=logits.dtype if record.for_gpu else torch.float32,
         weight_grad_dtype=head.dtype,
         chunk_rows=None,
         chunk_classes=None,
         with_gradient=True,
         on_gpu=record.for_gpu,
     )
-    workspace = Allocation(size, first.shape, first.dtype, first.born, first.born + 1, kind=LOSS)
+    born = logits.born
+    workspace = Allocation(size, logits.shape, logits.dtype, born, born + 1, kind=LOSS)
     # The weight's gradient is computed in forward, and is an ordinary gradient from backward on.
-    backward = max((at for at, phase in record.phases if phase == BACKWARD), default=record.end)
-    gradient = replace(head, kind=GRADIENTS, born=first.born, died=backward)
-    gone = set(map(id, logits))
-    return [one for one in record.allocations if id(one) not in gone] + [workspace, gradient]
+    gradient = replace(head, kind=GRADIENTS, born=born, died=record.backward_after(born))
+    return [workspace, gradient]
 
 
 def all_checkpointed(record: Record) -> list[Allocation] | None:
@@ -128,10 +136,15 @@ def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
     for block in blocks:
         inside = recomputed(record, block)
         gone |= set(map(id, inside))
-        forward_end = max((one.born for one in inside), default=0) + 1
-        backward_begin = min((one.died or record.end for one in inside), default=0) - 1
+        # Each micro-batch has its own forward and backward.
+        batches: dict[int | None, list[Allocation]] = {}
         for one in inside:
-            result += [replace(one, died=forward_end), replace(one, born=backward_begin)]
+            batches.setdefault(record.backward_after(one.born), []).append(one)
+        for batch in batches.values():
+            forward_end = max(one.born for one in batch) + 1
+            backward_begin = min(one.died or record.end for one in batch) - 1
+            for one in batch:
+                result += [replace(one, died=forward_end), replace(one, born=backward_begin)]
     return [one for one in record.allocations if id(one) not in gone] + result
 
 
@@ -187,7 +200,7 @@ MASTER_WEIGHTS = Change(
 )
 REMAINDERS = Change(
     "bfloat16 weights, remainders",
-    'the same with master_weights="remainder"',
+    'model.to(torch.bfloat16) and ampfuse.AdamW(..., master_weights="remainder")',
     lambda record: bfloat16_weights(record, 2),
 )
 OTHERS = (

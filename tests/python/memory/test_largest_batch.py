@@ -22,9 +22,9 @@ def ranks(tmp_path_factory):
 def same_on_all_ranks(memory):
     group = torch.distributed.group.WORLD
     room = (memory + 64 * torch.distributed.get_rank()) * MIB
-    step, model, optimizer = reversed_step()
-    own = largest_batch(step, model, optimizer, memory=room).largest
-    agreed = largest_batch(step, model, optimizer, memory=room, process_group=group).largest
+    model, optimizer, step = model_and_step()
+    own = largest_batch(model, optimizer, step, memory=room).largest
+    agreed = largest_batch(model, optimizer, step, memory=room, process_group=group).largest
     return {"own": own, "agreed": agreed}
 
 
@@ -121,7 +121,7 @@ def model_and_step():
 
 def test_account_of_the_largest_batch_fits_and_that_of_one_more_does_not():
     model, optimizer, step = model_and_step()
-    largest = largest_batch(step, model, optimizer, memory=64 * MIB).largest
+    largest = largest_batch(model, optimizer, step, memory=64 * MIB).largest
     peaks = [account(model, optimizer, lambda n=n: step(n)).peak for n in (largest, largest + 1)]
     assert peaks[0] <= 64 * MIB < peaks[1]
     assert not optimizer.state
@@ -129,19 +129,14 @@ def test_account_of_the_largest_batch_fits_and_that_of_one_more_does_not():
 
 @pytest.mark.parametrize("effective", [7, 1000, 5000, 8191, 100_000])
 def test_effective_batch_is_divided_into_as_few_parts_as_fit(effective):
-    found = largest_batch(*reversed_step(), memory=64 * MIB, effective=effective)
+    found = largest_batch(*model_and_step(), memory=64 * MIB, effective=effective)
     assert found.batch * (found.accumulation - 1) < effective <= found.batch * found.accumulation
     assert (found.accumulation - 1) * found.largest < effective
     assert found.batch <= found.largest
 
 
-def reversed_step():
-    model, optimizer, step = model_and_step()
-    return step, model, optimizer
-
-
 def test_whole_batch_that_fits_is_not_accumulated():
-    found = largest_batch(*reversed_step(), memory=64 * MIB, effective=16)
+    found = largest_batch(*model_and_step(), memory=64 * MIB, effective=16)
     assert found == BatchSize(found.largest, 16, 1)
 
 
@@ -159,14 +154,20 @@ def test_micro_batches_with_a_denominator_equal_the_whole_batch():
 
 def test_memory_must_be_given_for_a_model_on_the_cpu():
     with pytest.raises(ValueError, match="memory: expected bytes, since the model is on the CPU"):
-        largest_batch(*reversed_step())
+        largest_batch(*model_and_step())
 
 
 def test_effective_batch_of_no_samples_is_refused():
     with pytest.raises(ValueError, match="effective: expected at least 1, got 0"):
-        largest_batch(*reversed_step(), memory=64 * MIB, effective=0)
+        largest_batch(*model_and_step(), memory=64 * MIB, effective=0)
+
+
+def test_step_that_does_not_depend_on_the_batch_is_refused():
+    model, optimizer, step = model_and_step()
+    with pytest.raises(ValueError, match="step: the memory of a step with 1,048,576 samples"):
+        largest_batch(model, optimizer, lambda _: step(4), memory=64 * MIB)
 
 
 def test_model_that_does_not_fit_raises_an_out_of_memory_error():
     with pytest.raises(torch.OutOfMemoryError, match="a step with one sample does not fit"):
-        largest_batch(*reversed_step(), memory=MIB)
+        largest_batch(*model_and_step(), memory=MIB)

@@ -48,7 +48,7 @@ def test_program_for_a_gpu_is_accounted_without_one(programs):
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0] == "loss 0.0 of 8 ['--lr', '1']"
-    assert lines[1].startswith("peak of a training step on a GPU: ")
+    assert lines[2].startswith("peak of a training step on a GPU: ")
     for kind in ("parameters", "copies of weights", "moments", "activations"):
         assert any(line.startswith(f"  {kind} ") for line in lines)
 
@@ -98,7 +98,7 @@ def test_plot_draws_the_account(programs):
 def test_module_is_accounted(programs):
     programs.write("pack/__init__.py", "").write("pack/train.py", PROGRAM)
     done = memory(programs, "-m", "pack.train", "x")
-    assert "['x']\npeak of a training step" in done.stdout
+    assert "['x']\n\npeak of a training step" in done.stdout
 
 
 def test_account_is_about_a_cpu_on_request(programs):
@@ -130,6 +130,9 @@ REFUSED = {
         ["--fit", "much", "twice.py"],
         "argument --fit: expected a size like 24GiB, got much",
     ),
+    "no unit": (["--fit", "24", "twice.py"], "argument --fit: expected a size like 24GiB, got 24"),
+    "no batch": (["--batch", "0", "twice.py"], "--batch: expected at least 1, got 0"),
+    "no folder": (["--json", "no/a.json", "twice.py"], "--json: there is no folder no"),
     "no picture": (["--plot", "a.txt", "twice.py"], "--plot: expected a file that ends in"),
 }
 TWICE = """
@@ -158,7 +161,8 @@ def test_error_of_the_program_is_shown_with_a_hint(programs):
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "python -m ampfuse: memory: the program failed. It ran without a GPU, and its operators "
-        "computed no numbers, but zeros"
+        "computed no numbers, but zeros. If it cannot, call ampfuse.memory.account for its step "
+        "alone"
     )
 
 

@@ -116,7 +116,7 @@ def test_line_whose_memory_stays_is_found(leaks, kind):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("list", "kept in leaks.py"), ("module", "Model.cache"), ("bytes", "kept in leaks.py")],
+    [("list", "kept of leaks.py"), ("module", "Model.cache"), ("bytes", "kept of leaks.py")],
 )
 def test_container_that_grows_is_found(leaks, kind, name):
     growth, suspects, _ = leaks(kind)

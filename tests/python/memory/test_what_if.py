@@ -25,6 +25,7 @@ class Program:
     is_linear: bool = False
     is_checkpointed: bool = False
     has_autocast: bool = False
+    micro_batches: int = 1
 
     def account(self, device):
         torch.manual_seed(0)
@@ -40,13 +41,14 @@ class Program:
         target = words[:, 1:].flatten()
 
         def step():
-            with torch.autocast(device, BFLOAT16, enabled=self.has_autocast):
-                hidden = model(words[:, :-1])
-                if self.is_linear:
-                    loss = ampfuse.linear_cross_entropy(hidden, model.weight, target)
-                else:
-                    loss = functional.cross_entropy(hidden @ model.weight.T, target)
-            loss.backward()
+            for _ in range(self.micro_batches):
+                with torch.autocast(device, BFLOAT16, enabled=self.has_autocast):
+                    hidden = model(words[:, :-1])
+                    if self.is_linear:
+                        loss = ampfuse.linear_cross_entropy(hidden, model.weight, target)
+                    else:
+                        loss = functional.cross_entropy(hidden @ model.weight.T, target)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -106,21 +108,37 @@ def test_changes_that_do_not_concern_the_program_are_left_out():
     assert [saving.name for saving in savings] == ["sharded over 8 GPUs"]
 
 
-def test_frozen_weights_have_no_masters_and_momentum_is_not_adams():
+def mostly_frozen(make):
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     model[:7].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[7].parameters(), lr=0.1, momentum=0.9)
+    optimizer = make(model[7].parameters())
 
     def step():
         model(torch.zeros(1, 256)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    made = account(model, optimizer, step, device="cpu")
-    names = [saving.name for saving in made.savings]
-    assert "bfloat16 moments" not in names
-    (masters,) = (one for one in made.savings if one.name == "bfloat16 weights, masters")
-    assert masters.kinds["masters"] == 4 * (256 * 256 + 256)
+    return {saving.name: saving for saving in account(model, optimizer, step).savings}
+
+
+def test_frozen_weights_have_no_masters():
+    savings = mostly_frozen(torch.optim.AdamW)
+    masters = savings["bfloat16 weights, masters"].kinds["masters"]
+    assert masters == 4 * (256 * 256 + 256)
+
+
+def test_changes_that_need_adamw_are_left_out_for_other_optimizers():
+    savings = mostly_frozen(lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
+    assert list(savings) == ["sharded over 8 GPUs"]
+
+
+@pytest.mark.parametrize("name", ["linear cross-entropy", "checkpoints"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_change_saves_what_the_account_says_with_accumulated_gradients(name, device):
+    before = Program(has_autocast=True, micro_batches=3).account(device)
+    after = Program(**(CHANGES[name] | {"has_autocast": True, "micro_batches": 3})).account(device)
+    (said,) = (saving.peak for saving in before.savings if saving.name == name)
+    assert said == pytest.approx(after.peak, rel=0.05)
 
 
 def test_hidden_states_as_wide_as_the_classes_are_not_logits():
