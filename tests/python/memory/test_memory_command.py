@@ -5,6 +5,8 @@ import json
 import pytest
 from packaging_tools import ROOT
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 PROGRAM = """
 import sys
 import torch
