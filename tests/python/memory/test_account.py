@@ -1,38 +1,13 @@
 """`ampfuse.memory.account`: what the memory of a training step is for."""
 
-import copy
-
 import ampfuse
 import ampfuse.memory
 import pytest
 import torch
+from account_models import ACTIVATION, ROWS, WEIGHTS, WIDTH, stepper, two_layers
 from ampfuse.memory import account
 from torch import nn
 from torch.nn import functional
-
-ROWS, WIDTH = 4096, 256  # activations are much larger than weights
-WEIGHTS = WIDTH * WIDTH + WIDTH  # of each layer
-ACTIVATION = ROWS * WIDTH * 4
-
-
-def two_layers(dtype=torch.float32):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    return model.to(dtype)
-
-
-def stepper(model, optimizer, *, autocast=False, sees=None):
-    batch = torch.randn(ROWS, WIDTH, dtype=next(model.parameters()).dtype)
-
-    def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        if sees is not None:
-            sees.append(loss.item())
-        optimizer.zero_grad()
-
-    return step
 
 
 def test_kinds_add_up_to_the_peak_and_are_the_tensors_of_the_step():
@@ -186,83 +161,6 @@ def test_numbers_that_the_program_prints_are_zeros():
     assert seen == [0.0, 0.0]
 
 
-class WithCounters(nn.Module):
-    """A model with all kinds of tensors that a step changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, batch):
-        return self.norm(self.layer(batch)) * self.factor
-
-
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize(
-    "make",
-    [ampfuse.AdamW, torch.optim.AdamW, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)],
-    ids=["ampfuse", "torch", "SGD"],
-)
-def test_training_goes_on_as_without_an_account(make, steps_before):
-    torch.manual_seed(0)
-    model = WithCounters()
-    optimizer = make(model.parameters())
-    twin = copy.deepcopy(model)
-    twins = make(twin.parameters())
-    batch = torch.randn(ROWS, WIDTH)
-
-    def step(model, optimizer):
-        functional.dropout(model(batch), 0.1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for counted in (False, True):
-        for trained in ((model, optimizer), (twin, twins)):
-            torch.manual_seed(1)
-            for _ in range(2 if counted else steps_before):
-                step(*trained)
-        if not counted:
-            before = torch.get_rng_state()
-            account(model, optimizer, lambda: step(model, optimizer))
-            assert torch.equal(torch.get_rng_state(), before)
-            assert len(optimizer.state) == len(twins.state)
-    for tensor, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-        assert torch.equal(tensor, other)
-
-
-def test_gradients_and_options_are_restored():
-    model = two_layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    gradient = model[0].weight.grad = torch.ones(WIDTH, WIDTH)
-    take = stepper(model, optimizer)
-
-    def step():
-        take()
-        schedule.step()
-
-    account(model, optimizer, step)
-    assert model[0].weight.grad is gradient
-    assert torch.equal(gradient, torch.ones(WIDTH, WIDTH))
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_failed_step_raises_its_error_and_everything_is_restored():
-    model = two_layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        stepper(model, optimizer)()
-        raise RuntimeError("out of data")
-
-    with pytest.raises(RuntimeError, match="out of data"):
-        account(model, optimizer, step)
-    assert not optimizer.state
-    assert torch.ones(300, 300).exp().sum() > 0  # operators compute again
-
-
 def test_arguments_that_cannot_be_are_refused():
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -285,48 +183,6 @@ def test_data_that_is_not_moved_to_the_gpu_does_not_count():
 
     assert account(model, optimizer, step).kinds["data"] < 2 * ACTIVATION
     assert account(model, optimizer, step, device="cpu").kinds["data"] >= 50 * ACTIVATION
-
-
-class Restless(nn.Module):
-    """A model that changes what it refers to in each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.table = None
-        self.register_buffer("center", torch.ones(WIDTH))
-        self.register_buffer("positions", torch.arange(3).expand(4, 3))
-
-    def forward(self, batch):
-        if self.table is None:
-            self.table = torch.linspace(0, 1, WIDTH).cos()
-        self.center = 0.9 * self.center + 0.1
-        self.layer.weight.data = 0.5 * self.layer.weight.data
-        torch.mul(self.layer.bias.detach(), 0.5, out=self.layer.bias.detach())
-        return self.layer(batch) * self.table + self.center
-
-
-def test_nothing_of_the_dry_run_stays_in_the_model_or_in_other_optimizers():
-    model, other = Restless(), nn.Linear(WIDTH, WIDTH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
-    others = torch.optim.AdamW(other.parameters())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def step():
-        other(model(torch.ones(4, WIDTH))).sum().backward()
-        optimizer.step()
-        others.step()
-        optimizer.param_groups[0]["lr"].mul_(0.5)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-
-    account(model, optimizer, step)
-    assert model.table is None
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert not others.state
-    assert all(param.grad is None for param in other.parameters())
-    assert optimizer.param_groups[0]["lr"] == torch.tensor(1e-3)
-    assert len(optimizer.param_groups) == 1
 
 
 def test_compiled_functions_are_compiled_after_an_account():
