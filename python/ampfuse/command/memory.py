@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ampfuse.command import program
-from ampfuse.command.options import Parser, parted, refuse
-from ampfuse.command.show import why_no_plot
+from ampfuse.command.options import Parser, check_files, parted, refuse
 from ampfuse.memory._account import Account, account_of, recording
 from ampfuse.memory._recorder import Record
 from ampfuse.memory._show import size_text
@@ -217,13 +216,9 @@ def parse(arguments: Sequence[str]) -> Options:
     if not words:
         parser.print_usage(sys.stderr)
         sys.exit(2)
-    for name, path in (("--json", given.json), ("--plot", given.plot)):
-        if path is not None and not path.parent.is_dir():
-            refuse(f"{name}: there is no folder {path.parent}")
+    check_files(given.json, given.plot)
     if given.batch is not None and given.batch < 1:
         refuse(f"--batch: expected at least 1, got {given.batch}")
-    if given.plot is not None and (why := why_no_plot(given.plot)):
-        refuse(f"--plot: {why}")
     return Options(
         words=words,
         is_module=is_module,

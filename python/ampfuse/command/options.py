@@ -41,6 +41,15 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
+def check_files(json: Path | None, plot: Path | None) -> None:
+    """Refuse files that cannot be written when the program has ended."""
+    for name, file in (("--json", json), ("--plot", plot)):
+        if file is not None and not file.parent.is_dir():
+            refuse(f"{name}: there is no folder {file.parent}")
+    if plot is not None and (why := why_no_plot(plot)):
+        refuse(f"--plot: {why}")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
@@ -59,11 +68,7 @@ def parse(arguments: Sequence[str]) -> Options:
         sys.exit(2)
     if words[0] == "env" and not is_module and len(words) > 1:
         refuse(f"env takes no arguments, got {words[1]}")
-    for name, file in (("--json", given.json), ("--plot", given.plot)):
-        if file is not None and not file.parent.is_dir():
-            refuse(f"{name}: there is no folder {file.parent}")
-    if given.plot is not None and (why := why_no_plot(given.plot)):
-        refuse(f"--plot: {why}")
+    check_files(given.json, given.plot)
     parts = [
         part
         for part in PARTS

@@ -15,7 +15,6 @@ from ampfuse.amp import GradScaler
 from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
 from ampfuse.step_times import _advice
-from ampfuse.step_times._advice import summary
 from ampfuse.step_times._clock import StepClock
 
 RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
@@ -28,7 +27,7 @@ def report(
     """Return the whole report as nested dicts and lists."""
     scalers: list[dict[str, Any]] = []
     hints: list[str] = []
-    steps = summary(clock)
+    steps = _advice.summary(clock)
     if steps is not None:
         hints += _advice.hints(clock, steps)
     recorded = list(RECORDING.scalers)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse.memory._as_on_gpu import as_on_gpu
-from ampfuse.memory._recorder import ACTIVATIONS, KINDS, Record, Recorder
+from ampfuse.memory._recorder import ACTIVATIONS, KINDS, Record, Recorder, params_of
 from ampfuse.memory._show import plot, show, text
 from ampfuse.memory._what_if import CHANGES
 
@@ -173,11 +173,6 @@ def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[ExitStack]:
         gpus = {param.device.index for param in params if param.is_cuda}
         exits.enter_context(torch.random.fork_rng(devices=gpus))
         yield exits
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def kept_numbers(values: list[Any]) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from torch.optim import optimizer as hooks_of_optimizers
 
 from ampfuse._measuring import only_measures
 from ampfuse.memory._growth import Look, Suspect, storages_of
-from ampfuse.memory._recorder import BACKWARD, FORWARD, STEP
+from ampfuse.memory._recorder import BACKWARD, FORWARD, STEP, params_of
 from ampfuse.memory._show import size_text
 
 WARM_UP = 5  # steps that may allocate what stays: gradients, state, caches
@@ -259,7 +259,7 @@ def slope(steps: list[int], sizes: list[int]) -> float | None:
 
 def _kept(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors that stay from step to step: parameters, gradients and state."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     state = (value for entries in optimizer.state.values() for value in entries.values())
     grads = (param.grad for param in params)
     return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]

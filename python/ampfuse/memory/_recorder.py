@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.before_first_step is not None:
                 self.before_first_step(optimizer)
         self._stepping += 1
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         self.note(PARAMETERS, params)
         for param in stored_tensors_in(params):
             self._seen(param).is_trained = True
@@ -322,6 +322,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._first_optimizer = weakref.ref(optimizer)
         if self._after_step is not None and self._first_optimizer() is optimizer:
             self._after_step()
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def blocks_of(model: nn.Module) -> Iterator[str]:

@@ -40,10 +40,7 @@ class Loader:
     """The options of a DataLoader, and how long the program has waited for it."""
 
     workers: int
-    pin_memory: bool
     persistent_workers: bool
-    prefetch_factor: int | None
-    batch_size: int | None
     waits: list[float] = field(default_factory=list)
     """Seconds for each batch."""
     starts: list[float] = field(default_factory=list)
@@ -140,13 +137,7 @@ class StepClock:
             with self._phase(INPUT):
                 iterator = function(loader)
             if loader not in self._of_loader:
-                self._of_loader[loader] = Loader(
-                    loader.num_workers,
-                    loader.pin_memory,
-                    loader.persistent_workers,
-                    loader.prefetch_factor,
-                    loader.batch_size,
-                )
+                self._of_loader[loader] = Loader(loader.num_workers, loader.persistent_workers)
                 self.loaders.append(self._of_loader[loader])
             self._of_loader[loader].starts.append(time.perf_counter() - begin)
             self._of_loader[iterator] = self._of_loader[loader]

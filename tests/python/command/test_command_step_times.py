@@ -158,7 +158,7 @@ def test_measuring_takes_less_than_1_percent_of_a_5_ms_step():
 
 
 def loader(workers, **options):
-    return Loader(workers, False, options.pop("persistent_workers", False), None, 4, **options)
+    return Loader(workers, options.pop("persistent_workers", False), **options)
 
 
 @pytest.mark.parametrize(
