@@ -13,7 +13,7 @@ from ampfuse.env import describe
 from ampfuse.patching import patch
 from ampfuse.patching._parts import PARTS
 from ampfuse.patching._scalers import RECORDING
-from ampfuse.step_times._clock import StepClock
+from ampfuse.diagnosis._clock import StepClock
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

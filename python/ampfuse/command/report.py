@@ -14,8 +14,8 @@ import ampfuse
 from ampfuse.amp import GradScaler
 from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
-from ampfuse.step_times import _advice
-from ampfuse.step_times._clock import StepClock
+from ampfuse.diagnosis import _advice
+from ampfuse.diagnosis._clock import StepClock
 
 RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
 SKIPS_IN_A_ROW = 10

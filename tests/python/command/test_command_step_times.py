@@ -7,9 +7,9 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.optim import _traced
-from ampfuse.step_times import _advice
-from ampfuse.step_times._advice import about_input, hints, summary
-from ampfuse.step_times._clock import BACKWARD, FORWARD, INPUT, OPTIMIZER, PHASES, Loader, StepClock
+from ampfuse.diagnosis import _advice
+from ampfuse.diagnosis._advice import about_input, hints, summary
+from ampfuse.diagnosis._clock import BACKWARD, FORWARD, INPUT, OPTIMIZER, PHASES, Loader, StepClock
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
@@ -19,7 +19,7 @@ import sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-PAUSE, WORKERS = float(sys.argv[1]), int(sys.argv[2])
+PAUSE, WORKERS, FORWARD = float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
 class Slow(Dataset):
     def __len__(self):
@@ -35,7 +35,7 @@ scaler = torch.amp.GradScaler("cpu")
 for epoch in range(2):
     for batch in DataLoader(Slow(), 4, num_workers=WORKERS):
         loss = model(batch).square().mean()
-        time.sleep(0.02)
+        time.sleep(FORWARD)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -51,21 +51,21 @@ def report(programs, *arguments):
 
 
 def test_wait_for_a_slow_dataset_is_measured_and_explained(programs):
-    made, text = report(programs, "0.01", "0")
+    made, text = report(programs, "0.01", "0", "0.02")
     milliseconds = made["steps"]["milliseconds"]
     assert made["steps"]["count"] == 40
     assert set(milliseconds) == set(PHASES)
-    assert 40 <= milliseconds[INPUT] < 60
-    assert 20 <= milliseconds[FORWARD] < 40
+    assert milliseconds[INPUT] >= 40
+    assert milliseconds[FORWARD] >= 20
+    share = round(100 * milliseconds[INPUT] / sum(milliseconds.values()))
+    assert share > 50
+    assert f" ms: input {share}%, forward " in text
     (hint,) = made["hints"]
     assert "waits for input with num_workers=0: DataLoader(num_workers=" in hint
-    assert "a step " in text
-    assert "input 6" in text  # 60 to 69 %
 
 
 def test_program_whose_loader_keeps_up_gets_no_hint(programs):
-    made, _ = report(programs, "0.001", "2")
-    assert made["steps"]["milliseconds"][INPUT] < 5
+    made, _ = report(programs, "0.001", "2", "0.1")
     assert made["hints"] == []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from ampfuse.step_times._clock import INPUT, PHASES, Loader, StepClock
+from ampfuse.diagnosis._clock import INPUT, PHASES, Loader, StepClock
 
 FIRST_STEPS = 3  # which allocate, compile and start workers
 LEAST_STEPS = 5  # from which medians are computed
