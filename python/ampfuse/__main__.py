@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ampfuse.command import options, program, report, show
+from ampfuse.command import options, page, program, report, show
+from ampfuse.diagnosis._diagnosis import Diagnosis
 from ampfuse.env import describe
 from ampfuse.patching import patch
 from ampfuse.patching._parts import PARTS
 from ampfuse.patching._scalers import RECORDING
-from ampfuse.diagnosis._clock import StepClock
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -22,6 +22,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
         from ampfuse.command import memory
 
         memory.main(arguments[1:])
+    if arguments and arguments[0] == "compare":
+        from ampfuse.command import compare
+
+        compare.main(arguments[1:])
     chosen = options.parse(arguments)
     if chosen.name == "env" and not chosen.is_module:
         show.table(describe())
@@ -29,13 +33,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if chosen.parts:
         RECORDING.history = report.RECORDED_UPDATES
         patch(*chosen.parts)
-    clock = StepClock()
-    ending = Ending(chosen, clock)
+    diagnosis = Diagnosis()
+    ending = Ending(chosen, diagnosis)
     # At exit Python joins the program's threads, and then calls the registered functions in reverse
     # order. This one is registered before the program runs, so it is called after the program's.
     atexit.register(ending.write_report)
     run = program.run_module if chosen.is_module else program.run_script
-    clock.__enter__()
     try:
         raised = run(chosen.name, chosen.arguments)
     except program.NoProgramError as error:
@@ -51,9 +54,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 class Ending:
     """Reports how a program ended, in the ways that the command line requests."""
 
-    def __init__(self, chosen: options.Options, clock: StepClock) -> None:
+    def __init__(self, chosen: options.Options, diagnosis: Diagnosis) -> None:
         self.chosen = chosen
-        self.clock = clock
+        self.diagnosis = diagnosis
         self._ended = "while it ran"  # remains if exit handlers run before note()
         self._is_interrupted = False
         self._process = os.getpid()
@@ -73,12 +76,16 @@ class Ending:
             return
         chosen = self.chosen
         with _apart():
+            self.diagnosis.stop()
             parts = [PARTS[name] for name in chosen.parts]
             seconds = time.perf_counter() - self._start
-            summary = report.report(chosen.name, parts, self.clock, seconds, self._ended)
+            summary = report.report(chosen.name, parts, self.diagnosis, seconds, self._ended)
             with _apart():
                 if chosen.json is not None:
                     report.write(summary, chosen.json)
+            with _apart():
+                if chosen.html is not None:
+                    page.write(summary, chosen.html)
             with _apart():
                 if not chosen.quiet:
                     show.summary(summary)

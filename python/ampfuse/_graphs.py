@@ -67,9 +67,14 @@ def make_static(values: Iterable[Any], guard: bool = True) -> None:
             torch._dynamo.mark_static_address(value, guard=guard)
 
 
+def uses_gpu() -> bool:
+    """Return True if the program has used a GPU."""
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
+
+
 def is_capturing() -> bool:
     """Return True if a CUDA graph is being captured on the current stream."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() or not uses_gpu():
         return False
     return torch.cuda.is_current_stream_capturing()
 

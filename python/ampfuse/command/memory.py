@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from argparse import ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
+from ampfuse._replacing import replace
 from ampfuse.command import program
 from ampfuse.command.options import Parser, check_files, parted, refuse
 from ampfuse.memory._account import Account, account_of, recording
@@ -135,22 +136,18 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
             seen.append(self.batch_size)
         return iterate(self)
 
-    DataLoader.__init__, DataLoader.__iter__ = init, begin  # type: ignore[method-assign]
-    try:
+    with ExitStack() as exits:
+        replace(exits, DataLoader, "__init__", init)
+        replace(exits, DataLoader, "__iter__", begin)
         yield seen
-    finally:
-        DataLoader.__init__, DataLoader.__iter__ = original, iterate  # type: ignore[method-assign]
 
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Make `torch.save` do nothing: weights have no meaning, and would overwrite others."""
-    save = torch.save
-    torch.save = lambda *_, **__: None
-    try:
+    with ExitStack() as exits:
+        replace(exits, torch, "save", lambda *_, **__: None)
         yield
-    finally:
-        torch.save = save
 
 
 def largest_batch(chosen: Options, account: Account, batches: list[int], folder: str) -> str:

@@ -13,12 +13,14 @@ from ampfuse.patching._parts import PARTS, chosen
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
        python -m ampfuse memory [options] script.py [arguments of the script]
+       python -m ampfuse compare before.json after.json
        python -m ampfuse env"""
 
 EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
 torch's names mean ampfuse's: see ampfuse.patch. A script named - is read from
 standard input. 'memory' runs two steps of the script without computing numbers,
-and prints what its memory is for: python -m ampfuse memory --help. 'env' prints
+and prints what its memory is for: python -m ampfuse memory --help. 'compare'
+prints what differs between two summaries that --json has written. 'env' prints
 what works here."""
 
 
@@ -32,6 +34,7 @@ class Options:
     parts: list[str]
     json: Path | None
     plot: Path | None
+    html: Path | None
     quiet: bool
 
 
@@ -41,9 +44,9 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-def check_files(json: Path | None, plot: Path | None) -> None:
+def check_files(json: Path | None, plot: Path | None, html: Path | None = None) -> None:
     """Refuse files that cannot be written when the program has ended."""
-    for name, file in (("--json", json), ("--plot", plot)):
+    for name, file in (("--json", json), ("--plot", plot), ("--html", html)):
         if file is not None and not file.parent.is_dir():
             refuse(f"{name}: there is no folder {file.parent}")
     if plot is not None and (why := why_no_plot(plot)):
@@ -68,7 +71,7 @@ def parse(arguments: Sequence[str]) -> Options:
         sys.exit(2)
     if words[0] == "env" and not is_module and len(words) > 1:
         refuse(f"env takes no arguments, got {words[1]}")
-    check_files(given.json, given.plot)
+    check_files(given.json, given.plot, given.html)
     parts = [
         part
         for part in PARTS
@@ -81,6 +84,7 @@ def parse(arguments: Sequence[str]) -> Options:
         parts=parts,
         json=given.json and given.json.absolute(),  # the program may change the working folder
         plot=given.plot and given.plot.absolute(),
+        html=given.html and given.html.absolute(),
         quiet=given.quiet,
     )
 
@@ -103,6 +107,7 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
         ),
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to it"),
         parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the loss scale to it"),
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts"),
     ]
     parser.add_argument("--quiet", action="store_true", help="print no summary")
     return parser, {name for option in valued for name in option.option_strings}

@@ -12,24 +12,22 @@ import torch
 
 import ampfuse
 from ampfuse.amp import GradScaler
+from ampfuse.diagnosis._diagnosis import Diagnosis
 from ampfuse.patching._parts import Part
 from ampfuse.patching._scalers import RECORDING
-from ampfuse.diagnosis import _advice
-from ampfuse.diagnosis._clock import StepClock
 
 RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
 SKIPS_IN_A_ROW = 10
+UPDATES_TO_JUDGE = 20
+MANY_SKIPS = 0.1  # of the updates
 
 
 def report(
-    program: str, parts: list[Part], clock: StepClock, seconds: float, ended: str
+    program: str, parts: list[Part], diagnosis: Diagnosis, seconds: float, ended: str
 ) -> dict[str, Any]:
     """Return the whole report as nested dicts and lists."""
     scalers: list[dict[str, Any]] = []
-    hints: list[str] = []
-    steps = _advice.summary(clock)
-    if steps is not None:
-        hints += _advice.hints(clock, steps)
+    hints = diagnosis.hints()
     recorded = list(RECORDING.scalers)
     for scaler in recorded:
         try:
@@ -51,7 +49,8 @@ def report(
             for part in parts
         },
         "scalers": scalers,
-        "steps": steps,
+        "steps": diagnosis.steps(),
+        "memory": diagnosis.memory(),
         "earlier_scalers": RECORDING.made - len(recorded),
         "peak_memory": _peak_memory(),
         "hints": [*_about_compiling(), *hints],
@@ -102,6 +101,7 @@ def _about_compiling() -> Iterable[str]:
 
 def _hints(scaler: dict[str, Any]) -> Iterable[str]:
     skipped = [record[1] for record in scaler["history"]]
+    late = skipped[len(skipped) // 2 :]
     if len(skipped) >= SKIPS_IN_A_ROW and all(skipped[-SKIPS_IN_A_ROW:]):
         yield (
             f"The last {SKIPS_IN_A_ROW} steps were skipped, and the loss scale is now "
@@ -109,6 +109,23 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
             "nothing is learned. Look for a NaN or an infinity in the loss, the data or the "
             "learning rate; ampfuse.GradScaler.overflow_report(model) names the parameters."
         )
+    elif len(late) >= UPDATES_TO_JUDGE and sum(late) > MANY_SKIPS * len(late):
+        skips = f"{sum(late)} of the last {len(late)} steps were skipped"
+        scales = [record[0] for record in scaler["history"]]
+        first = len(skipped) - len(late)
+        # The scale is that of the step, so it has grown after the step before.
+        after_growth = [scales[i] > scales[i - 1] for i in range(first, len(skipped)) if skipped[i]]
+        if sum(after_growth) > len(after_growth) / 2:
+            yield (
+                f"{skips}, most of them after the scale had grown, so it grows too often: use "
+                "GradScaler(growth_interval=2000), or more."
+            )
+        else:
+            yield (
+                f"{skips}, at scales that were not too high for other steps: some batches have "
+                "gradients that are not finite. ampfuse.GradScaler.overflow_report(model) names "
+                "the parameters."
+            )
 
 
 def _peak_memory() -> dict[str, int]:

@@ -26,8 +26,10 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             ("", f"left to torch {_times(count)}: {reason}")
             for reason, count in part["left_to_torch"].items()
         ]
-    if report["steps"] is not None:
-        found.append(("a step", _of_steps(report["steps"])))
+    if (steps := report["steps"]) is not None:
+        found.append(("a step", times_text(steps["milliseconds"])))
+        if steps["gpu_milliseconds"]:
+            found.append(("on the GPU", times_text(steps["gpu_milliseconds"])))
     if report["earlier_scalers"]:
         found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:
@@ -43,9 +45,8 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
-def _of_steps(steps: dict[str, Any]) -> str:
-    """Return the median time of a step, and the phases that take more than 1 % of it."""
-    milliseconds = steps["milliseconds"]
+def times_text(milliseconds: dict[str, float]) -> str:
+    """Return the time of a step, and the phases that take more than 1 % of it."""
     whole = sum(milliseconds.values())
     shares = [
         f"{phase} {size / whole:.0%}" for phase, size in milliseconds.items() if size > whole / 100

@@ -7,42 +7,57 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from ampfuse.diagnosis._clock import INPUT, PHASES, Loader, StepClock
+import torch
 
-FIRST_STEPS = 3  # which allocate, compile and start workers
-LEAST_STEPS = 5  # from which medians are computed
+from ampfuse._graphs import uses_gpu
+from ampfuse.diagnosis._gpu_times import GpuTimes
+from ampfuse.diagnosis._habits import Habits
+from ampfuse.diagnosis._lines import Line
+from ampfuse.diagnosis._loaders import Loader
+from ampfuse.diagnosis._logits import WideLogits
+from ampfuse.diagnosis._phases import INPUT, OTHER
+from ampfuse.memory._monitor import Monitor
+from ampfuse.memory._show import size_text
+
 WORTH_A_HINT = 0.1  # of the time
+LEAST_WAIT = 2.0  # ms; a worker takes about 1 ms to send a batch
+WAITS = ("item", "tolist", "cpu", "synchronize")  # functions in which the host waits for a GPU
+COPIES = ("to", "cuda", "copy_")
+MANY_COMPILATIONS = 3
+LEAST_LOGITS = 2**20  # bytes
+FEW_CORES = 4
+MANY_STEPS = 100
+MOSTLY = 0.5
 
 
-def summary(clock: StepClock) -> dict[str, Any] | None:
-    """Return the median milliseconds of each phase, or None if there were too few steps."""
-    steps = clock.steps[FIRST_STEPS:]
-    if len(steps) < LEAST_STEPS:
-        return None
-    phases = {phase: 1e3 * median(step.get(phase, 0.0) for step in steps) for phase in PHASES}
-    return {"count": len(clock.steps), "milliseconds": phases}
-
-
-def hints(clock: StepClock, steps: dict[str, Any]) -> Iterator[str]:
-    """Return sentences about what to change."""
+def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> Iterator[str]:
+    """Return what follows from the times of steps."""
     milliseconds = steps["milliseconds"]
     whole = sum(milliseconds.values())
     wait = milliseconds[INPUT]
-    if clock.loaders and wait > WORTH_A_HINT * whole:
-        loader = max(clock.loaders, key=lambda one: sum(one.waits))
-        yield about_input(loader, wait, whole - wait)
-    yield from about_starts(clock)
+    about_start = list(about_starts(loaders, steps["count"] * whole / 1e3))
+    yield from about_start
+    if loaders and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
+        loader = max(loaders, key=lambda one: one.waited)
+        if not about_start or workers_needed(loader, wait, whole - wait)[0] > loader.workers:
+            yield about_input(loader, wait, whole - wait) + about_slowest(loader, lines)
+    yield from about_waits(lines)
+    if milliseconds[OTHER] > WORTH_A_HINT * whole:
+        yield from about_other(lines)
 
 
 def about_input(loader: Loader, wait: float, rest: float) -> str:
     """Return a hint for steps that wait `wait` ms for input, and take `rest` ms besides."""
     share = f"{wait / (wait + rest):.0%} of a step ({wait:.1f} ms) waits for input"
     cores = usable_cores()
-    # Without workers, a batch takes as long as the wait. With them, a step takes as long as the
-    # workers need for one batch together.
-    batch = wait if loader.workers == 0 else (wait + rest) * loader.workers
-    needed = math.ceil(batch / rest) if rest > 0 else cores
-    if needed <= cores and needed > loader.workers:
+    needed, batch = workers_needed(loader, wait, rest)
+    if needed <= loader.workers:
+        return (
+            f"{share}, though a worker needs {batch:.0f} ms for a batch, and there are "
+            f"{loader.workers}. DataLoader(prefetch_factor=8) helps if some batches take longer "
+            "than others. If it does not, sending batches takes the time: make them smaller."
+        )
+    if needed <= cores:
         now = f"num_workers={loader.workers}"
         return f"{share} with {now}: DataLoader(num_workers={needed}) would hide it."
     return (
@@ -52,16 +67,134 @@ def about_input(loader: Loader, wait: float, rest: float) -> str:
     )
 
 
-def about_starts(clock: StepClock) -> Iterator[str]:
-    """Return a hint if workers are started often."""
-    total = sum(sum(step.values()) for step in clock.steps)
-    for loader in clock.loaders:
+def workers_needed(loader: Loader, wait: float, rest: float) -> tuple[int, float]:
+    """Return the number of workers that would hide the wait, and the ms that each batch takes."""
+    seconds = loader.seconds()
+    # If it is not measured: a step takes as long as all workers together need for one batch.
+    batch = (wait + rest) * loader.workers if seconds is None else 1e3 * seconds
+    return math.ceil(batch / rest), batch
+
+
+def about_slowest(loader: Loader, lines: list[Line]) -> str:
+    """Return the line in which batches spend most of their time, if it is known."""
+    if loader.workers:
+        slowest = loader.slowest_line()
+    else:
+        inputs = [line for line in lines if line.phase == INPUT]
+        whole = sum(line.share for line in inputs)
+        slowest = inputs[0]._replace(share=inputs[0].share / whole) if inputs else None
+    if slowest is None:
+        return ""
+    return f" {slowest.share:.0%} of the loading is at {named(slowest)}."
+
+
+def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
+    """Return a hint if workers are started often, in a program that has trained `total` seconds."""
+    for loader in loaders:
         seconds = sum(loader.starts[1:])
         if loader.workers and not loader.persistent_workers and seconds > WORTH_A_HINT * total:
             yield (
-                f"Starting the workers of a DataLoader takes {median(loader.starts):.1f} s in each "
-                f"of {len(loader.starts)} epochs: persistent_workers=True keeps them."
+                f"Starting the workers of a DataLoader takes {1e3 * median(loader.starts):,.0f} ms "
+                f"in each of {len(loader.starts)} epochs: persistent_workers=True keeps them."
             )
+
+
+def about_waits(lines: list[Line]) -> Iterator[str]:
+    """Return hints about lines in which the host waits for the GPU, or copies to it."""
+    steps = [line for line in lines if line.phase != INPUT]
+    for line in steps:
+        if line.place.call in WAITS and line.share > WORTH_A_HINT:
+            yield (
+                f"The host waits for the GPU during {line.share:.0%} of the time at {named(line)}. "
+                "Meanwhile it cannot prepare the next step. Add up such numbers on the GPU, and "
+                "read the sum once in 50 steps."
+            )
+        if line.place.call in COPIES and line.share > WORTH_A_HINT and uses_gpu():
+            yield (
+                f"The host waits for copies to the GPU during {line.share:.0%} of the time at "
+                f"{named(line)}. DataLoader(pin_memory=True) and to(device, non_blocking=True) "
+                "copy while the host goes on."
+            )
+
+
+def about_other(lines: list[Line]) -> Iterator[str]:
+    """Return a hint about a line outside of forward, backward and optimizer."""
+    for line in lines:
+        if line.phase == OTHER and line.share > WORTH_A_HINT and line.place.call not in WAITS:
+            yield (
+                f"{line.share:.0%} of the time passes outside of training at {named(line)}. Do "
+                "this less often, or in another thread."
+            )
+
+
+def about_habits(habits: Habits, steps: int) -> Iterator[str]:
+    """Return hints about what a program does in each step."""
+    if habits.anomaly_checks > steps / 2:
+        yield (
+            "torch.autograd.set_detect_anomaly(True) checks each operator of backward, which "
+            "takes a multiple of the time: remove it when the error is found."
+        )
+    if habits.compilations >= MANY_COMPILATIONS:
+        yield (
+            f"torch.compile compiled again in {habits.compilations} steps after the first ones, "
+            "probably since shapes change: DataLoader(drop_last=True) or padding keeps them, and "
+            "torch.compile(dynamic=True) compiles for all of them. TORCH_LOGS=recompiles says why."
+        )
+    if habits.keeps_gradients:
+        yield (
+            "No gradient is set to zero between steps, so each step uses the sum of all gradients "
+            "so far: call optimizer.zero_grad() once per step."
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_slow_cpu = torch.get_num_threads() == 1 and usable_cores() >= FEW_CORES * processes
+    if steps and is_slow_cpu and not uses_gpu():
+        yield (
+            f"torch uses 1 of {usable_cores()} cores: set OMP_NUM_THREADS, or call "
+            "torch.set_num_threads."
+        )
+
+
+def about_logits(logits: WideLogits) -> Iterator[str]:
+    """Return a hint about logits that are converted to float32."""
+    if logits.bytes >= LEAST_LOGITS:
+        where = "" if logits.place is None else f" before {logits.place.where}"
+        yield (
+            f"Logits of {logits.dtype} are converted to float32{where}, which takes "
+            f"{size_text(logits.bytes)}, and as much for their gradient. Pass them as they are: "
+            "ampfuse's cross_entropy computes in float32 itself."
+        )
+
+
+def about_memory(monitor: Monitor) -> Iterator[str]:
+    """Return a hint about memory that grows."""
+    growth = monitor.growth()
+    # Without tensors, only long growth is more than noise: most programs append to some list.
+    is_certain = any(one.bytes for one in monitor.suspects) or monitor.steps >= MANY_STEPS
+    if growth is None or not monitor.suspects or not is_certain:
+        return
+    places = [
+        f"{one.where} {one.what}".rstrip() + f" ({size_text(one.bytes)} a step)"
+        if one.bytes
+        else f"{one.where} is now a {one.what}"
+        for one in monitor.suspects
+    ]
+    yield f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
+
+
+def about_gpu(gpu: GpuTimes) -> Iterator[str]:
+    """Return a hint if the GPU waits for the host."""
+    if gpu.steps and gpu.idle > MOSTLY * gpu.phases:
+        yield (
+            f"The GPU had nothing left to do at the end of {gpu.idle / gpu.phases:.0%} of the "
+            "phases: it waits for the host. torch.compile, ampfuse.GraphedStep or a larger batch "
+            "give it more work at a time."
+        )
+
+
+def named(line: Line) -> str:
+    """Return a line's place and text."""
+    where, text, _ = line.place
+    return f"{where}, `{text}`" if text else where
 
 
 def usable_cores() -> int:

@@ -1,177 +1,122 @@
 """Measures where the time of training steps goes, without a change to the program.
 
-A clock is in one phase at a time. It notes the phases by hooks of optimizers and by replacing a
-few functions of torch, which takes some microseconds per step. Modules get no hooks: torch.compile
-would compile a model again when they change.
+Hooks of optimizers, and a few functions of torch that are replaced, only note the time at which a
+phase begins or ends. The notes are read after each step. Modules get no hooks: torch.compile would
+compile a model again when they change.
 """
 
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampfuse._measuring import only_measures
+from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
-
-INPUT = "input"  # waiting for the next batch
-FORWARD = "forward"  # from a batch until backward, so with the loss
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
-SCALER = "scaler"
-OTHER = "other"  # of the program
-PHASES = (INPUT, FORWARD, BACKWARD, OPTIMIZER, SCALER, OTHER)
+from ampfuse.diagnosis._loaders import Loader, LoaderWatch
+from ampfuse.diagnosis._phases import BACKWARD, OPTIMIZER, SCALER, Listener, Note, NoteReader
 
 SCALER_METHODS = ("unscale_", "step", "update", "clip_grad_norm_")
-
-
-@dataclass(frozen=True)
-class Loader:
-    """The options of a DataLoader, and how long the program has waited for it."""
-
-    workers: int
-    persistent_workers: bool
-    waits: list[float] = field(default_factory=list)
-    """Seconds for each batch."""
-    starts: list[float] = field(default_factory=list)
-    """Seconds until an iterator was made, for each epoch."""
+# Measuring a step takes some 60 µs. Long programs are measured in runs of steps, with pauses; runs,
+# since workers of a loader may send several batches at a time.
+ALWAYS_MEASURED = 256  # steps
+RUN = 64  # steps of each
+PERIOD = 256
+MOST_NOTES = 1000  # that wait to be read, for example in an evaluation of many batches
 
 
 class StepClock:
-    """Measures the steps of a program while it is entered."""
+    """Measures the steps of a program until `exits` closes, and calls its listeners."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        """Seconds by phase of each step. A step ends when the first optimizer has stepped."""
-        self.loaders: list[Loader] = []
-        self._stack = [OTHER]
-        self._last = time.perf_counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+    def __init__(self, exits: ExitStack, *listeners: Listener) -> None:
+        self.steps = 0
+        """A step ends when the first optimizer has stepped."""
+        self._listeners = listeners
+        self._live = [listener for listener in listeners if listener.is_live]
+        self._notes: list[Note] = []
+        self._reader = NoteReader()
+        self._pauses = False
         self._thread = threading.get_ident()
         self._first: weakref.ref[Optimizer] | None = None
-        self._of_loader: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
-        self._exits = ExitStack()
-
-    def __enter__(self) -> "StepClock":
-        """Begin to measure."""
-        hooks = [
+        for hook in (
             hooks_of_optimizers.register_optimizer_step_pre_hook(self._enter_optimizer),
             hooks_of_optimizers.register_optimizer_step_post_hook(self._leave_optimizer),
-        ]
-        for hook in hooks:
-            self._exits.callback(hook.remove)
-        self._replace(torch.autograd, "backward", self._in_phase(BACKWARD))
+        ):
+            exits.callback(hook.remove)
+        timed = self._noted(BACKWARD, torch.autograd.backward)
+        replace(exits, torch.autograd, "backward", timed)
         for name in SCALER_METHODS:
-            self._replace(GradScaler, name, self._in_phase(SCALER))
-        self._replace(DataLoader, "__iter__", self._timed_start)
-        self._replace(_BaseDataLoaderIter, "__next__", self._timed_next)
-        self._last = time.perf_counter()
-        return self
+            replace(exits, GradScaler, name, self._noted(SCALER, getattr(GradScaler, name)))
+        self._loaders = LoaderWatch(exits, self.note)
 
-    def __exit__(self, *_: object) -> None:
-        """Stop measuring."""
-        self._exits.close()
+    @property
+    def loaders(self) -> list[Loader]:
+        """The loaders that the program has used."""
+        return self._loaders.loaders
 
-    def _replace(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, change(original))
-        self._exits.callback(setattr, owner, name, original)
-
-    def _count(self) -> None:
-        """Count the time since the last call for the phase that is running."""
-        now = time.perf_counter()
-        self._seconds[self._stack[-1]] += now - self._last
-        self._last = now
-
-    @contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        if threading.get_ident() != self._thread:
-            yield
+    def note(self, phase: str, begins: bool, iterator: int = 0, is_exhausted: bool = False) -> None:
+        """Note that a phase begins or ends now."""
+        if self._pauses or threading.get_ident() != self._thread:
             return
-        depth = len(self._stack)
-        self._enter(phase)
-        try:
-            yield
-        finally:
-            self._leave(depth)
+        self._notes.append((time.perf_counter(), phase, begins, iterator, is_exhausted))
+        for listener in self._live:
+            listener.noted(phase, begins)
+        if len(self._notes) > MOST_NOTES:
+            self._read()
 
-    def _enter(self, phase: str) -> None:
-        self._count()
-        self._stack.append(phase)
-
-    def _leave(self, depth: int) -> None:
-        """End the phases above this depth. Forward begins with a batch, and ends with any other."""
-        self._count()
-        ended = self._stack[depth]
-        del self._stack[depth:]
-        if depth == 1:
-            self._stack[0] = FORWARD if ended == INPUT else OTHER
-
-    def _in_phase(self, phase: str) -> Callable[[Any], Any]:
-        def change(function: Any) -> Any:
-            @wraps(function)
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling():
-                    return function(*args, **kwargs)
-                with self._phase(phase):
-                    return function(*args, **kwargs)
-
-            return timed
-
-        return change
-
-    def _timed_start(self, function: Any) -> Any:
+    def _noted(self, phase: str, function: Callable[..., Any]) -> Any:
         @wraps(function)
-        def timed(loader: Any) -> Any:
-            begin = time.perf_counter()
-            with self._phase(INPUT):
-                iterator = function(loader)
-            if loader not in self._of_loader:
-                self._of_loader[loader] = Loader(loader.num_workers, loader.persistent_workers)
-                self.loaders.append(self._of_loader[loader])
-            self._of_loader[loader].starts.append(time.perf_counter() - begin)
-            self._of_loader[iterator] = self._of_loader[loader]
-            return iterator
-
-        return timed
-
-    def _timed_next(self, function: Any) -> Any:
-        @wraps(function)
-        def timed(iterator: Any) -> Any:
-            begin = time.perf_counter()
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            self.note(phase, True)
             try:
-                with self._phase(INPUT):
-                    return function(iterator)
+                return function(*args, **kwargs)
             finally:
-                if iterator in self._of_loader:
-                    self._of_loader[iterator].waits.append(time.perf_counter() - begin)
+                self.note(phase, False)
 
         return timed
+
+    def _read(self) -> None:
+        intervals = self._reader.read(self._notes)
+        self._notes.clear()
+        for listener in self._listeners:
+            listener.read(intervals)
 
     @only_measures
     def _enter_optimizer(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and threading.get_ident() == self._thread:
-            self._enter(OPTIMIZER)
+        if not torch.compiler.is_compiling():
+            self.note(OPTIMIZER, True)
 
     @only_measures
     def _leave_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
-        self._leave(len(self._stack) - 1)
-        if self._first is None:
+        self.note(OPTIMIZER, False)
+        if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
-        if self._first() is optimizer:
-            self.steps.append(dict(self._seconds))
-            self._seconds.clear()
-            if not self.loaders:  # the program makes its batches itself, as a part of forward
-                self._stack[0] = FORWARD
+        if self._first() is not optimizer:
+            return
+        self.steps += 1
+        if not self._pauses:
+            self._read()
+            seconds = self._reader.end_step()
+            for listener in self._listeners:
+                listener.step_ends(optimizer, self.steps, seconds)
+            self._live = [listener for listener in self._listeners if listener.is_live]
+        if self.steps > ALWAYS_MEASURED:
+            self._pause_or_resume(self.steps % PERIOD >= RUN)
+
+    def _pause_or_resume(self, pauses: bool) -> None:
+        if self._pauses and not pauses:
+            self._reader = NoteReader()
+            for listener in self._listeners:
+                listener.read([])  # what they have counted since belongs to no phase
+        self._pauses = pauses

@@ -17,6 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ampfuse._replacing import replace
+
 # The functions that torch's documentation lists for CUDA under "ops that autocast to float32".
 LISTED = """
     __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist
@@ -91,23 +93,23 @@ def _on_cpu(value: Any) -> Any:
 def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Run the code in this block as if its tensors on the CPU were on a GPU."""
     with ExitStack() as exits:
-
-        def replace(owner: Any, name: str, value: Any) -> None:
-            exits.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-
         for name in NOTHING.split():
-            replace(torch.cuda, name, lambda *_, **__: None)
+            replace(exits, torch.cuda, name, lambda *_, **__: None)
         for name in BYTES.split():
-            replace(torch.cuda, name, lambda *_, **__: 0)
-        replace(torch.cuda, "get_device_name", lambda *_, **__: "GPU")
-        replace(torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
-        replace(functional, "dropout", _dropout(functional.dropout))
+            replace(exits, torch.cuda, name, lambda *_, **__: 0)
+        replace(exits, torch.cuda, "get_device_name", lambda *_, **__: "GPU")
+        replace(exits, torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
+        replace(exits, functional, "dropout", _dropout(functional.dropout))
         attention = functional.scaled_dot_product_attention
-        replace(functional, "scaled_dot_product_attention", _attention(attention))
+        replace(exits, functional, "scaled_dot_product_attention", _attention(attention))
         # torch's optimizers take lists of tensors by default only on devices that this returns.
-        replace(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"])
-        replace(Distribution, "_validate_args", False)  # zeros are no valid parameters
+        replace(
+            exits,
+            torch_optimizer,
+            "_get_foreach_kernels_supported_devices",
+            lambda: ["cuda", "cpu"],
+        )
+        replace(exits, Distribution, "_validate_args", False)  # zeros are no valid parameters
         exits.enter_context(AsOnGpu(sent))
         yield
 

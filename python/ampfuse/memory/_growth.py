@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from ampfuse._program_lines import file_name, is_of_program, program_frame
 from ampfuse.memory._dry_run import stored_tensors_in
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 CONTAINERS = (list, dict, set, deque)
 SHOWN = 3
 LEAST_BYTES = 1024  # of a tensor that is counted
@@ -132,13 +132,10 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def program_line(frame: FrameType | None) -> str:
-    """Return the innermost line outside of torch and this library, as `"train.py:12"`."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(LIBRARIES) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "backward"  # on a thread of its own
+    """Return the innermost line of the program, as `"train.py:12"`."""
+    found = program_frame(frame)
+    # Backward may run in a thread of its own, without a frame of the program.
+    return f"{file_name(found.f_code)}:{found.f_lineno}" if found else "backward"
 
 
 def lengths() -> dict[int, int]:
@@ -184,7 +181,7 @@ def frames() -> list[FrameType]:
     for frame in sys._current_frames().values():
         inner: FrameType | None = frame
         while inner is not None:
-            if not inner.f_code.co_filename.startswith(LIBRARIES):
+            if is_of_program(inner.f_code):
                 found.append(inner)
             inner = inner.f_back
     return found

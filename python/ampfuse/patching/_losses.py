@@ -97,7 +97,7 @@ def _ours(
         )
         USAGE.count_fallback(NAME, str(error).splitlines()[0])
         return loss
-    USAGE.count_use()
+    USAGE.count_use(input)
     return loss.to(_dtype_of_loss(input, target, weight))
 
 

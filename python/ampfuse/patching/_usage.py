@@ -2,6 +2,9 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+
+from torch import Tensor
 
 from ampfuse._graphs import eager_only
 
@@ -15,11 +18,15 @@ class Usage:
         self.part = part
         self.uses = 0
         self.fallbacks: Counter[str] = Counter()
+        self.look: Callable[[Tensor], None] | None = None
+        """Is called with the input of each use, if it has one."""
 
     @eager_only
-    def count_use(self) -> None:
+    def count_use(self, input: Tensor | None = None) -> None:
         """Count one use. Traced code does not count: a changed count would compile it again."""
         self.uses += 1
+        if self.look is not None and input is not None:
+            self.look(input)
 
     @eager_only
     def count_fallback(self, what: str, reason: str) -> None:

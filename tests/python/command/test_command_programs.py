@@ -230,6 +230,17 @@ def test_hint_about_skipped_steps_states_only_what_has_happened(programs):
     assert hint.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
 
 
+def test_hint_about_frequent_skips_tells_a_high_scale_from_bad_batches(programs):
+    bad = "scaler = torch.amp.GradScaler('cpu', growth_interval=3)\n"
+    bad += "for i in range(60): step(scaler, float('inf') if i % 5 == 4 else 1.0)"
+    (hint,) = told_of(programs, bad)["hints"]
+    assert hint.startswith("6 of the last 30 steps were skipped, at scales that were not too high")
+    high = "scaler = torch.amp.GradScaler('cpu', 2.0**125, growth_interval=1)\n"
+    high += "for _ in range(60): step(scaler, 2.0**40)"
+    (hint,) = told_of(programs, high)["hints"]
+    assert "most of them after the scale had grown" in hint
+
+
 def test_report_counts_the_steps_of_a_scaler_since_it_was_loaded(programs):
     load = "scaler.load_state_dict({**scaler.state_dict(), 'updates': 1000})"
     new = "scaler = torch.amp.GradScaler('cpu')\n"

@@ -33,6 +33,7 @@ MODULES = {
     "torch.utils._device": ["DeviceContext"],
     "torch.utils._python_dispatch": ["TorchDispatchMode", "_get_current_dispatch_mode"],
     "torch.utils._pytree": ["tree_iter", "tree_map"],
+    "torch.utils.data._utils.fetch": ["_IterableDatasetFetcher", "_MapDatasetFetcher"],
     "torch.utils.data.dataloader": ["_BaseDataLoaderIter"],
 }
 PARAMETER = torch.nn.Parameter(torch.ones(1))
@@ -41,6 +42,7 @@ OPTIMIZER = torch.optim.SGD([PARAMETER])
 torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
 OPTIMIZER.step()
 OBJECTS: dict[Any, list[str]] = {
+    (PARAMETER * 2).grad_fn: ["_input_metadata"],
     torch.amp.GradScaler("cpu"): [
         "_check_inf_per_device",
         "_check_scale_growth_tracker",
@@ -63,7 +65,7 @@ OBJECTS: dict[Any, list[str]] = {
     torch.ops.aten.add.Tensor: ["_schema"],
 }
 # ampfuse sets _dynamo_marked_constant for torch, which may ignore it. The others are Python's.
-OTHERS = {"_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
+OTHERS = {"_asdict", "_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""`Diagnosis`: measures a program while it trains, and says what limits it."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ampfuse._replacing import replace
+from ampfuse.diagnosis import _advice
+from ampfuse.diagnosis._clock import StepClock
+from ampfuse.diagnosis._gpu_times import GpuTimes
+from ampfuse.diagnosis._habits import Habits
+from ampfuse.diagnosis._lines import LineSampler
+from ampfuse.diagnosis._logits import WideLogits
+from ampfuse.diagnosis._phases import Interval, Listener
+from ampfuse.diagnosis._timeline import FIRST_STEPS, Timeline
+from ampfuse.memory._monitor import Monitor
+from ampfuse.patching import _losses
+
+LINES_SHOWN = 20
+
+
+class Diagnosis(Listener):
+    """Measures a program until it is stopped. The program must run in the thread that made it."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.habits = Habits()
+        self.logits = WideLogits()
+        self.gpu = GpuTimes()
+        self.lines = LineSampler()
+        self.monitor: Monitor | None = None
+        self._was_looking = False
+        self._exits = ExitStack()
+        try:
+            self.monitor = Monitor()
+        except ImportError:  # psutil is optional
+            pass
+        else:
+            self._exits.enter_context(self.monitor)
+        self.clock = StepClock(self._exits, self, self.habits, self.gpu)
+        replace(self._exits, _losses.USAGE, "look", self.logits)
+        self.lines.start()
+        self._exits.callback(self.lines.stop)
+
+    def read(self, intervals: list[Interval]) -> None:
+        """Count the lines of a step."""
+        if self._is_looking():
+            self.lines.drop()
+        else:
+            self.lines.read(intervals)
+
+    def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
+        """Note the times of a step."""
+        if not self._is_looking():
+            self.timeline.add(step, seconds)
+            if self.timeline.count == FIRST_STEPS:
+                self.lines.forget()
+        self._was_looking = self.monitor is not None and self.monitor.is_looking
+
+    def _is_looking(self) -> bool:
+        """Return True in steps in which the monitor looks for leaks, which takes long."""
+        return self._was_looking or (self.monitor is not None and self.monitor.is_looking)
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        self._exits.close()
+
+    def steps(self) -> dict[str, Any] | None:
+        """Return the times of steps, or None if there were too few steps."""
+        summary = self._summary()
+        if summary is None:
+            return None
+        lines = [
+            {"phase": line.phase, "where": where, "text": text, "share": line.share}
+            for line in self.lines.lines()[:LINES_SHOWN]
+            for where, text, _ in [line.place]
+        ]
+        return summary | {"gpu_milliseconds": self.gpu.milliseconds(), "lines": lines}
+
+    def _summary(self) -> dict[str, Any] | None:
+        summary = self.timeline.summary()
+        return None if summary is None else {"count": self.clock.steps, **summary}
+
+    def memory(self) -> dict[str, Any] | None:
+        """Return the memory after each step, in bytes; None without psutil or steps."""
+        if self.monitor is None or not self.monitor.ends:
+            return None
+        ends = self.monitor.ends
+        return {
+            "growth": self.monitor.growth(),
+            "suspects": [one._asdict() for one in self.monitor.suspects],
+            "step": [end.step + 1 for end in ends],
+            "host": [end.host for end in ends],
+            "gpu": [end.allocated for end in ends],
+        }
+
+    def hints(self) -> list[str]:
+        """Return sentences about what to change."""
+        found: list[str] = []
+        if (steps := self._summary()) is not None:
+            found += _advice.hints(steps, self.clock.loaders, self.lines.lines())
+        found += _advice.about_gpu(self.gpu)
+        found += _advice.about_habits(self.habits, self.timeline.count)
+        found += _advice.about_logits(self.logits)
+        if self.monitor is not None:
+            found += _advice.about_memory(self.monitor)
+        return found

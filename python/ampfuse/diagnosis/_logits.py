@@ -1,0 +1,47 @@
+"""Notices logits that a program converts to float32 before the loss."""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from ampfuse._program_lines import Place, place, program_frame
+from ampfuse.optim._state import DTYPES_16_BIT
+
+VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # what may lie between it and the loss
+MOST_VIEWS = 4
+
+
+class WideLogits:
+    """Remembers the largest logits that were converted."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.dtype: torch.dtype | None = None
+        """The dtype before the conversion."""
+        self.place: Place | None = None
+
+    def __call__(self, logits: Tensor) -> None:
+        """Look at the logits of a loss."""
+        if logits.dtype != torch.float32 or logits.nbytes <= self.bytes:
+            return
+        dtype = dtype_before(logits)
+        if dtype in DTYPES_16_BIT:
+            self.bytes, self.dtype = logits.nbytes, dtype
+            frame = program_frame(sys._getframe())
+            self.place = place(frame.f_code, frame.f_lasti) if frame else None
+
+
+def dtype_before(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype from which a tensor was converted, if autograd knows it."""
+    node = tensor.grad_fn
+    for _ in range(MOST_VIEWS + 1):
+        if node is None:
+            return None
+        source = node.next_functions[0][0] if node.next_functions else None
+        if node.name() == "ToCopyBackward0":
+            return None if source is None else source._input_metadata[0].dtype
+        if not node.name().removesuffix("Backward0").endswith(VIEWS):
+            return None
+        node = source
+    return None

@@ -1,0 +1,83 @@
+"""`python -m ampfuse compare`: what differs between two reports."""
+
+import json
+
+import pytest
+from ampfuse.diagnosis._phases import PHASES
+
+
+def report(forward=10.0, *, quartiles=None, hints=(), skipped=1, peak=100, steps=True):
+    milliseconds = dict.fromkeys(PHASES, 0.0) | {"forward": forward, "backward": 20.0}
+    whole = sum(milliseconds.values())
+    return {
+        "steps": {
+            "count": 100,
+            "milliseconds": milliseconds,
+            "quartiles": quartiles or [whole - 0.1, whole, whole + 0.1],
+        }
+        if steps
+        else None,
+        "scalers": [{"taken": 99, "skipped": skipped, "scale": 65536.0}],
+        "peak_memory": {"host": peak * 2**20, "cuda:0": peak * 2**21},
+        "hints": list(hints),
+    }
+
+
+@pytest.fixture
+def compare(programs):
+    def run(before, after):
+        for name, content in (("a.json", before), ("b.json", after)):
+            text = content if isinstance(content, str) else json.dumps(content)
+            programs.write(name, text)
+        return programs.run("-m", "ampfuse", "compare", "a.json", "b.json")
+
+    return run
+
+
+def test_times_memory_and_scalers_are_compared(compare):
+    done = compare(report(), report(4.0, skipped=3, peak=50))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "                 a.json    b.json  change",
+        "steps               100       100",
+        "a step         30.00 ms  24.00 ms    -20%",
+        "  forward      10.00 ms   4.00 ms    -60%",
+        "  backward     20.00 ms  20.00 ms     +0%",
+        "peak memory     100 MiB  50.0 MiB    -50%",
+        "on cuda:0       200 MiB   100 MiB    -50%",
+        "steps taken          99        99      +0",
+        "steps skipped         1         3      +2",
+        "last scale       65,536    65,536",
+    ]
+
+
+def test_difference_within_the_usual_range_of_steps_is_called_noise(compare):
+    before = report(10.0, quartiles=[28.0, 30.0, 33.0])
+    after = report(11.0, quartiles=[29.0, 31.0, 34.0])
+    assert "+3% (within noise)" in compare(before, after).stdout
+
+
+def test_hints_that_are_new_or_gone_are_printed(compare):
+    done = compare(report(hints=["too few workers", "a leak"]), report(hints=["a leak", "slow"]))
+    assert done.stdout.splitlines()[-2:] == ["no longer: too few workers", "new: slow"]
+
+
+def test_programs_of_few_steps_can_be_compared(compare):
+    done = compare(report(), report(steps=False))
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1].split() == ["steps", "100", "few"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_files_that_are_no_reports_are_refused(compare, content):
+    done = compare(report(), content)
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m ampfuse: compare: ")
+    assert "b.json" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 2), (["a.json"], 2), (["--help"], 0)])
+def test_usage_is_printed(programs, words, code):
+    done = programs.run("-m", "ampfuse", "compare", *words)
+    assert done.returncode == code
+    assert "usage: python -m ampfuse compare before.json after.json" in done.stderr

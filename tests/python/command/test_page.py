@@ -1,0 +1,151 @@
+"""`python -m ampfuse --html`: a page with charts that needs no other file."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from ampfuse.command import charts, page
+
+PROGRAM = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cpu")
+step = 0
+for inputs, target in DataLoader(TensorDataset(torch.randn(160, 8), torch.arange(160) % 4), 4):
+    step += 1
+    loss = torch.nn.functional.cross_entropy(model(inputs), target)
+    scaler.scale(loss * (float("inf") if step % 16 == 0 else 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+VOID = ("meta",)
+
+
+class Checker(HTMLParser):
+    """Raises if an element is not closed, and collects the text and all addresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.addresses = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in VOID:
+            self.open.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def checked(text):
+    checker = Checker()
+    checker.feed(text)
+    assert checker.open == []
+    assert checker.addresses == []
+    assert "<script" not in text
+    assert "http" not in text
+    assert not any("nan" in points for points in re.findall(r'points="([^"]*)"', text))
+    for chart in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(chart)
+    return " ".join(checker.text)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    from programs import Programs
+
+    programs = Programs(folder).write("train <1>.py", PROGRAM)
+    options = ("--json", "report.json", "--html", "page.html")
+    done = programs.run("-m", "ampfuse", *options, "train <1>.py")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_page_needs_no_other_file_and_shows_all_parts(written):
+    text = (written / "page.html").read_text()
+    shown = checked(text)
+    for part in ("train <1>.py", "A step takes", "Steps", "Loss scale", "× skipped", "All numbers"):
+        assert part in shown
+    assert text.count('class="skipped" d=') == 2
+    assert len(text) < 100_000
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_browser_shows_the_page(written):
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    done = subprocess.run(
+        [*command, str(written / "page.html")], capture_output=True, text=True, check=True
+    )
+    assert "A step takes" in done.stdout
+    assert done.stdout.count("<svg") == (written / "page.html").read_text().count("<svg")
+
+
+def report_of(written):
+    return json.loads((written / "report.json").read_text())
+
+
+def test_long_history_makes_a_page_of_bounded_size(written):
+    report = report_of(written)
+    scaler = report["scalers"][0]
+    count = 2**16
+    scaler["history"] = [[2.0 ** (i // 10_000), i % 3 == 0, 1.0] for i in range(count)]
+    scaler["updates"] = scaler["remembered"] = count
+    steps = report["steps"]
+    steps["timeline"] = {phase: [1.0] * 1023 for phase in steps["timeline"]}
+    steps["timeline"]["step"] = list(range(1023))
+    text = page.page(report)
+    checked(text)
+    assert len(text) < 400_000
+
+
+@pytest.mark.parametrize("missing", ["steps", "memory", "both"])
+def test_short_programs_have_a_page_too(written, missing):
+    report = report_of(written)
+    for name in ("steps", "memory") if missing == "both" else (missing,):
+        report[name] = None
+    report["scalers"][0]["history"] = [[0.0, True, None]]
+    report["scalers"][0]["remembered"] = 1
+    assert "All numbers" in checked(page.page(report))
+
+
+def test_phases_of_no_time_have_no_share(written):
+    report = report_of(written)
+    steps = report["steps"]
+    steps["timeline"] = {phase: [0.0] * 5 for phase in steps["timeline"]}
+    steps["timeline"]["step"] = [4, 5, 6, 7, 8]
+    checked(page.page(report))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (0, 0.9, [0, 0.2, 0.4, 0.6, 0.8]), (3, 41, [10, 20, 30, 40])],
+)
+def test_ticks_are_round_numbers(low, high, expected):
+    assert charts.nice_ticks(low, high) == pytest.approx(expected)
+
+
+def test_rare_spikes_do_not_flatten_a_chart():
+    assert charts.ceiling([1.0] * 99 + [100.0]) == pytest.approx(3.15)
+    assert charts.ceiling([1.0] * 90 + [100.0] * 10) == pytest.approx(105)
+    assert charts.ceiling([0.0]) == 1.0
+
+
+def test_folder_that_does_not_exist_is_refused(programs):
+    done = programs.run("-m", "ampfuse", "--html", "nowhere/page.html", "train.py")
+    assert done.returncode == 2
+    assert done.stderr == "python -m ampfuse: --html: there is no folder nowhere\n"

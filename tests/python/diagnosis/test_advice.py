@@ -1,0 +1,170 @@
+"""Hints that follow from the times of a program's steps."""
+
+import pytest
+import torch
+from ampfuse._program_lines import Place
+from ampfuse.diagnosis import _advice
+from ampfuse.diagnosis._advice import (
+    about_gpu,
+    about_habits,
+    about_input,
+    about_memory,
+    about_waits,
+    hints,
+)
+from ampfuse.diagnosis._gpu_times import GpuTimes
+from ampfuse.diagnosis._habits import Habits
+from ampfuse.diagnosis._lines import Line
+from ampfuse.diagnosis._loaders import Loader
+from ampfuse.diagnosis._phases import FORWARD, INPUT, OTHER, PHASES
+from ampfuse.memory import Suspect
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    monkeypatch.setattr(_advice, "usable_cores", lambda: 8)
+
+
+def loader(workers, batch=None, *, persistent=False, starts=(), waited=1.0):
+    made = Loader(workers, persistent, False, starts=list(starts), waited=waited)
+    if batch is not None:
+        made.note_batch(0, batch / 1e3)
+    return made
+
+
+def steps(**milliseconds):
+    return {"count": 20, "milliseconds": dict.fromkeys(PHASES, 0.0) | milliseconds}
+
+
+def line(phase, call="", share=0.5):
+    return Line(phase, Place("train.py:3", f"x = {call}()", call), share)
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "wait", "rest", "said"),
+    [
+        (0, 30, 30.0, 10.0, "DataLoader(num_workers=3) would hide it"),
+        (2, 40, 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),
+        (2, None, 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),  # workers not measured
+        (0, 300, 300.0, 10.0, "Make the transforms faster"),
+        (4, None, 30.0, 10.0, "Make the transforms faster"),
+        (4, 20, 10.0, 10.0, "DataLoader(prefetch_factor=8) helps if some batches take longer"),
+    ],
+)
+def test_number_of_workers_that_hides_the_wait_is_computed(workers, batch, wait, rest, said):
+    assert said in about_input(loader(workers, batch), wait, rest)
+
+
+@pytest.mark.parametrize(
+    ("wait", "forward", "expected"),
+    [(30.0, 10.0, 1), (5.0, 10.0, 1), (0.9, 10.0, 0), (1.5, 1.0, 0), (30.0, 1000.0, 0)],
+)
+def test_short_waits_are_not_worth_a_hint(wait, forward, expected):
+    found = list(hints(steps(input=wait, forward=forward), [loader(0, wait)], []))
+    assert len(found) == expected
+
+
+def test_line_that_takes_the_time_of_loading_is_named():
+    lines = [line(FORWARD, share=0.5), line(INPUT, "augment", 0.3), line(INPUT, "read", 0.1)]
+    (hint,) = hints(steps(input=30.0, forward=10.0), [loader(0, 30)], lines)
+    assert hint.endswith("75% of the loading is at train.py:3, `x = augment()`.")
+
+
+def test_loader_that_the_program_waits_for_longest_is_meant():
+    loaders = [loader(1, 50, waited=2.0), loader(0, 1, waited=0.1)]
+    (hint,) = hints(steps(input=30.0, forward=10.0), loaders, [])
+    assert "with num_workers=1" in hint
+
+
+def test_workers_that_are_started_in_each_epoch_are_noticed():
+    times = steps(forward=100.0)  # 2 s for 20 steps
+    (hint,) = hints(times, [loader(2, starts=[1.0, 1.0, 1.0])], [])
+    assert "takes 1,000 ms in each of 3 epochs: persistent_workers=True keeps them" in hint
+    for quiet in (
+        loader(2, starts=[1.0, 1.0, 1.0], persistent=True),
+        loader(2, starts=[1.0, 0.01, 0.01]),
+        loader(0, starts=[1.0, 1.0, 1.0]),
+    ):
+        assert list(hints(times, [quiet], [])) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (line(OTHER, "item"), "The host waits for the GPU during 50% of the time at train.py:3"),
+        (line(OTHER, "cpu"), "The host waits for the GPU"),
+        (line(FORWARD, "to"), "waits for copies to the GPU"),
+        (line(INPUT, "item"), None),
+        (line(OTHER, "item", share=0.05), None),
+        (line(OTHER, "print"), None),
+    ],
+)
+def test_lines_that_wait_for_the_gpu_are_named(monkeypatch, found, said):
+    monkeypatch.setattr(_advice, "uses_gpu", lambda: True)
+    hinted = list(about_waits([found]))
+    assert len(hinted) == (said is not None)
+    assert all(said in hint for hint in hinted)
+
+
+def test_conversions_are_no_copies_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(_advice, "uses_gpu", lambda: False)
+    assert list(about_waits([line(FORWARD, "to")])) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "found", "expected"),
+    [
+        (30.0, line(OTHER, "save"), 1),
+        (1.0, line(OTHER, "save"), 0),
+        (30.0, line(FORWARD, "save"), 0),
+        (30.0, line(OTHER, "save", share=0.05), 0),
+    ],
+)
+def test_line_outside_of_training_is_named(other, found, expected):
+    assert len(list(hints(steps(other=other, forward=70.0), [], [found]))) == expected
+
+
+def test_one_thread_on_many_cores_is_noticed(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    (hint,) = about_habits(Habits(), 10)
+    assert "torch uses 1 of 8 cores" in hint
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # a launcher has set one thread for each process
+    assert list(about_habits(Habits(), 10)) == []
+
+
+@pytest.mark.parametrize(("idle", "expected"), [(8, 1), (2, 0)])
+def test_gpu_that_waits_for_the_host_is_noticed(idle, expected):
+    gpu = GpuTimes()
+    assert list(about_gpu(gpu)) == []
+    gpu.steps, gpu.phases, gpu.idle = 4, 12, idle
+    assert len(list(about_gpu(gpu))) == expected
+
+
+class Monitor:
+    """Has found these suspects in this many steps."""
+
+    def __init__(self, growth, suspects, steps=40):
+        self._growth, self.suspects, self.steps = growth, suspects, steps
+
+    def growth(self):
+        return self._growth
+
+
+TENSOR = Suspect("train.py:3", "in Linear", 2**20)
+LIST = Suspect("losses of train.py", "list of 200 elements", 0)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "said"),
+    [
+        (Monitor(2.0**20, [TENSOR, LIST]), "1,024 KiB a step: train.py:3 in Linear (1,024 KiB a"),
+        (Monitor(2.0**20, [LIST], steps=200), "losses of train.py is now a list of 200 elements"),
+        (Monitor(2.0**20, [LIST]), None),  # most programs append to a list
+        (Monitor(2.0**20, []), None),
+        (Monitor(None, [TENSOR]), None),
+    ],
+)
+def test_growth_is_reported_with_what_holds_the_memory(monitor, said):
+    found = list(about_memory(monitor))
+    assert len(found) == (said is not None)
+    assert all(said in hint for hint in found)

@@ -1,0 +1,72 @@
+"""`python -m ampfuse` names the fault of a program, and finds none in other programs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ampfuse.diagnosis import _advice
+
+PROGRAM = Path(__file__).parents[1] / "support" / "faulty_program.py"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "plain_torch"
+
+pytestmark = pytest.mark.slow
+
+
+def line_of(text):
+    lines = PROGRAM.read_text().splitlines()
+    return f"{PROGRAM.name}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+def diagnosed(programs, *arguments):
+    done = programs.run("-m", "ampfuse", "--json", "report.json", *arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((programs.folder / "report.json").read_text())
+    assert all(hint in done.stderr for hint in report["hints"])
+    return report["hints"], done.stderr
+
+
+CORES = _advice.usable_cores()
+SLEEP = line_of("time.sleep(0.002")
+# A batch of 16 takes 32 or 320 ms, and the rest of a step more than 20 ms.
+SHOWN = {
+    "no workers": ["waits for input with num_workers=0: DataLoader(num_workers=", SLEEP],
+    "transform": ["workers could hide, and there are", "Make the transforms faster", SLEEP],
+    "restarts": ["Starting the workers of a DataLoader takes", "persistent_workers=True"],
+    "item": ["The host waits for the GPU", line_of("loss.item()")],
+    "logits": ["Logits of torch.bfloat16 are converted to float32", "2,048 KiB"],
+    "leak": ["Memory grows by ", line_of("kept.append"), "kept of faulty_program.py"],
+    "collapse": ["The last 10 steps were skipped", "gradients are not finite at any scale"],
+    "growth": ["of the last 20 steps were skipped", "growth_interval"],
+    "kept gradients": ["No gradient is set to zero between steps", "zero_grad()"],
+    "anomaly checks": ["set_detect_anomaly(True)", "remove it"],
+    "compilations": ["torch.compile compiled again in", "shapes change"],
+    "saving": ["of the time passes outside of training", line_of("torch.save(")],
+}
+
+
+@pytest.mark.parametrize("fault", SHOWN)
+def test_fault_is_named(programs, fault):
+    if fault == "no workers" and CORES < 2:
+        pytest.skip("there is one core")
+    if fault == "transform" and CORES > 8:
+        pytest.skip("these cores could hide it")
+    hints, _ = diagnosed(programs, str(PROGRAM), fault)
+    named = [hint for hint in hints if all(text in hint for text in SHOWN[fault])]
+    assert len(named) == 1, hints
+    others = [hint for hint in hints if hint not in named and "torch.compile are not" not in hint]
+    assert others == []
+
+
+def test_scaled_gradients_that_are_clipped_cause_a_warning(programs):
+    hints, text = diagnosed(programs, str(PROGRAM), "clipping")
+    assert hints == []
+    assert "gradients were clipped to max_norm=1 while they were still multiplied" in text
+
+
+def test_program_without_fault_gets_no_hint(programs):
+    assert diagnosed(programs, str(PROGRAM), "none")[0] == []
+
+
+@pytest.mark.parametrize("example", sorted(file.stem for file in EXAMPLES.glob("*.py")))
+def test_example_gets_no_hint(programs, example):
+    assert diagnosed(programs, str(EXAMPLES / f"{example}.py"))[0] == []

@@ -1,0 +1,98 @@
+"""The GPU's time for each phase; here the GPU is a stand-in that needs a given time for a phase."""
+
+import pytest
+import torch
+from ampfuse.diagnosis import _gpu_times
+from ampfuse.diagnosis._gpu_times import GpuTimes
+from ampfuse.diagnosis._phases import BACKWARD, FORWARD, INPUT, OPTIMIZER
+
+PHASES = {INPUT: 1.0, FORWARD: 20.0, BACKWARD: 40.0, OPTIMIZER: 10.0}  # ms of the GPU
+
+
+class Gpu:
+    """A stream whose work is done `delay` ms after the host has given it."""
+
+    def __init__(self):
+        self.host = self.given = 0.0
+        self.is_capturing = False
+
+    def query(self):
+        return self.given <= self.host
+
+    def work(self, milliseconds):
+        self.given = max(self.given, self.host) + milliseconds
+
+
+class Event:
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.stream, self.time = stream, max(stream.given, stream.host)
+
+    def query(self):
+        return self.time <= self.stream.host
+
+    def elapsed_time(self, end):
+        return end.time - self.time
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = Gpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(_gpu_times, "uses_gpu", lambda: True)
+    monkeypatch.setattr(_gpu_times, "is_capturing", lambda: made.is_capturing)
+    return made
+
+
+def train(gpu, host, steps=64):
+    """Train with phases that take `host` ms of the host each."""
+    times = GpuTimes()
+    for _ in range(steps):
+        for phase, milliseconds in PHASES.items():
+            gpu.work(milliseconds)
+            gpu.host += host
+            if times.is_live:
+                times.noted(phase, begins=False)
+        times.read([(phase, 0.0) for phase in PHASES])
+        times.step_ends(None, 1, {})
+    return times
+
+
+def test_times_of_a_busy_gpu_are_those_of_its_work(gpu):
+    times = train(gpu, host=2.0)
+    gpu.host = gpu.given
+    times.step_ends(None, 1, {})
+    assert times.steps >= 1
+    # The first event ends the first phase, so it has no beginning.
+    assert times.milliseconds() == pytest.approx({FORWARD: 20, BACKWARD: 40, OPTIMIZER: 10})
+    assert times.idle == 0
+    assert times.phases >= 3
+
+
+def test_gpu_that_waits_for_the_host_is_noticed(gpu):
+    times = train(gpu, host=50.0)
+    assert times.idle == times.phases > 0
+    assert times.milliseconds()[BACKWARD] == pytest.approx(50)
+
+
+def test_few_steps_are_measured(gpu):
+    assert train(gpu, host=50.0, steps=80).steps in range(4, 11)
+
+
+def test_captured_steps_are_not_measured(gpu):
+    gpu.is_capturing = True
+    assert train(gpu, host=50.0).milliseconds() is None
+    times = GpuTimes()
+    times.is_live = True
+    times.noted(FORWARD, begins=False)
+    assert not times.is_live
+
+
+def test_program_without_gpu_has_no_times():
+    times = GpuTimes()
+    for _ in range(20):
+        times.step_ends(None, 1, {})
+    assert times.milliseconds() is None

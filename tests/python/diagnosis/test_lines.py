@@ -1,0 +1,128 @@
+"""The lines in which a program spends its time, found by sampling."""
+
+import inspect
+import random
+import sys
+import time
+
+import pytest
+import torch
+from ampfuse import _program_lines
+from ampfuse._program_lines import file_name, is_of_program, place
+from ampfuse.diagnosis._lines import LineSampler
+from ampfuse.diagnosis._phases import FORWARD, INPUT, OTHER
+
+
+@pytest.fixture
+def sampler():
+    made = LineSampler()
+    made.start()
+    yield made
+    made.stop()
+
+
+def end(sampler, phase):
+    sampler.read([(phase, time.perf_counter())])
+
+
+def slow():
+    time.sleep(0.3)
+
+
+def quick():
+    time.sleep(0.1)
+
+
+def test_lines_have_the_share_of_their_time(sampler):
+    slow()
+    end(sampler, FORWARD)
+    quick()
+    end(sampler, OTHER)
+    first, second = sampler.lines()
+    assert (first.phase, second.phase) == (FORWARD, OTHER)
+    number = inspect.getsourcelines(slow)[1] + 1
+    assert first.place.where == f"test_lines.py:{number}"
+    assert first.place.text == "time.sleep(0.3)"
+    assert first.share == pytest.approx(0.75, abs=0.1)
+    assert first.share + second.share == pytest.approx(1)
+
+
+def test_samples_belong_to_the_interval_of_their_time(sampler):
+    begin = time.perf_counter()
+    slow()
+    quick()
+    ends = [begin, begin + 0.3, time.perf_counter()]
+    sampler.read(list(zip((OTHER, INPUT, FORWARD), ends, strict=True)))
+    assert [line.phase for line in sampler.lines()] == [INPUT, FORWARD]
+
+
+def test_samples_of_no_phase_and_of_the_first_steps_do_not_count(sampler):
+    quick()
+    sampler.drop()
+    end(sampler, INPUT)
+    assert sampler.lines() == []
+    quick()
+    end(sampler, INPUT)
+    sampler.forget()
+    assert sampler.lines() == []
+
+
+def test_sampling_uses_no_random_numbers_of_the_program():
+    random.seed(0)
+    expected = [random.random() for _ in range(3)]
+    random.seed(0)
+    sampler = LineSampler()
+    sampler.start()
+    quick()
+    sampler.stop()
+    assert [random.random() for _ in range(3)] == expected
+
+
+def test_line_outside_of_torch_and_the_standard_library_is_shown(sampler):
+    import threading
+
+    event = threading.Event()
+    event.wait(0.2)  # sleeps in threading.py
+    end(sampler, FORWARD)
+    (line,) = sampler.lines()
+    assert "event.wait(0.2)" in line.place.text
+
+
+def test_files_of_packages_are_named_from_the_package_on():
+    def code(file):
+        return compile("x = 1", file, "exec")
+
+    name = "/usr/lib/python3.11/site-packages/transformers/trainer.py"
+    assert is_of_program(code(name))
+    assert file_name(code(name)) == "transformers/trainer.py"
+    for file in (
+        torch.__file__,
+        _program_lines.__file__,
+        inspect.__file__,
+        "/usr/lib/python3/dist-packages/numpy/core/numeric.py",
+        "<frozen importlib._bootstrap>",
+    ):
+        assert not is_of_program(code(file)), file
+    assert is_of_program(code("train.py"))
+    assert is_of_program(code("/home/user/torch/train.py"))
+    assert is_of_program(code("<stdin>"))
+    assert file_name(code("/home/user/train.py")) == "train.py"
+
+
+class Loss:
+    def item(self):
+        """Return the code and the instruction from which this is called."""
+        frame = sys._getframe(1)
+        return frame.f_code, frame.f_lasti
+
+
+def test_line_that_is_long_is_shortened():
+    found = place(*Loss().item()), "a text, with which this line has more than sixty characters"
+    assert len(found[0].text) == 60
+    assert found[0].text.startswith("found = place(*Loss().item()), ")
+    assert found[0].text.endswith("…")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python knows no columns")
+def test_function_that_is_called_is_known():
+    assert place(*Loss().item()).call == "item"

@@ -1,0 +1,319 @@
+"""The phases of training steps, as a clock measures them without a change to the program."""
+
+import threading
+import time
+from contextlib import ExitStack
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.diagnosis._clock import StepClock
+from ampfuse.diagnosis._phases import (
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    SCALER,
+    Listener,
+)
+from ampfuse.diagnosis._timeline import Timeline
+from ampfuse.optim import _traced
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset
+
+PAUSE = 0.005
+
+
+class Steps(Listener):
+    """Keeps the seconds of each step, and the order of the phases."""
+
+    is_live = True
+
+    def __init__(self):
+        self.steps, self.numbers, self.phases, self.backwards = [], [], [], 0
+
+    def noted(self, phase, begins):
+        self.backwards += begins and phase == BACKWARD
+
+    def read(self, intervals):
+        self.phases += [phase for phase, _ in intervals]
+
+    def step_ends(self, optimizer, step, seconds):
+        self.numbers.append(step)
+        self.steps.append({phase: seconds.get(phase, 0.0) for phase in PHASES})
+
+
+@pytest.fixture
+def steps():
+    with ExitStack() as exits:
+        made = Steps()
+        made.clock = StepClock(exits, made)
+        yield made
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.zeros(4)
+
+
+def train(after=lambda: None, loader=None, before_backward=lambda: None):
+    model = nn.Linear(4, 4)
+    optimizer = ampfuse.AdamW(model.parameters())
+    for batch in DataLoader(Numbers(), 4) if loader is None else loader:
+        loss = model(batch).sum()
+        before_backward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+
+def pause():
+    time.sleep(PAUSE)
+
+
+def test_phases_of_a_step_add_up_to_its_time(steps):
+    ends = []
+
+    def after():
+        ends.append(time.perf_counter())
+        pause()
+
+    train(after)
+    assert len(steps.steps) == steps.clock.steps == 10
+    seconds = sum(sum(step.values()) for step in steps.steps[1:])
+    assert seconds == pytest.approx(ends[-1] - ends[0], rel=0.1)
+    for phase in (INPUT, FORWARD, BACKWARD, OPTIMIZER):
+        assert all(step[phase] > 0 for step in steps.steps)
+    assert all(step[OTHER] >= PAUSE for step in steps.steps[1:])
+    assert all(step[FORWARD] < PAUSE for step in steps.steps[1:])
+
+
+def test_time_before_backward_is_forward(steps):
+    train(before_backward=pause)
+    assert all(step[FORWARD] >= PAUSE for step in steps.steps)
+    assert all(step[OTHER] < PAUSE for step in steps.steps)
+
+
+def test_batches_that_the_program_makes_itself_belong_to_forward(steps):
+    train(pause, (torch.zeros(4, 4) for _ in range(10)))
+    assert steps.clock.loaders == []
+    assert all(step[FORWARD] >= PAUSE for step in steps.steps[1:])
+
+
+def test_forward_of_a_second_network_and_of_parts_of_a_batch_is_no_other_time(steps):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (first, second)]
+    for batch in DataLoader(Numbers(), 4):
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            for part in batch.chunk(2):
+                loss = model(part).sum()
+                pause()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(steps.steps) == 10
+    assert steps.backwards == 40
+    assert all(step[FORWARD] >= 4 * PAUSE for step in steps.steps[1:])
+    assert all(step[OTHER] < PAUSE for step in steps.steps[1:])
+
+
+def test_evaluation_belongs_to_no_step(steps):
+    def evaluate():
+        if len(steps.steps) in (3, 10):
+            for _ in DataLoader(Numbers(), 8):
+                pause()
+
+    train(evaluate)
+    train()  # a second epoch
+    assert len(steps.steps) == 20
+    assert all(sum(step.values()) < 5 * PAUSE for step in steps.steps)
+
+
+def test_steps_go_on_when_the_first_optimizer_is_freed(steps):
+    train(loader=[torch.zeros(4, 4)] * 3)
+    train(loader=[torch.zeros(4, 4)] * 3)
+    assert len(steps.steps) == 6
+
+
+def test_loaders_that_make_one_batch_together_are_both_input(steps):
+    class Slow(Numbers):
+        def __getitem__(self, index):
+            pause()
+            return torch.zeros(4)
+
+    pairs = zip(DataLoader(Slow(), 1), DataLoader(Slow(), 1), strict=True)
+    train(loader=(one + two for one, two in pairs))
+    assert all(step[INPUT] >= 2 * PAUSE for step in steps.steps)
+
+
+def test_time_in_the_scaler_and_in_its_optimizer_is_told_apart(steps):
+    param = nn.Parameter(torch.zeros(3))
+    optimizer, scaler = ampfuse.AdamW([param]), ampfuse.GradScaler("cpu")
+    for _ in range(3):
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    of_first = [FORWARD, BACKWARD, OTHER, SCALER, OPTIMIZER]
+    of_others = [SCALER, OTHER, SCALER, FORWARD, BACKWARD, OTHER, SCALER, OPTIMIZER]
+    assert steps.phases == of_first + 2 * of_others
+    assert all(step[SCALER] > 0 and step[OPTIMIZER] > 0 for step in steps.steps)
+
+
+def test_other_threads_are_not_measured(steps):
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert steps.steps == []
+
+
+def test_functions_and_hooks_of_torch_are_restored_also_after_an_error():
+    before = (torch.autograd.backward, DataLoader.__iter__, ampfuse.GradScaler.step)
+    made = Steps()
+
+    def fail():
+        raise RuntimeError("stop")
+
+    def train_once():
+        with ExitStack() as exits:
+            made.clock = StepClock(exits, made)
+            train(fail)
+
+    with pytest.raises(RuntimeError, match="stop"):
+        train_once()
+    assert (torch.autograd.backward, DataLoader.__iter__, ampfuse.GradScaler.step) == before
+    train()
+    assert len(made.steps) == 1
+
+
+def test_errors_of_a_dataset_and_of_backward_leave_the_phases_in_order(steps):
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        next(iter(DataLoader(Broken(), 1)))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.zeros(1).backward()
+    train()
+    assert len(steps.steps) == 10
+    for phase in (INPUT, FORWARD, BACKWARD, OPTIMIZER):
+        assert all(step[phase] > 0 for step in steps.steps)
+
+
+def test_error_in_an_optimizer_ends_its_phase(steps):
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def fail():
+        raise ValueError("fail")
+
+    with pytest.raises(ValueError, match="fail"):
+        optimizer.step(fail)
+    for _ in range(3):
+        param.sum().backward()
+        pause()
+        optimizer.step()
+    assert all(step[OTHER] >= PAUSE for step in steps.steps[1:])
+
+
+def test_notes_of_a_long_evaluation_are_read_meanwhile(steps):
+    train(loader=[torch.zeros(4, 4)] * 2)
+    for _ in DataLoader(range(2000)):
+        pass
+    assert len(steps.clock._notes) <= 1000
+    assert steps.phases.count(EVALUATION) >= 1000
+    train(loader=[torch.zeros(4, 4)] * 2)
+    assert len(steps.steps) == 4
+    assert steps.steps[2][INPUT] < PAUSE  # there was a start, which takes no time
+
+
+def test_optimizers_skip_on_the_device_while_steps_are_measured(steps):
+    optimizer = ampfuse.AdamW([nn.Parameter(torch.zeros(3))])
+    assert _traced.skips_unseen(optimizer)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert not _traced.skips_unseen(optimizer)
+    handle.remove()
+
+
+def test_long_programs_are_measured_in_runs(steps):
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for _ in range(600):
+        param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert steps.clock.steps == 600
+    assert steps.numbers == [*range(1, 321), *range(513, 577)]
+    assert max(sum(step.values()) for step in steps.steps) < 20 * PAUSE
+
+
+def test_few_steps_have_no_summary():
+    timeline = Timeline()
+    for step in range(1, 8):
+        timeline.add(step, {FORWARD: 0.001})
+    assert timeline.summary() is None
+    timeline.add(8, {FORWARD: 0.001})
+    assert timeline.summary()["timeline"]["step"] == [4, 5, 6, 7, 8]
+
+
+def test_first_steps_are_left_out_of_the_mean():
+    timeline = Timeline()
+    for step, seconds in enumerate((9.0, 9.0, 9.0, 0.001, 0.002, 0.003, 0.004, 0.005), 1):
+        timeline.add(step, {FORWARD: seconds})
+    summary = timeline.summary()
+    assert summary["milliseconds"][FORWARD] == pytest.approx(3.0)
+    assert summary["quartiles"] == pytest.approx([2.0, 3.0, 4.0])
+    assert summary["timeline"][FORWARD] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def test_long_timelines_are_means_of_stretches():
+    timeline = Timeline()
+    count = 10_000
+    for step in range(1, count + 1):
+        timeline.add(step, {FORWARD: step / 1e3})
+    summary = timeline.summary()
+    points, steps = summary["timeline"][FORWARD], summary["timeline"]["step"]
+    assert 512 <= len(points) < 1024
+    assert timeline.stretch == 16
+    assert steps[0] == sum(range(4, 20)) / 16
+    assert points == pytest.approx(steps)
+    assert summary["milliseconds"][FORWARD] == pytest.approx(count / 2, rel=0.01)
+
+
+COMPILED = """
+import torch
+
+torch._dynamo.config.trace_autograd_ops = True
+model = torch.nn.Linear(64, 10)
+optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+scaler = torch.amp.GradScaler("cpu")
+
+@torch.compile(fullgraph=True)
+def step(inputs, target):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(inputs), target)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach()
+
+for _ in range(4):
+    step(torch.randn(8, 64), torch.randint(10, (8,)))
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.slow
+def test_compiled_step_is_one_graph_while_steps_are_measured(programs):
+    programs.write("train.py", COMPILED)
+    done = programs.run("-m", "ampfuse", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1\n"
