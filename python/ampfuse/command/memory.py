@@ -26,7 +26,7 @@ from ampfuse._replacing import replace
 from ampfuse.command import program
 from ampfuse.command.options import Parser, check_files, parted, refuse
 from ampfuse.memory._account import Account, account_of, recording
-from ampfuse.memory._recorder import Record
+from ampfuse.memory._record import Record
 from ampfuse.memory._show import size_text
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]

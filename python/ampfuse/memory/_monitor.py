@@ -21,7 +21,8 @@ from torch.optim import optimizer as hooks_of_optimizers
 from ampfuse._measuring import only_measures
 from ampfuse._replacing import replace
 from ampfuse.memory._growth import Look, Suspect, storages_of
-from ampfuse.memory._recorder import BACKWARD, FORWARD, STEP, params_of
+from ampfuse.memory._record import BACKWARD, FORWARD, STEP
+from ampfuse.memory._recorder import params_of
 from ampfuse.memory._show import size_text
 
 WARM_UP = 5  # steps that may allocate what stays: gradients, state, caches

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ampfuse.memory._account import recorded
-from ampfuse.memory._recorder import Record, is_within
+from ampfuse.memory._record import Record, is_within
 from ampfuse.memory._show import size_text
 from ampfuse.memory._what_if import CHANGES, MASTER_WEIGHTS, REMAINDERS, checkpointed, saved_bytes
 

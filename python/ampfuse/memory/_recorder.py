@@ -1,10 +1,9 @@
-"""Records when the memory of each tensor is allocated and freed, and what it is for."""
+"""Records a training step, while its operators run dry."""
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,98 +17,26 @@ from torch.utils.flop_counter import flop_registry
 from ampfuse._measuring import only_measures
 from ampfuse.memory import _scratch
 from ampfuse.memory._dry_run import DryRun, stored_tensors_in
-
-FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
-
-PARAMETERS = "parameters"
-COPIES = "copies of weights"  # of autocast
-MASTERS = "masters"
-GRADIENTS = "gradients"
-MOMENTS = "moments"
-BUFFERS = "buffers"
-ACTIVATIONS = "activations"  # kept from forward until backward
-LOSS = "loss workspace"
-TEMPORARIES = "temporaries"
-DATA = "data"  # of the program, for example a batch
-KINDS = (
-    *(PARAMETERS, COPIES, MASTERS, GRADIENTS, MOMENTS, BUFFERS),
-    *(ACTIVATIONS, LOSS, TEMPORARIES, DATA),
+from ampfuse.memory._record import (
+    BACKWARD,
+    BUFFERS,
+    COPIES,
+    DATA,
+    FORWARD,
+    GRADIENTS,
+    LOSS,
+    MASTERS,
+    MOMENTS,
+    PARAMETERS,
+    STEP,
+    TEMPORARIES,
+    Allocation,
+    Record,
+    is_within,
 )
 
 PLAIN = Tensor.__torch_dispatch__  # of subclasses, too, that do not define their own
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
-
-
-@dataclass
-class Allocation:
-    """The memory of a tensor and of its views, from the moment `born` until `died`."""
-
-    bytes: int
-    shape: torch.Size  # of the first tensor that was seen in it, as `dtype`
-    dtype: torch.dtype
-    born: int
-    died: int | None = None  # None: not before the end of the record
-    kind: str = ""  # "": ACTIVATIONS or TEMPORARIES, which its end decides
-    phase: str = FORWARD  # in which it was born, as `operator` and `module`
-    operator: str = ""
-    module: str = ""  # name of the innermost module; "" outside modules
-    output_of: str = ""  # name of the outermost module that returned it
-    is_trained: bool = False  # True for a parameter of an optimizer
-    is_sent: bool = False  # True if the program has moved the tensor to a device
-
-
-@dataclass
-class Record:
-    """All allocations that were live at some moment from `begin` to `end`."""
-
-    allocations: list[Allocation]
-    phases: list[tuple[int, str]]  # the moments at which phases begin
-    blocks: list[str]  # names of the model's repeated modules, for example layers
-    operations: Counter[str]  # floating-point operations of forward, by module
-    begin: int
-    end: int
-    for_gpu: bool  # True if it is about a GPU, wherever it was recorded
-    is_adam: bool  # True if an optimizer has Adam's moments
-
-    def phase_at(self, moment: int) -> str:
-        """Return the phase at a moment."""
-        return next((phase for at, phase in reversed(self.phases) if at <= moment), FORWARD)
-
-    def backward_after(self, moment: int) -> int | None:
-        """Return the moment at which the next backward pass begins."""
-        return next((at for at, phase in self.phases if phase == BACKWARD and at > moment), None)
-
-    def is_saved(self, one: Allocation) -> bool:
-        """Return True if an allocation was made in forward and is still live in backward."""
-        begin = self.backward_after(one.born)
-        return one.phase == FORWARD and begin is not None and (one.died or self.end + 1) > begin
-
-    def kind_of(self, one: Allocation) -> str:
-        """Return what an allocation is for."""
-        return one.kind or (ACTIVATIONS if self.is_saved(one) else TEMPORARIES)
-
-    def peak(self) -> tuple[int, int]:
-        """Return the most bytes that are live at a time, and the moment."""
-        deltas: Counter[int] = Counter()
-        for one in self.allocations:
-            born = max(one.born, self.begin)
-            deltas[born] += one.bytes
-            if one.died is not None:
-                deltas[max(one.died, born)] -= one.bytes
-        live = peak = at = 0
-        for moment in sorted(deltas):
-            live += deltas[moment]
-            if live > peak:
-                peak, at = live, moment
-        return peak, at
-
-    def live_at(self, moment: int) -> list[Allocation]:
-        """Return the allocations that are live at a moment."""
-        return [
-            one
-            for one in self.allocations
-            if max(one.born, self.begin) <= moment and (one.died is None or one.died > moment)
-        ]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -286,10 +213,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._phases or self._phases[-1][1] != phase:
             self._phases.append((self._now, phase))
 
-    def _enter_module(self, module: nn.Module, _: Any) -> None:
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if not self._stack and id(module) not in self._names:
             self.note_model(module)
-        self._stack.append(self._names.get(id(module), type(module).__name__))
+        name = self._names.get(id(module), type(module).__name__)
+        self._stack.append(name)
+        for tensor in stored_tensors_in(inputs):
+            self._seen(tensor).inputs_of.add(name)
 
     def _leave_module(self, module: nn.Module, _: Any, outputs: Any) -> None:
         name = self._stack.pop()
@@ -345,8 +275,3 @@ def blocks_of(model: nn.Module) -> Iterator[str]:
         if len(members) >= 2 and len(kinds) == 1 and has_parts:
             found += [f"{name}.{member}".lstrip(".") for member in members]
     return iter(found)
-
-
-def is_within(name: str, blocks: Iterable[str]) -> bool:
-    """Return True if a module is one of the blocks, or inside one of them."""
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampfuse.memory._recorder import KINDS
+from ampfuse.memory._record import KINDS
 
 if TYPE_CHECKING:
     from ampfuse.memory._account import Account

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ampfuse.memory._recorder import BACKWARD, FORWARD, STEP
+from ampfuse.memory._record import BACKWARD, FORWARD, STEP
 from ampfuse.memory._show import size_text
 
 SHOWN = 12

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from ampfuse import _C
-from ampfuse.memory._recorder import (
+from ampfuse.memory._record import (
     BACKWARD,
     COPIES,
     FORWARD,
@@ -129,10 +129,11 @@ def all_checkpointed(record: Record) -> list[Allocation] | None:
 def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
     """Return the allocations if these blocks compute their activations again in backward.
 
-    Between its forward and its backward, a block keeps only its input.
+    Between its forward and its backward, a block keeps only its inputs.
     """
     result = []
     gone: set[int] = set()
+    kept_until: dict[int, int] = {}  # the moments until which inputs are kept, by id
     for block in blocks:
         inside = recomputed(record, block)
         gone |= set(map(id, inside))
@@ -145,7 +146,15 @@ def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
             backward_begin = min(one.died or record.end for one in batch) - 1
             for one in batch:
                 result += [replace(one, died=forward_end), replace(one, born=backward_begin)]
-    return [one for one in record.allocations if id(one) not in gone] + result
+            end = max(one.died or record.end for one in batch)
+            for one in record.allocations:
+                if block in one.inputs_of and one.born < forward_end and one.died is not None:
+                    kept_until[id(one)] = max(kept_until.get(id(one), one.died), end)
+    return [
+        replace(one, died=kept_until.get(id(one), one.died))
+        for one in record.allocations
+        if id(one) not in gone
+    ] + result
 
 
 def recomputed(record: Record, block: str) -> list[Allocation]:
