@@ -7,7 +7,6 @@ numbers, as if there were no GPU.
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,14 +26,13 @@ from ampfuse.command import program
 from ampfuse.command.options import Parser, check_files, parted, refuse
 from ampfuse.memory._account import Account, account_of, recording
 from ampfuse.memory._record import Record
-from ampfuse.memory._show import size_text
+from ampfuse.memory._show import bytes_of, size_text
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
 EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
 losses are 0, and torch.save writes nothing. So no GPU is needed, and a step of a large
 model takes seconds."""
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -228,8 +226,8 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def size_of(text: str) -> int:
-    """Return the bytes that a text like `24GiB` or `500MB` means."""
-    match = re.fullmatch(r"([\d.]+) ?([KMGT])(?:iB|B)?", text, re.IGNORECASE)
-    if match is None:
-        raise ArgumentTypeError(f"expected a size like 24GiB, got {text}")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    """Return the bytes of a text like `24GiB`."""
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None

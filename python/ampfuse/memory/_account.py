@@ -90,6 +90,10 @@ def recorded(
     model: nn.Module, optimizer: Optimizer, step: Callable[[], object], device: str
 ) -> Record:
     """Return the record of the second of two steps."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected an Optimizer, got {type(optimizer).__name__}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
     places = {param.device.type for param in model.parameters()} - {"cpu"}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.memory._account import account, unchanged
+from ampfuse.memory._show import bytes_of
 
 TRIALS = 2
 MOST = 2**20  # samples; a step whose memory allows for more does not depend on the batch
@@ -36,7 +37,7 @@ def largest_batch(
     optimizer: Optimizer,
     step: Callable[[int], object],
     *,
-    memory: int | None = None,
+    memory: int | str | None = None,
     effective: int | None = None,
     process_group: Any = None,
     device: str = "cuda",
@@ -49,7 +50,7 @@ def largest_batch(
     and optimizer are restored. If the model is on the CPU, accounts take the place of steps (see
     `account`, also for `device`).
 
-    `memory`: bytes that may be used; needed if the model is on the CPU, otherwise the GPU's.
+    `memory`: bytes that may be used, also as a text like `"24GiB"`; needed if the model is on the CPU, otherwise the GPU's.
     `effective`: samples of a whole step, which are divided into micro-batches.
     `process_group`: ranks that get the same answer. Call this before the model is wrapped for
     several GPUs.
@@ -61,7 +62,7 @@ def largest_batch(
     ...     model(torch.zeros(batch, 64)).sum().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
-    >>> ampfuse.memory.largest_batch(model, optimizer, step, memory=2**26, effective=10_000)
+    >>> ampfuse.memory.largest_batch(model, optimizer, step, memory="64MiB", effective=10_000)
     BatchSize(largest=7912, batch=5000, accumulation=2)
 
     Each micro-batch is to have its part in the mean over the whole step: pass the number of targets
@@ -75,9 +76,9 @@ def largest_batch(
         if memory is None:
             raise ValueError("memory: expected bytes, since the model is on the CPU")
         measure = partial(accounted, step, model, optimizer, device)
-        largest = search(measure, memory, trials=None)
+        largest = search(measure, bytes_of(memory), trials=None)
     else:
-        room = _usable(place) if memory is None else memory
+        room = _usable(place) if memory is None else bytes_of(memory)
         with unchanged(model, optimizer):
             largest = search(partial(measured, step, optimizer, place), room, TRIALS)
     if process_group is not None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampfuse.memory._account import recorded
 from ampfuse.memory._record import Record, is_within
-from ampfuse.memory._show import size_text
+from ampfuse.memory._show import bytes_of, size_text
 from ampfuse.memory._what_if import CHANGES, MASTER_WEIGHTS, REMAINDERS, checkpointed, saved_bytes
 
 OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def plan(
     model: nn.Module,
     optimizer: Optimizer,
     step: Callable[[], object],
-    budget: int,
+    budget: int | str,
     *,
     allow: Sequence[str] = ("linear cross-entropy", "bfloat16 moments"),
     device: str = "cuda",
@@ -84,9 +84,11 @@ def plan(
 
     Changes that are allowed are made one after the other until the step fits. If it still does not
     fit, blocks are checkpointed, as few as possible, first those that save most for what they
-    compute again. `allow`: names of changes of `Account.savings`: bfloat16 weights with masters or
-    with remainders, bfloat16 moments, linear cross-entropy. The other arguments are those of
-    `account`.
+    compute again.
+
+    `budget`: bytes, or a text like `"24GiB"`. `allow`: names of changes of `Account.savings`:
+    bfloat16 weights with masters or with remainders, bfloat16 moments, linear cross-entropy. The
+    other arguments are those of `account`.
 
     >>> import torch, ampfuse.memory
     >>> from torch.nn import Linear, Sequential, Tanh
@@ -98,11 +100,12 @@ def plan(
     ...     model(torch.zeros(4096, 64)).sum().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
-    >>> made = ampfuse.memory.plan(model, optimizer, step, budget=32 * 2**20)
+    >>> made = ampfuse.memory.plan(model, optimizer, step, budget="32MiB")
     >>> made.fits, made.blocks
     (True, ['0', '1', '2', '3', '4'])
     >>> optimizer = ampfuse.AdamW(model.parameters(), **made.apply(model))
     """
+    budget = bytes_of(budget)
     known = {change.name: change for change in CHANGES if change.name in ALLOWED}
     for name in allow:
         if name not in known:

@@ -49,6 +49,16 @@ def size_text(size: float) -> str:
     return f"{size / 1024:,.1f} GiB"
 
 
+def bytes_of(size: int | str) -> int:
+    """Return a number of bytes, which may be given as a text like `"24GiB"` or `"500 MB"`."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMGT])(?:iB|B)?", size, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"expected a size like 24GiB, got {size}")
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
+
+
 def by_kind_of_module(modules: dict[str, int]) -> dict[str, int]:
     """Add up modules whose names differ only in numbers, the largest first."""
     sums: dict[str, int] = {}

@@ -6,11 +6,25 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.memory import account, plan
-from ampfuse.memory._show import size_text
+from ampfuse.memory._show import bytes_of, size_text
 from models import GPT2, Size
 from torch.nn import functional
 
 SIZE = Size(width=128, depth=8, heads=4, classes=1000, length=64, batch=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("1.5 G", 3 * 2**29), ("500mb", 500 * 2**20), (".5KiB", 512)],
+)
+def test_sizes_may_be_texts(text, size):
+    assert bytes_of(text) == bytes_of(size) == size
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "1..5G", "-1GiB", "5 PB", ""])
+def test_other_texts_are_no_sizes(text):
+    with pytest.raises(ValueError, match="expected a size like 24GiB, got"):
+        bytes_of(text)
 
 
 def gpt2():
