@@ -66,7 +66,8 @@ def place(code: CodeType, instruction: int) -> Place:
     """Return the line of an instruction, which is counted in bytes as in `frame.f_lasti`."""
     line, call = code.co_firstlineno, ""
     if sys.version_info >= (3, 11):
-        first, last, begin, end = next(islice(code.co_positions(), instruction // 2, None))
+        positions = islice(code.co_positions(), max(instruction, 0) // 2, None)
+        first, last, begin, end = next(positions, (None,) * 4)
         line = first or line
         if first == last and begin is not None and end is not None:
             source = linecache.getline(code.co_filename, line).encode()
@@ -77,7 +78,7 @@ def place(code: CodeType, instruction: int) -> Place:
         for start, number in dis.findlinestarts(code):
             if start <= instruction:
                 line = number
-    text = linecache.getline(code.co_filename, line).strip()
+    text = re.sub(r"\s{2,}#.*", "", linecache.getline(code.co_filename, line)).strip()
     if len(text) > LONGEST:
         text = text[: LONGEST - 1] + "…"
     return Place(f"{file_name(code)}:{line}", text, call)

@@ -1,6 +1,7 @@
 """The command `python -m ampfuse compare`: what differs between two reports."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,18 +22,24 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
     before, after = map(read, arguments)
     rows = [("", arguments[0], arguments[1], "change"), *differences(before, after)]
+    if before["program"] != after["program"]:
+        rows.insert(1, ("program", before["program"], after["program"], ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         name, *numbers = row
         cells = [f"{text:>{width}}" for text, width in zip(numbers, widths[1:], strict=True)]
         print(f"{name:<{widths[0]}}  {'  '.join(cells)}".rstrip())
-    for hint in before["hints"]:
-        if hint not in after["hints"]:
-            print(f"no longer: {hint}")
-    for hint in after["hints"]:
-        if hint not in before["hints"]:
-            print(f"new: {hint}")
+    kinds = [{_kind(hint) for hint in report["hints"]} for report in (before, after)]
+    for text, report, others in (("no longer", before, kinds[1]), ("new", after, kinds[0])):
+        for hint in report["hints"]:
+            if _kind(hint) not in others:
+                print(f"{text}: {hint}")
     sys.exit(0)
+
+
+def _kind(hint: str) -> str:
+    """Return a hint without its numbers."""
+    return re.sub(r"\d[\d.,]*", "", hint)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -41,7 +48,10 @@ def read(name: str) -> dict[str, Any]:
         report = json.loads(Path(name).read_text())
     except (OSError, ValueError) as error:
         refuse(f"compare: cannot read {name}: {error}")
-    if not isinstance(report, dict) or not {"steps", "scalers", "peak_memory"} <= report.keys():
+    if (
+        not isinstance(report, dict)
+        or not {"program", "steps", "scalers", "peak_memory"} <= report.keys()
+    ):
         refuse(f"compare: {name} is not a summary that python -m ampfuse --json has written")
     return report
 
@@ -53,13 +63,13 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Row]:
     for device in dict.fromkeys([*peaks[0], *peaks[1]]):
         name = "peak memory" if device == "host" else f"on {device}"
         yield row(name, [peak.get(device) for peak in peaks], size_text)
+    if not (before["scalers"] and after["scalers"]):
+        return
     for name in ("taken", "skipped"):
         counts = [sum(one.get(name, 0) for one in report["scalers"]) for report in (before, after)]
-        if any(counts):
-            yield (f"steps {name}", *_texts(counts, "{:,}".format), f"{counts[1] - counts[0]:+,}")
-    scales = [[one["scale"] for one in report["scalers"]] for report in (before, after)]
-    if all(scales):
-        yield ("last scale", *_texts([last[-1] for last in scales], "{:,.6g}".format), "")
+        yield (f"steps {name}", *_texts(counts, "{:,}".format), f"{counts[1] - counts[0]:+,}")
+    scales = [report["scalers"][-1]["scale"] for report in (before, after)]
+    yield ("last scale", *_texts(scales, "{:,.6g}".format), "")
 
 
 def of_steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Iterator[Row]:
@@ -71,7 +81,9 @@ def of_steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Ite
     yield ("steps", f"{before['count']:,}", f"{after['count']:,}", "")
     both = before["milliseconds"], after["milliseconds"]
     wholes = [sum(times.values()) for times in both]
-    yield row("a step", wholes, milliseconds, is_noise(before["quartiles"], after["quartiles"]))
+    yield row("a step", wholes, milliseconds)
+    medians = [one["quartiles"][1] for one in (before, after)]
+    yield row("  median", medians, milliseconds, is_noise(before["quartiles"], after["quartiles"]))
     for phase in both[0]:
         times = [one[phase] for one in both]
         if any(time > LEAST_SHARE * whole for time, whole in zip(times, wholes, strict=True)):

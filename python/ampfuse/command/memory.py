@@ -25,14 +25,16 @@ from ampfuse._replacing import replace
 from ampfuse.command import program
 from ampfuse.command.options import Parser, check_files, parted, refuse
 from ampfuse.memory._account import Account, account_of, recording
+from ampfuse.memory._batch import search
 from ampfuse.memory._record import Record
 from ampfuse.memory._show import bytes_of, size_text
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
 EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
-losses are 0, and torch.save writes nothing. So no GPU is needed, and a step of a large
-model takes seconds."""
+losses are 0, and torch.save writes nothing; other files that the script writes are
+written. So no GPU is needed, and a step of a large model takes seconds."""
+TRIALS = 3  # after batches were doubled
 
 
 @dataclass(frozen=True)
@@ -149,32 +151,38 @@ def nothing_saved() -> Iterator[None]:
 
 
 def largest_batch(chosen: Options, account: Account, batches: list[int], folder: str) -> str:
-    """Return a sentence about the largest batch that fits, from another account of two batches."""
+    """Return a sentence about the largest batch that fits, from accounts of other batches."""
     assert chosen.fit is not None
     if not batches:
-        refuse("--fit: no torch.utils.data.DataLoader makes the program's batches")
+        refuse(
+            "--fit: no torch.utils.data.DataLoader makes the program's batches. For other "
+            "programs there is ampfuse.memory.largest_batch"
+        )
     if chosen.words[0] == "-":
-        refuse("--fit: expected a script in a file, which can run twice")
-    batch = batches[-1]
-    with tempfile.TemporaryDirectory() as own:
-        file = Path(own) / "account.json"
-        words = ["-m", *chosen.words] if chosen.is_module else ["--", *chosen.words]
-        options = ["--device", chosen.device, "--batch", str(2 * batch), "--json", str(file)]
-        command = [sys.executable, "-m", "ampfuse", "memory", *options, *words]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            why = done.stderr.strip().rpartition("\n")[2]
-            refuse(f"--fit: the program fails with batches of {2 * batch}: {why}")
-        peak = json.loads(file.read_text())["peak"]
-    per_sample = (peak - account.peak) / batch
-    most = int(batch + (chosen.fit - account.peak) / per_sample) if per_sample > 0 else 0
+        refuse("--fit: expected a script in a file, which can run again")
+    peaks = {batches[-1]: account.peak}
+    failures: list[str] = []
+
+    def peak_of(batch: int) -> int | None:
+        with tempfile.TemporaryDirectory() as own:
+            file = Path(own) / "account.json"
+            words = ["-m", *chosen.words] if chosen.is_module else ["--", *chosen.words]
+            options = ["--device", chosen.device, "--batch", str(batch), "--json", str(file)]
+            command = [sys.executable, "-m", "ampfuse", "memory", *options, *words]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if done.returncode:
+                why = done.stderr.strip().rpartition("\n")[2]
+                failures.append(f"the program fails with batches of {batch}: {why}")
+                return None
+            peaks[batch] = int(json.loads(file.read_text())["peak"])
+            return peaks[batch]
+
+    largest = search(peak_of, chosen.fit, TRIALS, peaks)
     room = size_text(chosen.fit)
-    if most < 1:
+    if largest == 0:
         return f"no batch fits in {room}"
-    return (
-        f"largest batch in {room}: {most} (batches of {batch} and {2 * batch} take "
-        f"{size_text(account.peak)} and {size_text(peak)})"
-    )
+    found = f"{largest}, which takes {size_text(peaks[largest])}"
+    return "\n".join([f"largest batch in {room}: {found}", *failures[:1]])
 
 
 def parse(arguments: Sequence[str]) -> Options:

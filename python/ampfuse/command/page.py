@@ -100,7 +100,10 @@ def of_memory(memory: dict[str, Any]) -> str:
     """Draw memory over steps."""
     sizes = {name: [size / 2**20 for size in memory[name]] for name in ("host", "gpu")}
     drawn = {name: values for name, values in sizes.items() if any(values)}
-    names = {"host": "memory of the process", "gpu": "memory of tensors on the GPU"}
+    names = {
+        "host": "memory of the process, without pages of files",
+        "gpu": "memory of tensors on the GPU",
+    }
     chart = charts.lines(memory["step"], drawn, "MiB")
     return f"<h2>Memory after each step</h2>{chart}{legend({name: names[name] for name in drawn})}"
 

@@ -49,6 +49,7 @@ def report(
             for part in parts
         },
         "scalers": scalers,
+        "step_count": diagnosis.clock.steps,
         "steps": diagnosis.steps(),
         "memory": diagnosis.memory(),
         "earlier_scalers": RECORDING.made - len(recorded),
@@ -107,7 +108,8 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
             f"The last {SKIPS_IN_A_ROW} steps were skipped, and the loss scale is now "
             f"{scaler['scale']:.3g}: gradients are not finite at any scale that was tried, so "
             "nothing is learned. Look for a NaN or an infinity in the loss, the data or the "
-            "learning rate; ampfuse.GradScaler.overflow_report(model) names the parameters."
+            "learning rate; scaler.overflow_report(model), of an ampfuse.GradScaler, names the "
+            "parameters."
         )
     elif len(late) >= UPDATES_TO_JUDGE and sum(late) > MANY_SKIPS * len(late):
         skips = f"{sum(late)} of the last {len(late)} steps were skipped"
@@ -123,8 +125,8 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
         else:
             yield (
                 f"{skips}, at scales that were not too high for other steps: some batches have "
-                "gradients that are not finite. ampfuse.GradScaler.overflow_report(model) names "
-                "the parameters."
+                "gradients that are not finite. scaler.overflow_report(model), of an "
+                "ampfuse.GradScaler, names the parameters."
             )
 
 

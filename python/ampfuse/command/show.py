@@ -30,6 +30,8 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("a step", times_text(steps["milliseconds"])))
         if steps["gpu_milliseconds"]:
             found.append(("on the GPU", times_text(steps["gpu_milliseconds"])))
+    elif report["step_count"]:
+        found.append(("a step", f"{report['step_count']} were too few to measure: 8 are needed"))
     if report["earlier_scalers"]:
         found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from ampfuse._graphs import uses_gpu
 from ampfuse.diagnosis._gpu_times import GpuTimes
-from ampfuse.diagnosis._habits import Habits
+from ampfuse.diagnosis._habits import WATCHED, Habits
 from ampfuse.diagnosis._lines import Line
 from ampfuse.diagnosis._loaders import Loader
 from ampfuse.diagnosis._logits import WideLogits
@@ -27,6 +28,8 @@ MANY_COMPILATIONS = 3
 LEAST_LOGITS = 2**20  # bytes
 FEW_CORES = 4
 MANY_STEPS = 100
+MOST_WORKERS = 64
+MUCH_PREFETCHED = 8
 MOSTLY = 0.5
 
 
@@ -35,44 +38,48 @@ def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> It
     milliseconds = steps["milliseconds"]
     whole = sum(milliseconds.values())
     wait = milliseconds[INPUT]
+    loaders = [loader for loader in loaders if loader.trains]
     about_start = list(about_starts(loaders, steps["count"] * whole / 1e3))
     yield from about_start
-    if loaders and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
+    if loaders and not about_start and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
         loader = max(loaders, key=lambda one: one.waited)
-        if not about_start or workers_needed(loader, wait, whole - wait)[0] > loader.workers:
-            yield about_input(loader, wait, whole - wait) + about_slowest(loader, lines)
+        per_step = loader.batches / steps["count"]
+        yield about_input(loader, per_step, wait, whole - wait) + about_slowest(loader, lines)
     yield from about_waits(lines)
     if milliseconds[OTHER] > WORTH_A_HINT * whole:
         yield from about_other(lines)
 
 
-def about_input(loader: Loader, wait: float, rest: float) -> str:
-    """Return a hint for steps that wait `wait` ms for input, and take `rest` ms besides."""
+def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> str:
+    """Return a hint for steps that wait `wait` ms for input, and take `rest` ms besides.
+
+    `per_step`: batches of a step, more than one if gradients are accumulated.
+    """
     share = f"{wait / (wait + rest):.0%} of a step ({wait:.1f} ms) waits for input"
     cores = usable_cores()
-    needed, batch = workers_needed(loader, wait, rest)
+    measured = loader.batch_time()
+    # If it is not measured: a step takes as long as all workers together need for its batches.
+    batch = (wait + rest) * loader.workers / per_step if measured is None else 1e3 * measured.all
+    computing = batch if measured is None else 1e3 * measured.computing
+    needed = max(math.ceil(per_step * batch / rest), 1)
     if needed <= loader.workers:
-        return (
-            f"{share}, though a worker needs {batch:.0f} ms for a batch, and there are "
-            f"{loader.workers}. DataLoader(prefetch_factor=8) helps if some batches take longer "
-            "than others. If it does not, sending batches takes the time: make them smaller."
-        )
-    if needed <= cores:
+        advice = "send smaller batches, for example images as bytes"
+        if loader.prefetch_factor < MUCH_PREFETCHED:
+            advice = f"DataLoader(prefetch_factor={MUCH_PREFETCHED}) helps if some batches take "
+            advice += "longer than others; if not, send smaller ones, for example images as bytes"
+        return f"{share}, though {needed} of its {loader.workers} workers are enough: {advice}."
+    if math.ceil(per_step * computing / rest) <= cores and needed <= MOST_WORKERS:
         now = f"num_workers={loader.workers}"
-        return f"{share} with {now}: DataLoader(num_workers={needed}) would hide it."
+        if computing < MOSTLY * batch or uses_gpu():
+            return f"{share} with {now}: DataLoader(num_workers={needed}) would hide it."
+        return (
+            f"{share} with {now}: DataLoader(num_workers={needed}) would hide it, or a part of it, "
+            "since training on a CPU needs the cores, too."
+        )
     return (
-        f"{share}: loading a batch takes {batch:.0f} ms of one core, as much as {needed} workers "
-        f"could hide, and there are {cores} cores. Make the transforms faster, or store their "
-        "results."
+        f"{share}: loading a batch takes {batch:.0f} ms, as much as {needed} workers could hide, "
+        f"and there are {cores} cores. Make the transforms faster, or store their results."
     )
-
-
-def workers_needed(loader: Loader, wait: float, rest: float) -> tuple[int, float]:
-    """Return the number of workers that would hide the wait, and the ms that each batch takes."""
-    seconds = loader.seconds()
-    # If it is not measured: a step takes as long as all workers together need for one batch.
-    batch = (wait + rest) * loader.workers if seconds is None else 1e3 * seconds
-    return math.ceil(batch / rest), batch
 
 
 def about_slowest(loader: Loader, lines: list[Line]) -> str:
@@ -95,21 +102,25 @@ def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
         if loader.workers and not loader.persistent_workers and seconds > WORTH_A_HINT * total:
             yield (
                 f"Starting the workers of a DataLoader takes {1e3 * median(loader.starts):,.0f} ms "
-                f"in each of {len(loader.starts)} epochs: persistent_workers=True keeps them."
+                f"until the first batch, in each of {len(loader.starts)} epochs: "
+                "DataLoader(persistent_workers=True) keeps them."
             )
 
 
 def about_waits(lines: list[Line]) -> Iterator[str]:
     """Return hints about lines in which the host waits for the GPU, or copies to it."""
-    steps = [line for line in lines if line.phase != INPUT]
-    for line in steps:
-        if line.place.call in WAITS and line.share > WORTH_A_HINT:
+    if not uses_gpu():
+        return
+    for line in lines:
+        if line.phase == INPUT or line.share < WORTH_A_HINT:
+            continue
+        if line.place.call in WAITS:
             yield (
                 f"The host waits for the GPU during {line.share:.0%} of the time at {named(line)}. "
                 "Meanwhile it cannot prepare the next step. Add up such numbers on the GPU, and "
                 "read the sum once in 50 steps."
             )
-        if line.place.call in COPIES and line.share > WORTH_A_HINT and uses_gpu():
+        if line.place.call in COPIES:
             yield (
                 f"The host waits for copies to the GPU during {line.share:.0%} of the time at "
                 f"{named(line)}. DataLoader(pin_memory=True) and to(device, non_blocking=True) "
@@ -118,18 +129,22 @@ def about_waits(lines: list[Line]) -> Iterator[str]:
 
 
 def about_other(lines: list[Line]) -> Iterator[str]:
-    """Return a hint about a line outside of forward, backward and optimizer."""
+    """Return hints about lines outside of forward, backward and optimizer."""
+    shares: dict[str, float] = {}
     for line in lines:
-        if line.phase == OTHER and line.share > WORTH_A_HINT and line.place.call not in WAITS:
+        if line.phase == OTHER and not (uses_gpu() and line.place.call in WAITS):
+            shares[named(line)] = shares.get(named(line), 0.0) + line.share
+    for where, share in shares.items():
+        if share > WORTH_A_HINT:
             yield (
-                f"{line.share:.0%} of the time passes outside of training at {named(line)}. Do "
-                "this less often, or in another thread."
+                f"{share:.0%} of the time passes outside of forward, backward and optimizer at "
+                f"{where}. Is it needed in each step?"
             )
 
 
 def about_habits(habits: Habits, steps: int) -> Iterator[str]:
     """Return hints about what a program does in each step."""
-    if habits.anomaly_checks > steps / 2:
+    if habits.anomaly_checks > MOSTLY * min(steps, WATCHED):
         yield (
             "torch.autograd.set_detect_anomaly(True) checks each operator of backward, which "
             "takes a multiple of the time: remove it when the error is found."
@@ -173,12 +188,16 @@ def about_memory(monitor: Monitor) -> Iterator[str]:
     if growth is None or not monitor.suspects or not is_certain:
         return
     places = [
-        f"{one.where} {one.what}".rstrip() + f" ({size_text(one.bytes)} a step)"
+        f"tensors stay that are made at {one.where} {one.what}".rstrip()
+        + f" ({size_text(one.bytes)} a step)"
         if one.bytes
         else f"{one.where} is now a {one.what}"
         for one in monitor.suspects
     ]
-    yield f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
+    text = f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
+    if sum(one.bytes for one in monitor.suspects) < MOSTLY * growth:
+        text += " The rest may be freed memory between them, which cannot be given back."
+    yield f"{text} Keep numbers (loss.item()) or detached tensors (loss.detach())."
 
 
 def about_gpu(gpu: GpuTimes) -> Iterator[str]:
@@ -199,6 +218,11 @@ def named(line: Line) -> str:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
+    try:  # the limit of a container: microseconds of all cores in a period of microseconds
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, int(limit) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores

@@ -1,10 +1,13 @@
 """`Diagnosis`: measures a program while it trains, and says what limits it."""
 
-from contextlib import ExitStack
+import sys
+from collections import defaultdict
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch.optim import Optimizer
 
+from ampfuse._dtensors import is_distributed
 from ampfuse._replacing import replace
 from ampfuse.diagnosis import _advice
 from ampfuse.diagnosis._clock import StepClock
@@ -20,6 +23,20 @@ from ampfuse.patching import _losses
 LINES_SHOWN = 20
 
 
+class CarefulMonitor(Monitor):
+    """A monitor that does not record allocations where this could change the program's results.
+
+    Compiled functions would run without the compiler, and with other random numbers. Processes of
+    a group have to do the same.
+    """
+
+    def may_look(self) -> bool:
+        """Return True if the allocations of two steps may be recorded."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        compiles = dynamo is not None and dynamo.counters["stats"]["unique_graphs"]
+        return not (compiles or is_distributed()) and super().may_look()
+
+
 class Diagnosis(Listener):
     """Measures a program until it is stopped. The program must run in the thread that made it."""
 
@@ -32,15 +49,10 @@ class Diagnosis(Listener):
         self.monitor: Monitor | None = None
         self._was_looking = False
         self._exits = ExitStack()
-        try:
-            self.monitor = Monitor()
-        except ImportError:  # psutil is optional
-            pass
-        else:
-            self._exits.enter_context(self.monitor)
+        with suppress(ImportError):  # psutil is optional
+            self.monitor = self._exits.enter_context(CarefulMonitor())
         self.clock = StepClock(self._exits, self, self.habits, self.gpu)
         replace(self._exits, _losses.USAGE, "look", self.logits)
-        self.lines.start()
         self._exits.callback(self.lines.stop)
 
     def read(self, intervals: list[Interval]) -> None:
@@ -71,10 +83,14 @@ class Diagnosis(Listener):
         summary = self._summary()
         if summary is None:
             return None
+        shares: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+        for line in self.lines.lines():
+            shares[line.phase, line.place.where, line.place.text] += line.share
         lines = [
-            {"phase": line.phase, "where": where, "text": text, "share": line.share}
-            for line in self.lines.lines()[:LINES_SHOWN]
-            for where, text, _ in [line.place]
+            {"phase": phase, "where": where, "text": text, "share": share}
+            for (phase, where, text), share in sorted(shares.items(), key=lambda item: -item[1])[
+                :LINES_SHOWN
+            ]
         ]
         return summary | {"gpu_milliseconds": self.gpu.milliseconds(), "lines": lines}
 
@@ -105,4 +121,6 @@ class Diagnosis(Listener):
         found += _advice.about_logits(self.logits)
         if self.monitor is not None:
             found += _advice.about_memory(self.monitor)
+        if self.clock.error is not None:
+            found.append(f"Measuring has ended by an error of ampfuse: {self.clock.error!r}.")
         return found

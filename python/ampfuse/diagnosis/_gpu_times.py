@@ -24,15 +24,17 @@ class GpuTimes(Listener):
         """Those at whose end the GPU had nothing left to do."""
         self._milliseconds: defaultdict[str, float] = defaultdict(float)
         self._count = 0
+        self._stream: Any = None  # of all events
         self._events: list[tuple[Any, bool]] = []  # for each note; True: the GPU was idle then
         self._phases: list[str] = []  # that end with the events
 
     def noted(self, phase: str, begins: bool) -> None:
         """Record an event."""
-        if not self.is_live or is_capturing():
-            self._stop()
+        stream = None if is_capturing() else torch.cuda.current_stream()
+        if not self.is_live or stream is None or stream != (self._stream or stream):
+            self._stop()  # events can be compared only on one stream
             return
-        stream = torch.cuda.current_stream()
+        self._stream = stream
         is_idle = stream.query()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -46,13 +48,15 @@ class GpuTimes(Listener):
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """Begin or end to measure, and read the events when the GPU has come that far."""
         self._count += 1
-        if self.is_live:
+        if is_capturing():
+            self._stop()
+        elif self.is_live:
             self.is_live = False
         elif self._events and self._events[-1][0].query():
             self._count_events()
             self._stop()
         elif not self._events and self._count % EVERY == 0 and uses_gpu():
-            self.is_live = not is_capturing()
+            self.is_live = True
 
     def _count_events(self) -> None:
         if len(self._events) != len(self._phases):
@@ -74,5 +78,6 @@ class GpuTimes(Listener):
 
     def _stop(self) -> None:
         self.is_live = False
+        self._stream = None
         self._events.clear()
         self._phases.clear()

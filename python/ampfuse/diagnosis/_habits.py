@@ -18,12 +18,16 @@ WATCHED = 20  # steps
 class Habits(Listener):
     """Counts the steps in which a program does what is rarely meant."""
 
+    is_live = True
+
     def __init__(self) -> None:
         self.anomaly_checks = 0
+        """Of the first steps, those in whose backward anomalies were looked for."""
         self.compilations = 0
         """Steps after the first ones in which torch.compile compiled something."""
         self.keeps_gradients = False
         """True if gradients are never set to zero."""
+        self._checks_anomalies = False
         self._steps = 0
         self._graphs = 0
         self._kept = 0  # steps in a row
@@ -34,6 +38,7 @@ class Habits(Listener):
     def noted(self, phase: str, begins: bool) -> None:
         """Look at the gradient before and after backward."""
         if phase == BACKWARD and begins:
+            self._checks_anomalies |= torch.is_anomaly_enabled()
             self._before_backward()
         elif phase == BACKWARD:
             self._after_backward()
@@ -56,7 +61,8 @@ class Habits(Listener):
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """Count what the step has done."""
         self._steps += 1
-        self.anomaly_checks += torch.is_anomaly_enabled()
+        self.anomaly_checks += self._checks_anomalies
+        self._checks_anomalies = False
         if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
             graphs = dynamo.counters["stats"]["unique_graphs"]
             self.compilations += graphs > self._graphs and self._steps > FIRST_STEPS

@@ -4,10 +4,11 @@ import random
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from types import CodeType
 from typing import NamedTuple
 
+from ampfuse._background import Background
 from ampfuse._program_lines import Place, place, program_frame
 from ampfuse.diagnosis._phases import Interval
 
@@ -15,6 +16,7 @@ from ampfuse.diagnosis._phases import Interval
 # there are fewer when the program has run for some seconds.
 INTERVAL = 0.03
 LONGEST_INTERVAL = 0.2
+MOST_RECENT = 1000  # samples, in a program that takes no steps
 
 
 class Line(NamedTuple):
@@ -26,67 +28,61 @@ class Line(NamedTuple):
 
 
 class LineSampler:
-    """Samples the line that a thread executes. The phases of samples are known only later."""
+    """Samples the line that the present thread executes. Phases are known only later."""
 
     def __init__(self) -> None:
-        # Samples of which no phase is known yet: their time, code, instruction, and seconds.
-        self._recent: list[tuple[float, CodeType, int, float]] = []
+        # Samples of which no phase is known yet: their time, code, instruction, and the seconds
+        # since the sample before.
+        self._recent: deque[tuple[float, CodeType, int, float]] = deque(maxlen=MOST_RECENT)
         self._seconds: defaultdict[tuple[str, CodeType, int], float] = defaultdict(float)
         self._sampled = threading.get_ident()
         self._random = random.Random()  # its own, since the program may have seeded the other one
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ampfuse.lines", daemon=True)
-
-    def start(self) -> None:
-        """Begin to sample the thread that made this sampler."""
-        self._thread.start()
+        self._background = Background(self._run)
 
     def stop(self) -> None:
         """Stop sampling."""
-        self._done.set()
-        self._thread.join()
+        self._background.stop()
 
     def read(self, intervals: list[Interval]) -> None:
         """Count the samples in these intervals."""
-        if not self._recent:
-            return
-        recent, self._recent = self._recent, []
         ends = iter(intervals)
         phase, end = next(ends, (None, 0.0))
-        for now, code, instruction, seconds in recent:
+        while self._recent:
+            now, code, instruction, seconds = self._recent.popleft()
             while phase is not None and end < now:
                 phase, end = next(ends, (None, 0.0))
-            if phase is None:
-                return
-            self._seconds[phase, code, instruction] += seconds
+            if phase is not None:
+                self._seconds[phase, code, instruction] += seconds
 
     def drop(self) -> None:
         """Do not count the samples since the last call."""
-        self._recent = []
+        self._recent.clear()
 
     def forget(self) -> None:
         """Count anew."""
         self._seconds.clear()
 
-    def lines(self) -> list[Line]:
-        """Return the lines, the one that takes most time first."""
+    def lines(self, most: int | None = None) -> list[Line]:
+        """Return the lines, the one that takes most time first; of the slowest places if `most`."""
+        total = sum(self._seconds.values())
+        ordered = sorted(self._seconds.items(), key=lambda item: -item[1])
         found: defaultdict[tuple[str, Place], float] = defaultdict(float)
-        for (phase, code, instruction), seconds in self._seconds.items():
+        for (phase, code, instruction), seconds in ordered[:most]:
             found[phase, place(code, instruction)] += seconds
-        total = sum(found.values())
         lines = [Line(phase, where, size / total) for (phase, where), size in found.items()]
         return sorted(lines, key=lambda line: -line.share)
 
-    def _run(self) -> None:
-        start = time.perf_counter()
+    def _run(self, done: threading.Event) -> None:
+        start = last = time.perf_counter()
         while True:
-            longest = min((time.perf_counter() - start) / 100, LONGEST_INTERVAL)
+            longest = min((last - start) / 100, LONGEST_INTERVAL)
             # Steps may take as long as an interval, so intervals differ.
-            seconds = max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)
-            if self._done.wait(seconds):
+            if done.wait(max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)):
                 return
             frame = program_frame(sys._current_frames().get(self._sampled))
+            now = time.perf_counter()
             if frame is not None:
-                now = time.perf_counter()
-                self._recent.append((now, frame.f_code, frame.f_lasti, seconds))
+                # The wait is longer than it was meant to be if a line keeps Python's lock.
+                self._recent.append((now, frame.f_code, frame.f_lasti, now - last))
+            last = now
             del frame

@@ -1,19 +1,18 @@
 """Measures how long batches take to load, also in the workers of a DataLoader.
 
 Workers that are forked inherit what is replaced here, and memory that they share with the program.
-Other workers are not measured: `Loader.seconds` is None.
+Other workers are not measured: `Loader.batch_time` returns None.
 """
 
 import json
 import mmap
 import struct
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
@@ -24,10 +23,19 @@ from ampfuse._replacing import replace
 from ampfuse.diagnosis._lines import Line, LineSampler
 from ampfuse.diagnosis._phases import INPUT
 
-SLOT = 1024  # bytes for each worker: batches and seconds, then lines as JSON
-NUMBERS = struct.Struct("dd")
+SLOT = 1024  # bytes for each worker: batches, seconds, seconds of the CPU, then lines as JSON
+NUMBERS = struct.Struct("ddd")
+MOST_LOADERS = 256
 LINES_KEPT = 3
 LINES_EVERY = 0.25  # seconds between two writings of lines
+
+
+class BatchTime(NamedTuple):
+    """The mean seconds that one process needs for a batch."""
+
+    all: float
+    computing: float
+    """Without those in which it waits, for a disk or a network, say."""
 
 
 @dataclass
@@ -36,36 +44,46 @@ class Loader:
 
     workers: int
     persistent_workers: bool
-    pin_memory: bool
-    waits: int = 0
+    prefetch_factor: int
+    trains: bool = False
+    """True if a backward has followed one of its batches."""
     waited: float = 0.0
     """Seconds that the program waited for batches."""
     starts: list[float] = field(default_factory=list)
-    """Seconds until an iterator was made, for each epoch."""
-    shared: mmap.mmap = field(init=False)
+    """Seconds from the start of an iterator to its first batch, for each epoch."""
+    batches: int = 0
+    """Batches that the program has taken."""
+    shared: Any = field(init=False)
     """A slot for each worker, and one for the program itself."""
 
     def __post_init__(self) -> None:
-        self.shared = mmap.mmap(-1, SLOT * (self.workers + 1))
+        size = SLOT * (self.workers + 1)
+        self.shared = mmap.mmap(-1, size) if self.workers else bytearray(size)
 
-    def note_batch(self, worker: int, seconds: float) -> None:
+    def has_options_of(self, other: "Loader") -> bool:
+        """Return True if another loader has the same options."""
+        own = self.workers, self.persistent_workers, self.prefetch_factor
+        return own == (other.workers, other.persistent_workers, other.prefetch_factor)
+
+    def note_batch(self, worker: int, seconds: float, computing: float) -> None:
         """Count a batch that took this long in a worker; the program itself is the last one."""
-        batches, total = NUMBERS.unpack_from(self.shared, SLOT * worker)
-        NUMBERS.pack_into(self.shared, SLOT * worker, batches + 1, total + seconds)
+        numbers = NUMBERS.unpack_from(self.shared, SLOT * worker)
+        sums = (old + new for old, new in zip(numbers, (1, seconds, computing), strict=True))
+        NUMBERS.pack_into(self.shared, SLOT * worker, *sums)
+
+    def batch_time(self) -> BatchTime | None:
+        """Return the time of a batch, if it was measured."""
+        slots = [NUMBERS.unpack_from(self.shared, SLOT * i) for i in range(self.workers + 1)]
+        batches, seconds, computing = map(sum, zip(*slots, strict=True))
+        return BatchTime(seconds / batches, computing / batches) if batches else None
 
     def note_lines(self, worker: int, lines: list[Line]) -> None:
         """Note the lines in which a worker spends its time."""
-        kept = [(*line.place, line.share) for line in lines[:LINES_KEPT]]
+        kept = [(*line.place, line.share) for line in lines]
         text = json.dumps(kept).encode()
         if NUMBERS.size + len(text) < SLOT:
             begin = SLOT * worker + NUMBERS.size
             self.shared[begin : begin + len(text) + 1] = text + b"\0"
-
-    def seconds(self) -> float | None:
-        """Return the mean seconds that one process needed for a batch, if that was measured."""
-        slots = [NUMBERS.unpack_from(self.shared, SLOT * i) for i in range(self.workers + 1)]
-        batches = sum(slot[0] for slot in slots)
-        return sum(slot[1] for slot in slots) / batches if batches else None
 
     def slowest_line(self) -> Line | None:
         """Return the line in which the workers spend most of their time."""
@@ -85,38 +103,56 @@ class Loader:
 
 
 class LoaderWatch:
-    """Measures all loaders of a program."""
+    """Measures the loaders of a program. Those of one dataset with the same options count as one.
+
+    In this way, a loader that is made again in each epoch is found.
+    """
 
     def __init__(self, exits: ExitStack, note: Callable[..., None]) -> None:
         """Measure until `exits` closes. `note`: see StepClock."""
         self.loaders: list[Loader] = []
         self._note = note
-        self._of_iterator: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
-        self._of_loader: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
-        self._of_dataset: dict[int, Loader] = {}  # by id, which is the same in a forked worker
+        # By the ids of iterators, and of datasets, which are the same in a forked worker.
+        self._of_iterator: dict[int, Loader] = {}
+        self._of_dataset: dict[int, Loader] = {}
+        self._started: dict[int, float] = {}  # when iterators that have no batch yet were started
         self._in_worker = InWorker()
         replace(exits, DataLoader, "__iter__", self._timed_start(DataLoader.__iter__))
         replace(exits, _BaseDataLoaderIter, "__next__", self._timed_next())
         for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
             replace(exits, fetcher, "fetch", self._timed_fetch(fetcher.fetch))
 
+    def note_training(self, iterators: Iterable[int]) -> None:
+        """Note that a backward has followed batches of these iterators."""
+        for iterator in iterators:
+            if (loader := self._of_iterator.get(iterator)) is not None:
+                loader.trains = True
+
+    def _known(self, loader: Any) -> Loader | None:
+        prefetched = loader.prefetch_factor or 0
+        made = Loader(loader.num_workers, loader.persistent_workers, prefetched)
+        known = self._of_dataset.get(id(loader.dataset))
+        if known is not None and known.has_options_of(made):
+            return known
+        if len(self.loaders) >= MOST_LOADERS:
+            return None
+        self._of_dataset[id(loader.dataset)] = made
+        self.loaders.append(made)
+        return made
+
     def _timed_start(self, function: Any) -> Any:
         @wraps(function)
         def timed(loader: Any) -> Any:
-            known = self._of_loader.get(loader)
-            if known is None:
-                known = Loader(loader.num_workers, loader.persistent_workers, loader.pin_memory)
-                self._of_loader[loader] = known
-                self.loaders.append(known)
-            self._of_dataset[id(loader.dataset)] = known
+            known = self._known(loader)
             begin = time.perf_counter()
             self._note(INPUT, True, id(loader))
             try:
                 iterator = function(loader)
             finally:
-                self._note(INPUT, False)
-            known.starts.append(time.perf_counter() - begin)
-            self._of_iterator[iterator] = known
+                self._note(INPUT, False, id(loader))
+            if known is not None:
+                self._of_iterator[id(iterator)] = known
+                self._started[id(iterator)] = begin
             return iterator
 
         return timed
@@ -126,8 +162,8 @@ class LoaderWatch:
 
         @wraps(function)
         def timed(iterator: Any) -> Any:
-            begin = time.perf_counter()
             is_exhausted = False
+            begin = time.perf_counter()
             self._note(INPUT, True, id(iterator))
             try:
                 batch = function(iterator)
@@ -136,9 +172,12 @@ class LoaderWatch:
                 raise
             finally:
                 self._note(INPUT, False, id(iterator), is_exhausted)
-            if (known := self._of_iterator.get(iterator)) is not None:
-                known.waits += 1
-                known.waited += time.perf_counter() - begin
+            if (known := self._of_iterator.get(id(iterator))) is not None:
+                end = time.perf_counter()
+                if (start := self._started.pop(id(iterator), None)) is not None:
+                    known.starts.append(end - start)
+                known.waited += end - begin
+                known.batches += 1
             return batch
 
         return timed
@@ -147,14 +186,15 @@ class LoaderWatch:
         @wraps(function)
         def timed(fetcher: Any, index: Any) -> Any:
             loader = self._of_dataset.get(id(fetcher.dataset))
-            if loader is None:
-                return function(fetcher, index)
             worker = get_worker_info()
-            if worker is not None:
+            if loader is None or (worker is not None and worker.dataset is not fetcher.dataset):
+                return function(fetcher, index)  # for example a loader inside of a dataset
+            if worker is not None and worker.id < loader.workers:
                 return self._in_worker.fetch(loader, worker.id, function, fetcher, index)
-            begin = time.perf_counter()
+            begin, computing = time.perf_counter(), time.thread_time()
             batch = function(fetcher, index)
-            loader.note_batch(loader.workers, time.perf_counter() - begin)
+            computing = time.thread_time() - computing
+            loader.note_batch(loader.workers, time.perf_counter() - begin, computing)
             return batch
 
         return timed
@@ -171,14 +211,14 @@ class InWorker:
         """Load a batch with `function`."""
         if self._sampler is None:
             self._sampler = LineSampler()
-            self._sampler.start()
         self._sampler.drop()
-        begin = time.perf_counter()
+        begin, computing = time.perf_counter(), time.thread_time()
         batch = function(fetcher, index)
+        computing = time.thread_time() - computing
         end = time.perf_counter()
         self._sampler.read([(INPUT, end)])
-        loader.note_batch(worker, end - begin)
+        loader.note_batch(worker, end - begin, computing)
         if end - self._written > LINES_EVERY:
             self._written = end
-            loader.note_lines(worker, self._sampler.lines())
+            loader.note_lines(worker, self._sampler.lines(LINES_KEPT))
         return batch

@@ -15,8 +15,8 @@ OTHER = "other"  # all else between two phases
 PHASES = (INPUT, FORWARD, BACKWARD, OPTIMIZER, SCALER, OTHER)
 EVALUATION = "evaluation"  # belongs to no step
 
-# A time, the phase that begins or ends then, True if it begins, and for INPUT the id of the
-# iterator that the program waits for, and True if the iterator is exhausted.
+# A time, the phase that begins or ends then, True if it begins, the id of the iterator that the
+# program waits for or of the optimizer that steps, and True if the iterator is exhausted.
 Note = tuple[float, str, bool, int, bool]
 
 
@@ -27,63 +27,54 @@ Interval = tuple[str, float]
 class NoteReader:
     """Reads notes in their order. Time between two phases is named after the second one.
 
-    If the program takes two batches of one iterator without a backward between them, it evaluates,
-    and the first batch belongs to no step. The last wait for an iterator belongs to none, either.
+    If an iterator is exhausted without a backward since its first batch, the program has evaluated,
+    which belongs to no step. Neither does the wait in which an iterator proves to be exhausted.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """The time of each phase in the present step."""
+        self.training: set[int] = set()
+        """The ids of iterators from which batches came before a backward."""
         self._last = perf_counter()
-        self._running: list[str] = []  # phases, the innermost last
-        # For each iterator from which batches came since the last backward, the times before them.
-        self._before: dict[int, dict[str, float]] = {}
+        self._running: list[tuple[str, int]] = []  # phases, the innermost last
+        # For each iterator from which batches came since the last backward: the times before its
+        # first batch, and the number of intervals.
+        self._before: dict[int, tuple[dict[str, float], int]] = {}
 
     def read(self, notes: Iterable[Note]) -> list[Interval]:
         """Count the time until each note."""
-        intervals, running, seconds = [], self._running, self.seconds
-        for time, phase, begins, iterator, is_exhausted in notes:
-            counted = running[-1] if running else self._between(phase, iterator)
+        intervals: list[Interval] = []
+        running, seconds = self._running, self.seconds
+        self._before = {iterator: (times, 0) for iterator, (times, _) in self._before.items()}
+        for time, phase, begins, source, is_exhausted in notes:
+            between = FORWARD if phase == BACKWARD else OTHER
+            counted = running[-1][0] if running else between
             seconds[counted] += time - self._last
             self._last = time
             intervals.append((counted, time))
-            if not begins:
-                self._end(phase)
-                if is_exhausted:
-                    seconds = self._restore(self._before.pop(iterator, {}))
+            if begins:
+                if phase == BACKWARD:
+                    self.training.update(self._before)
+                    self._before.clear()
+                elif phase == INPUT and not running and source not in self._before:
+                    self._before[source] = dict(seconds), len(intervals)
+                running.append((phase, source))
                 continue
-            if phase == BACKWARD:
-                self._before.clear()
-            elif phase == INPUT and not running:
-                if iterator in self._before:
-                    seconds = self._restore(self._before[iterator])
-                else:
-                    self._before[iterator] = dict(seconds)
-            running.append(phase)
+            # Errors may have left phases inside of it, and the phase itself in an earlier step.
+            if (phase, source) in running:
+                del running[running.index((phase, source)) :]
+            if is_exhausted and source in self._before:
+                times, first = self._before.pop(source)
+                seconds = self.seconds = defaultdict(float, times)
+                intervals[first:] = [(EVALUATION, end) for _, end in intervals[first:]]
         return intervals
 
     def end_step(self) -> dict[str, float]:
         """Return the times of the step that has ended."""
         seconds, self.seconds = self.seconds, defaultdict(float)
+        self._before.clear()
         return seconds
-
-    def _between(self, following: str, iterator: int) -> str:
-        if following == BACKWARD:
-            return FORWARD
-        return EVALUATION if following == INPUT and iterator in self._before else OTHER
-
-    def _end(self, phase: str) -> None:
-        """End a phase, and those inside of it that were not ended, since an error was raised."""
-        running = self._running
-        if phase == OPTIMIZER:  # the outermost, since earlier steps may have raised errors
-            del running[running.index(phase) :]
-        else:
-            while running and running.pop() != phase:
-                pass
-
-    def _restore(self, seconds: dict[str, float]) -> defaultdict[str, float]:
-        self.seconds = defaultdict(float, seconds)
-        return self.seconds
 
 
 class Listener:

@@ -50,7 +50,8 @@ def largest_batch(
     and optimizer are restored. If the model is on the CPU, accounts take the place of steps (see
     `account`, also for `device`).
 
-    `memory`: bytes that may be used, also as a text like `"24GiB"`; needed if the model is on the CPU, otherwise the GPU's.
+    `memory`: bytes that may be used, also as a text like `"24GiB"`; needed if the model is on the
+    CPU, otherwise the GPU's.
     `effective`: samples of a whole step, which are divided into micro-batches.
     `process_group`: ranks that get the same answer. Call this before the model is wrapped for
     several GPUs.
@@ -95,14 +96,19 @@ def largest_batch(
     return BatchSize(largest, -(-effective // count), count)
 
 
-def search(measure: Callable[[int], int | None], room: int, trials: int | None) -> int:
+def search(
+    measure: Callable[[int], int | None],
+    room: int,
+    trials: int | None,
+    known: dict[int, int] | None = None,
+) -> int:
     """Return the largest batch that fits, or with `trials` one that is nearly as large; 0 if none.
 
     `measure(batch)` returns the peak of a step, or None if it runs out of memory. Batches are
     doubled until a step takes half of the room: twice the batch takes at most twice as much. Then
-    each guess lies on the line through two peaks.
+    each guess lies on the line through two peaks. `known`: the peak of one batch.
     """
-    peaks: dict[int, int] = {}
+    peaks = dict(known or {})
 
     def fits(batch: int) -> bool:
         peak = measure(batch)
@@ -110,7 +116,9 @@ def search(measure: Callable[[int], int | None], room: int, trials: int | None) 
             peaks[batch] = peak
         return peak is not None and peak <= room
 
-    low, high = 0, None  # the largest that fits, the smallest that does not
+    # The largest batch that fits, and the smallest that does not.
+    low = max((batch for batch, peak in peaks.items() if peak <= room), default=0)
+    high = min((batch for batch, peak in peaks.items() if peak > room), default=None)
     while high is None and low < MOST:
         if low > 0 and peaks[low] > room // 2 and not _is_flat(peaks, low):
             break
@@ -134,7 +142,7 @@ def search(measure: Callable[[int], int | None], room: int, trials: int | None) 
 
 def _is_flat(peaks: dict[int, int], batch: int) -> bool:
     """Return True if the optimizer's step decides the peak: activations are smaller so far."""
-    return batch > 1 and peaks[batch] < 1.01 * peaks[batch // 2]
+    return batch > 1 and peaks[batch] < 1.01 * peaks.get(batch // 2, peaks[batch])
 
 
 def _predicted(peaks: dict[int, int], room: int) -> int:

@@ -23,6 +23,7 @@ from ampfuse._program_lines import file_name, is_of_program, program_frame
 from ampfuse.memory._dry_run import stored_tensors_in
 
 CONTAINERS = (list, dict, set, deque)
+UNKNOWN_TO_PROGRAM = 3  # references to a frame's locals if the program did not call locals()
 SHOWN = 3
 LEAST_BYTES = 1024  # of a tensor that is counted
 
@@ -159,8 +160,9 @@ def name_of(container: Any) -> str:
     for frame in frames():
         names = frame.f_locals
         found = [name for name, value in names.items() if value is container]
-        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            names.clear()  # a copy that the frame would keep, with all that it refers to
+        is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if is_copy and sys.getrefcount(names) <= UNKNOWN_TO_PROGRAM:
+            names.clear()  # the frame would keep the copy, with all that it refers to
         if found:
             return f"{found[0]} of {Path(frame.f_code.co_filename).name}"
     for holder in gc.get_referrers(container):

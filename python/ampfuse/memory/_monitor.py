@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 
+from ampfuse._background import Background
 from ampfuse._measuring import only_measures
 from ampfuse._replacing import replace
 from ampfuse.memory._growth import Look, Suspect, storages_of
@@ -106,24 +108,25 @@ class Monitor:
         """Begin to sample."""
         self._start = time.perf_counter()
         self._thread_of_program = threading.get_ident()
-        self._done = threading.Event()
         for hook in (
             hooks_of_optimizers.register_optimizer_step_pre_hook(self._before_step),
             hooks_of_optimizers.register_optimizer_step_post_hook(self._after_step),
         ):
             self._exits.callback(hook.remove)
         replace(self._exits, torch.autograd, "backward", self._marked(torch.autograd.backward))
-        self._thread = threading.Thread(target=self._run, name="ampfuse.memory", daemon=True)
-        self._thread.start()
+        self._background = Background(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop sampling."""
-        self._done.set()
-        self._thread.join()
+        self._background.stop()
         self._exits.close()
         if self._look is not None:
             self._look.stop()
+
+    def may_look(self) -> bool:
+        """Return True if the allocations of two steps may be recorded now."""
+        return Look.may_begin()
 
     def growth(self) -> float | None:
         """Return the bytes by which memory grows per step, or None if it does not grow."""
@@ -193,8 +196,8 @@ class Monitor:
         axes.legend(frameon=False)
         figure.savefig(path, dpi=150)
 
-    def _run(self) -> None:
-        while not self._done.wait(self.interval):
+    def _run(self, done: threading.Event) -> None:
+        while not done.wait(self.interval):
             keep(self.samples, self._sample())
 
     def _sample(self) -> Sample:
@@ -214,6 +217,7 @@ class Monitor:
     def _marked(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.autograd.backward` with a note that it is running."""
 
+        @wraps(backward)
         def marked(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return backward(*args, **kwargs)
@@ -246,7 +250,7 @@ class Monitor:
                 self.suspects = self._look.suspects(storages_of(_kept(optimizer)))
                 self._look = None
                 self._finds_leaks = False
-        elif self._is_suspicious() and Look.may_begin():
+        elif self._is_suspicious() and self.may_look():
             gc.collect()
             self._look = Look()
 
@@ -300,12 +304,14 @@ def _kept(optimizer: Optimizer) -> list[Tensor]:
 def _host_memory() -> Callable[[], int]:
     """Return a function that returns the physical memory of this process."""
     # Pages of files, for example of a dataset that is mapped into memory, can be dropped.
-    if sys.platform == "linux":  # psutil reads the same numbers, in ten times the time
-        file = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115
+    if sys.platform == "linux":  # psutil reads the same file
         page = os.sysconf("SC_PAGE_SIZE")
 
         def from_kernel() -> int:
-            resident, shared = os.pread(file.fileno(), 128, 0).split()[1:3]
+            try:
+                resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+            except OSError:  # the program may have no more files
+                return 0
             return (int(resident) - int(shared)) * page
 
         return from_kernel
@@ -335,9 +341,14 @@ def _gpu_process_memory() -> Callable[[], int]:
     own = os.getpid()
 
     def memory() -> int:
-        running = [
-            one for handle in handles for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ]
+        try:
+            running = [
+                one
+                for handle in handles
+                for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ]
+        except Exception:  # not supported, for example in virtual machines
+            return 0
         return sum(one.usedGpuMemory or 0 for one in running if one.pid == own)
 
     return memory

@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if allocation.kind == DATA and not allocation.is_sent and not tensor.requires_grad:
                 tensor = tensor.clone()
                 allocation = self._seen(tensor)
-            allocation.is_sent = True
+            allocation.is_sent = tensor.numel() > 1  # a scaler moves its numbers, too
         return tensor
 
     def note_model(self, model: nn.Module) -> None:

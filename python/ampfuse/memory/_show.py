@@ -72,7 +72,7 @@ def modules_shown(account: Account) -> list[tuple[str, int]]:
     """Return the rows of the table of modules; the last one is the sum of those left out."""
     modules = list(by_kind_of_module(account.modules).items())
     rest = sum(size for _, size in modules[MODULES_SHOWN:])
-    others = [(f"{len(modules) - MODULES_SHOWN} others", rest)] if rest else []
+    others = [("others", rest)] if rest else []
     return modules[:MODULES_SHOWN] + others
 
 

@@ -25,10 +25,11 @@ def cores(monkeypatch):
     monkeypatch.setattr(_advice, "usable_cores", lambda: 8)
 
 
-def loader(workers, batch=None, *, persistent=False, starts=(), waited=1.0):
-    made = Loader(workers, persistent, False, starts=list(starts), waited=waited)
+def loader(workers, batch=None, *, computing=1.0, persistent=False, prefetched=2, **values):
+    """Return a loader whose batches take so many ms, `computing` of them on a core."""
+    made = Loader(workers, persistent, prefetched, **({"trains": True, "batches": 20} | values))
     if batch is not None:
-        made.note_batch(0, batch / 1e3)
+        made.note_batch(0, batch / 1e3, computing * batch / 1e3)
     return made
 
 
@@ -41,18 +42,38 @@ def line(phase, call="", share=0.5):
 
 
 @pytest.mark.parametrize(
-    ("workers", "batch", "wait", "rest", "said"),
+    ("made", "wait", "rest", "said"),
     [
-        (0, 30, 30.0, 10.0, "DataLoader(num_workers=3) would hide it"),
-        (2, 40, 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),
-        (2, None, 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),  # workers not measured
-        (0, 300, 300.0, 10.0, "Make the transforms faster"),
-        (4, None, 30.0, 10.0, "Make the transforms faster"),
-        (4, 20, 10.0, 10.0, "DataLoader(prefetch_factor=8) helps if some batches take longer"),
+        (loader(0, 30), 30.0, 10.0, "DataLoader(num_workers=3) would hide it, or a part of it"),
+        (loader(0, 30, computing=0.1), 30.0, 10.0, "DataLoader(num_workers=3) would hide it."),
+        (loader(2, 40), 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),
+        (loader(2), 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),  # not measured
+        (loader(0, 300), 300.0, 10.0, "Make the transforms faster"),
+        (loader(0, 300, computing=0.1), 300.0, 10.0, "DataLoader(num_workers=30) would hide it."),
+        (loader(0, 900, computing=0.01), 900.0, 10.0, "Make the transforms faster"),
+        (loader(4), 30.0, 10.0, "Make the transforms faster"),
+        (loader(4, 20), 10.0, 10.0, "2 of its 4 workers are enough: DataLoader(prefetch_factor=8)"),
+        (loader(4, 20, prefetched=8), 10.0, 10.0, "are enough: send smaller batches"),
     ],
 )
-def test_number_of_workers_that_hides_the_wait_is_computed(workers, batch, wait, rest, said):
-    assert said in about_input(loader(workers, batch), wait, rest)
+def test_number_of_workers_that_hides_the_wait_is_computed(made, wait, rest, said):
+    assert said in about_input(made, 1.0, wait, rest)
+
+
+def test_a_step_of_several_batches_needs_more_workers():
+    assert "num_workers=4)" in about_input(loader(0, 10), 4.0, 40.0, 10.0)
+
+
+def test_training_on_a_gpu_leaves_the_cores_to_workers(monkeypatch):
+    monkeypatch.setattr(_advice, "uses_gpu", lambda: True)
+    assert "would hide it." in about_input(loader(0, 30), 1.0, 30.0, 10.0)
+
+
+def test_loaders_of_an_evaluation_are_left_out():
+    loaders = [loader(0, 300, waited=9.0, trains=False), loader(0, 30, waited=0.5)]
+    (hint,) = hints(steps(input=30.0, forward=10.0), loaders, [])
+    assert "num_workers=3" in hint
+    assert list(hints(steps(input=30.0, forward=10.0), loaders[:1], [])) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +100,7 @@ def test_loader_that_the_program_waits_for_longest_is_meant():
 def test_workers_that_are_started_in_each_epoch_are_noticed():
     times = steps(forward=100.0)  # 2 s for 20 steps
     (hint,) = hints(times, [loader(2, starts=[1.0, 1.0, 1.0])], [])
-    assert "takes 1,000 ms in each of 3 epochs: persistent_workers=True keeps them" in hint
+    assert "takes 1,000 ms until the first batch, in each of 3 epochs" in hint
     for quiet in (
         loader(2, starts=[1.0, 1.0, 1.0], persistent=True),
         loader(2, starts=[1.0, 0.01, 0.01]),
@@ -106,9 +127,25 @@ def test_lines_that_wait_for_the_gpu_are_named(monkeypatch, found, said):
     assert all(said in hint for hint in hinted)
 
 
-def test_conversions_are_no_copies_without_a_gpu(monkeypatch):
+@pytest.mark.parametrize("call", ["to", "item", "tolist"])
+def test_nothing_waits_for_a_gpu_that_is_not_there(monkeypatch, call):
     monkeypatch.setattr(_advice, "uses_gpu", lambda: False)
-    assert list(about_waits([line(FORWARD, "to")])) == []
+    assert list(about_waits([line(FORWARD, call)])) == []
+
+
+def test_parts_of_one_line_are_added_up():
+    parts = [line(OTHER, "save", 0.3), line(OTHER, "save", 0.3)]
+    parts[1] = parts[1]._replace(place=parts[1].place._replace(call="zeros"))
+    (hint,) = hints(steps(other=60.0, forward=40.0), [], parts)
+    assert hint.startswith("60% of the time passes outside of forward, backward and optimizer at")
+
+
+def test_limit_of_a_container_counts(monkeypatch):
+    monkeypatch.undo()  # of the cores above
+    monkeypatch.setattr(_advice.os, "sched_getaffinity", lambda _: range(64))
+    for text, expected in (("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64)):
+        monkeypatch.setattr(_advice.Path, "read_text", lambda _, text=text: text)
+        assert _advice.usable_cores() == expected
 
 
 @pytest.mark.parametrize(
@@ -157,8 +194,12 @@ LIST = Suspect("losses of train.py", "list of 200 elements", 0)
 @pytest.mark.parametrize(
     ("monitor", "said"),
     [
-        (Monitor(2.0**20, [TENSOR, LIST]), "1,024 KiB a step: train.py:3 in Linear (1,024 KiB a"),
+        (
+            Monitor(2.0**20, [TENSOR, LIST]),
+            "tensors stay that are made at train.py:3 in Linear (1,024 KiB a",
+        ),
         (Monitor(2.0**20, [LIST], steps=200), "losses of train.py is now a list of 200 elements"),
+        (Monitor(2.0**22, [TENSOR]), "The rest may be freed memory between them"),
         (Monitor(2.0**20, [LIST]), None),  # most programs append to a list
         (Monitor(2.0**20, []), None),
         (Monitor(None, [TENSOR]), None),

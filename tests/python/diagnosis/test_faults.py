@@ -30,7 +30,7 @@ SLEEP = line_of("time.sleep(0.002")
 # A batch of 16 takes 32 or 320 ms, and the rest of a step more than 20 ms.
 SHOWN = {
     "no workers": ["waits for input with num_workers=0: DataLoader(num_workers=", SLEEP],
-    "transform": ["workers could hide, and there are", "Make the transforms faster", SLEEP],
+    "transform": ["DataLoader(num_workers=", SLEEP],
     "restarts": ["Starting the workers of a DataLoader takes", "persistent_workers=True"],
     "item": ["The host waits for the GPU", line_of("loss.item()")],
     "logits": ["Logits of torch.bfloat16 are converted to float32", "2,048 KiB"],
@@ -40,7 +40,10 @@ SHOWN = {
     "kept gradients": ["No gradient is set to zero between steps", "zero_grad()"],
     "anomaly checks": ["set_detect_anomaly(True)", "remove it"],
     "compilations": ["torch.compile compiled again in", "shapes change"],
-    "saving": ["of the time passes outside of training", line_of("torch.save(")],
+    "saving": [
+        "of the time passes outside of forward, backward and optimizer",
+        line_of("torch.save("),
+    ],
 }
 
 

@@ -91,6 +91,15 @@ def test_captured_steps_are_not_measured(gpu):
     assert not times.is_live
 
 
+def test_steps_on_several_streams_are_not_measured(gpu, monkeypatch):
+    times = GpuTimes()
+    times.is_live = True
+    times.noted(FORWARD, begins=True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Gpu)
+    times.noted(FORWARD, begins=False)
+    assert not times.is_live
+
+
 def test_program_without_gpu_has_no_times():
     times = GpuTimes()
     for _ in range(20):

@@ -123,7 +123,13 @@ def test_anomaly_checks_are_counted(habits):
     train(set_to_none, steps=3)
     with torch.autograd.set_detect_anomaly(True):
         train(set_to_none, steps=4)
-    assert habits.anomaly_checks == 4
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        with torch.autograd.detect_anomaly(check_nan=False):  # as it is mostly used
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert habits.anomaly_checks == 4 + 3
 
 
 def test_compilations_after_the_first_steps_are_counted(habits, monkeypatch):

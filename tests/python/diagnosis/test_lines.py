@@ -1,6 +1,7 @@
 """The lines in which a program spends its time, found by sampling."""
 
 import inspect
+import json
 import random
 import sys
 import time
@@ -16,7 +17,6 @@ from ampfuse.diagnosis._phases import FORWARD, INPUT, OTHER
 @pytest.fixture
 def sampler():
     made = LineSampler()
-    made.start()
     yield made
     made.stop()
 
@@ -34,17 +34,35 @@ def quick():
 
 
 def test_lines_have_the_share_of_their_time(sampler):
-    slow()
-    end(sampler, FORWARD)
-    quick()
-    end(sampler, OTHER)
-    first, second = sampler.lines()
+    for _ in range(2):
+        slow()
+        end(sampler, FORWARD)
+        quick()
+        end(sampler, OTHER)
+    first, second = sampler.lines()[:2]
     assert (first.phase, second.phase) == (FORWARD, OTHER)
     number = inspect.getsourcelines(slow)[1] + 1
     assert first.place.where == f"test_lines.py:{number}"
     assert first.place.text == "time.sleep(0.3)"
-    assert first.share == pytest.approx(0.75, abs=0.1)
-    assert first.share + second.share == pytest.approx(1)
+    assert first.share == pytest.approx(0.75, abs=0.2)
+    assert sum(line.share for line in sampler.lines()) == pytest.approx(1)
+
+
+def test_line_that_keeps_pythons_lock_has_the_share_of_its_time(sampler):
+    text = "[" + ",".join(["0.123456789"] * 10**6) + "]"
+    sampler.drop()
+    begin = time.perf_counter()
+    for _ in range(3):
+        json.loads(text)
+    seconds = time.perf_counter() - begin
+    time.sleep(seconds)
+    end(sampler, FORWARD)
+    share = sum(line.share for line in sampler.lines() if "json" in line.place.text)
+    assert share > 0.3
+
+
+def test_samples_of_a_program_without_steps_take_bounded_memory(sampler):
+    assert sampler._recent.maxlen == 1000
 
 
 def test_samples_belong_to_the_interval_of_their_time(sampler):
@@ -53,7 +71,7 @@ def test_samples_belong_to_the_interval_of_their_time(sampler):
     quick()
     ends = [begin, begin + 0.3, time.perf_counter()]
     sampler.read(list(zip((OTHER, INPUT, FORWARD), ends, strict=True)))
-    assert [line.phase for line in sampler.lines()] == [INPUT, FORWARD]
+    assert [line.phase for line in sampler.lines()][:2] == [INPUT, FORWARD]
 
 
 def test_samples_of_no_phase_and_of_the_first_steps_do_not_count(sampler):
@@ -72,7 +90,6 @@ def test_sampling_uses_no_random_numbers_of_the_program():
     expected = [random.random() for _ in range(3)]
     random.seed(0)
     sampler = LineSampler()
-    sampler.start()
     quick()
     sampler.stop()
     assert [random.random() for _ in range(3)] == expected
@@ -84,8 +101,7 @@ def test_line_outside_of_torch_and_the_standard_library_is_shown(sampler):
     event = threading.Event()
     event.wait(0.2)  # sleeps in threading.py
     end(sampler, FORWARD)
-    (line,) = sampler.lines()
-    assert "event.wait(0.2)" in line.place.text
+    assert "event.wait(0.2)" in sampler.lines()[0].place.text
 
 
 def test_files_of_packages_are_named_from_the_package_on():
@@ -121,6 +137,11 @@ def test_line_that_is_long_is_shortened():
     assert len(found[0].text) == 60
     assert found[0].text.startswith("found = place(*Loss().item()), ")
     assert found[0].text.endswith("…")
+
+
+def test_instruction_that_does_not_exist_has_the_functions_line():
+    for instruction in (-1, 10**6):
+        assert place(slow.__code__, instruction).where.startswith("test_lines.py:")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python knows no columns")

@@ -45,11 +45,13 @@ def test_batches_of_the_program_itself_are_measured(watch, dataset):
     assert len(list(DataLoader(dataset, 4))) == 4
     (loader,) = watch.loaders
     assert loader.workers == 0
-    assert loader.waits == 4
+    assert loader.batches == 4
     assert [begins for _, begins, *_ in watch.notes] == [True, False] * 6  # one is __iter__
     assert [note[-1] for note in watch.notes if len(note) == 4] == [False] * 4 + [True]
     if not isinstance(dataset, list):
-        assert loader.seconds() >= 4 * PAUSE * 0.8  # a stream has a fifth batch, without samples
+        assert (
+            loader.batch_time().all >= 4 * PAUSE * 0.8
+        )  # a stream has a fifth batch, without samples
         assert loader.waited >= 16 * PAUSE
 
 
@@ -59,9 +61,9 @@ def test_batches_of_workers_are_measured_over_all_epochs(watch, persistent):
     for _ in range(2):
         assert len(list(loader)) == 4
     (found,) = watch.loaders
-    assert (found.workers, found.persistent_workers, found.pin_memory) == (2, persistent, False)
-    assert found.seconds() == pytest.approx(4 * PAUSE, rel=0.5)
-    assert found.seconds() >= 4 * PAUSE
+    assert (found.workers, found.persistent_workers, found.prefetch_factor) == (2, persistent, 2)
+    assert 4 * PAUSE <= found.batch_time().all < 16 * PAUSE
+    assert found.batch_time().computing < 2 * PAUSE  # it sleeps
     assert len(found.starts) == 2
     line = found.slowest_line()
     assert line.place.where == LINE
@@ -74,7 +76,7 @@ def test_workers_that_are_not_forked_are_not_measured(watch):
     loader = DataLoader([1, 2, 3, 4], 2, num_workers=1, multiprocessing_context="spawn")
     assert len(list(loader)) == 2
     (found,) = watch.loaders
-    assert found.seconds() is None
+    assert found.batch_time() is None
     assert found.slowest_line() is None
 
 
@@ -91,5 +93,57 @@ def test_loader_of_one_dataset_is_not_taken_for_another(watch):
     list(DataLoader(Slow(), 4))
     list(DataLoader([1, 2], 1))
     slow, quick = watch.loaders
-    assert slow.seconds() >= 4 * PAUSE
-    assert quick.seconds() < PAUSE
+    assert slow.batch_time().all >= 4 * PAUSE
+    assert quick.batch_time().all < 4 * PAUSE
+
+
+def test_loaders_of_one_dataset_with_the_same_options_count_as_one(watch):
+    dataset = Slow()
+    for _ in range(3):
+        next(iter(DataLoader(dataset, 4)))
+    next(iter(DataLoader(dataset, 4, num_workers=1)))
+    first, second = watch.loaders
+    assert (first.workers, len(first.starts), first.batches) == (0, 3, 3)
+    assert (second.workers, second.batches) == (1, 1)
+
+
+def test_many_loaders_take_bounded_memory(watch):
+    kept = [[torch.zeros(1)] * 2 for _ in range(300)]  # datasets with ids of their own
+    for dataset in kept:
+        next(iter(DataLoader(dataset)))
+    assert len(watch.loaders) == 256
+    assert all(isinstance(loader.shared, bytearray) for loader in watch.loaders)
+
+
+class Outer(Slow):
+    def __getitem__(self, index):
+        return torch.stack([batch.sum() for batch in DataLoader(torch.ones(8, 2), 4)])
+
+
+def test_loader_inside_of_a_dataset_is_left_alone_in_workers(watch):
+    assert len(list(DataLoader(Outer(), 4, num_workers=2))) == 4
+    (loader,) = watch.loaders
+    assert loader.batch_time() is not None
+
+
+class Equal(DataLoader):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+class OwnIterator(DataLoader):
+    def _get_iterator(self):
+        return iter([1, 2, 3])
+
+
+@pytest.mark.parametrize("kind", [Equal, OwnIterator])
+def test_odd_loaders_work(watch, kind):
+    assert len(list(kind([torch.zeros(1)] * 3))) == 3
+
+
+def test_loaders_whose_batches_are_trained_on_are_known(watch):
+    iterators = [iter(DataLoader([1, 2])), iter(DataLoader([3, 4]))]
+    watch.note_training([id(iterators[1])])
+    assert [loader.trains for loader in watch.loaders] == [False, True]

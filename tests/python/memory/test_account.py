@@ -166,7 +166,7 @@ def test_arguments_that_cannot_be_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="device: expected 'cuda' or 'cpu', got 'mps'"):
         account(model, optimizer, lambda: None, device="mps")
-    with pytest.raises(TypeError, match="model: expected an nn.Module, got SGD"):
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Module, got SGD"):
         account(optimizer, model, lambda: None)
     with pytest.raises(TypeError, match="optimizer: expected an Optimizer, got function"):
         account(model, lambda: None, optimizer)
