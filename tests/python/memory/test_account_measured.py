@@ -1,7 +1,7 @@
 """Accounts agree with the memory that torch allocates when the same step really runs."""
 
 import pytest
-from bench_account import MODELS, SETTINGS, compare
+from account_error import MODELS, SETTINGS, compare
 
 
 @pytest.mark.slow

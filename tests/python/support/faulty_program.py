@@ -79,7 +79,7 @@ for _ in range(6 if FAULT == "restarts" else 1):
         if FAULT == "item":
             total += loss.item() or 0.0
         if FAULT == "saving":
-            torch.save([torch.zeros(1000, 1000)], "model.pt")
+            torch.save([torch.zeros(2000, 2000)], "model.pt")
         if FAULT == "leak":
-            kept.append(torch.ones(2**20))
+            kept.append(torch.ones(2**18))
 torch.Tensor.item = item

@@ -1,6 +1,6 @@
 """How close `ampfuse.memory.account` is to the peak memory that is measured.
 
-    python benchmarks/bench_account.py [--out account.csv]
+    python benchmarks/account_error.py [--out account.csv]
 
 Six models in four settings. The account is made first, without computing anything. Then the same
 step runs, and the most bytes that torch has allocated at a time are measured.

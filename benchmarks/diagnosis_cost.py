@@ -5,7 +5,7 @@ These are steps that are measured: all of the first 256, then a quarter.
 A training loop runs in pairs of short rounds, one with and one without the measurements. Printed
 is the median of their differences, with the range in which it lies with a probability of 95 %.
 
-    python benchmarks/bench_diagnosis.py [--rounds 400] [--width 512]
+    python benchmarks/diagnosis_cost.py [--rounds 400] [--width 512]
 """
 
 import math
