@@ -5,6 +5,7 @@ Where traced code has to differ from eager code, the eager function names its co
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,6 +66,12 @@ def make_static(values: Iterable[Any], guard: bool = True) -> None:
     for value in values:
         if isinstance(value, Tensor):
             torch._dynamo.mark_static_address(value, guard=guard)
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def uses_gpu() -> bool:

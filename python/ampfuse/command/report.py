@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import ampfuse
+from ampfuse._graphs import compiled_graphs, uses_gpu
 from ampfuse.amp import GradScaler
 from ampfuse.diagnosis._diagnosis import Diagnosis
 from ampfuse.patching._parts import Part
@@ -95,8 +96,7 @@ def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
 
 
 def _about_compiling() -> Iterable[str]:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None and dynamo.counters["stats"]["unique_graphs"]:
+    if compiled_graphs():
         yield "Calls inside torch.compile are not counted; scalers count their steps there, too."
 
 
@@ -133,7 +133,7 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
 def _peak_memory() -> dict[str, int]:
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peaks = {"host": kilobytes * (1 if sys.platform == "darwin" else 1024)}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and uses_gpu():
         for index in range(torch.cuda.device_count()):
             peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
     return peaks

@@ -13,7 +13,7 @@ import torch
 from ampfuse._graphs import uses_gpu
 from ampfuse.diagnosis._gpu_times import GpuTimes
 from ampfuse.diagnosis._habits import WATCHED, Habits
-from ampfuse.diagnosis._lines import Line
+from ampfuse.diagnosis._lines import Line, merged
 from ampfuse.diagnosis._loaders import Loader
 from ampfuse.diagnosis._logits import WideLogits
 from ampfuse.diagnosis._phases import INPUT, OTHER
@@ -130,15 +130,16 @@ def about_waits(lines: list[Line]) -> Iterator[str]:
 
 def about_other(lines: list[Line]) -> Iterator[str]:
     """Return hints about lines outside of forward, backward and optimizer."""
-    shares: dict[str, float] = {}
-    for line in lines:
-        if line.phase == OTHER and not (uses_gpu() and line.place.call in WAITS):
-            shares[named(line)] = shares.get(named(line), 0.0) + line.share
-    for where, share in shares.items():
-        if share > WORTH_A_HINT:
+    others = [
+        line
+        for line in lines
+        if line.phase == OTHER and not (uses_gpu() and line.place.call in WAITS)
+    ]
+    for line in merged(others):
+        if line.share > WORTH_A_HINT:
             yield (
-                f"{share:.0%} of the time passes outside of forward, backward and optimizer at "
-                f"{where}. Is it needed in each step?"
+                f"{line.share:.0%} of the time passes outside of forward, backward and optimizer "
+                f"at {named(line)}. Is it needed in each step?"
             )
 
 

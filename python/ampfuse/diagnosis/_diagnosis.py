@@ -1,19 +1,18 @@
 """`Diagnosis`: measures a program while it trains, and says what limits it."""
 
-import sys
-from collections import defaultdict
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ampfuse._dtensors import is_distributed
+from ampfuse._graphs import compiled_graphs
 from ampfuse._replacing import replace
 from ampfuse.diagnosis import _advice
 from ampfuse.diagnosis._clock import StepClock
 from ampfuse.diagnosis._gpu_times import GpuTimes
 from ampfuse.diagnosis._habits import Habits
-from ampfuse.diagnosis._lines import LineSampler
+from ampfuse.diagnosis._lines import LineSampler, merged
 from ampfuse.diagnosis._logits import WideLogits
 from ampfuse.diagnosis._phases import Interval, Listener
 from ampfuse.diagnosis._timeline import FIRST_STEPS, Timeline
@@ -32,9 +31,7 @@ class CarefulMonitor(Monitor):
 
     def may_look(self) -> bool:
         """Return True if the allocations of two steps may be recorded."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        compiles = dynamo is not None and dynamo.counters["stats"]["unique_graphs"]
-        return not (compiles or is_distributed()) and super().may_look()
+        return not (compiled_graphs() or is_distributed()) and super().may_look()
 
 
 class Diagnosis(Listener):
@@ -83,14 +80,10 @@ class Diagnosis(Listener):
         summary = self._summary()
         if summary is None:
             return None
-        shares: defaultdict[tuple[str, str, str], float] = defaultdict(float)
-        for line in self.lines.lines():
-            shares[line.phase, line.place.where, line.place.text] += line.share
         lines = [
-            {"phase": phase, "where": where, "text": text, "share": share}
-            for (phase, where, text), share in sorted(shares.items(), key=lambda item: -item[1])[
-                :LINES_SHOWN
-            ]
+            {"phase": line.phase, "where": where, "text": text, "share": line.share}
+            for line in merged(self.lines.lines())[:LINES_SHOWN]
+            for where, text, _ in [line.place]
         ]
         return summary | {"gpu_milliseconds": self.gpu.milliseconds(), "lines": lines}
 

@@ -21,7 +21,7 @@ class GpuTimes(Listener):
         self.phases = 0
         """Phases of these steps that give the GPU work."""
         self.idle = 0
-        """Those at whose end the GPU had nothing left to do."""
+        """Phases that ended when the GPU had no work left."""
         self._milliseconds: defaultdict[str, float] = defaultdict(float)
         self._count = 0
         self._stream: Any = None  # of all events

@@ -1,6 +1,5 @@
 """Notices what costs time, or adds old gradients to new ones, in each step."""
 
-import sys
 import weakref
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._dtensors import local
+from ampfuse._graphs import compiled_graphs
 from ampfuse.diagnosis._phases import BACKWARD, Listener
 from ampfuse.diagnosis._timeline import FIRST_STEPS
 
@@ -22,7 +22,7 @@ class Habits(Listener):
 
     def __init__(self) -> None:
         self.anomaly_checks = 0
-        """Of the first steps, those in whose backward anomalies were looked for."""
+        """The number of the first steps that looked for anomalies in backward."""
         self.compilations = 0
         """Steps after the first ones in which torch.compile compiled something."""
         self.keeps_gradients = False
@@ -63,10 +63,9 @@ class Habits(Listener):
         self._steps += 1
         self.anomaly_checks += self._checks_anomalies
         self._checks_anomalies = False
-        if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
-            graphs = dynamo.counters["stats"]["unique_graphs"]
-            self.compilations += graphs > self._graphs and self._steps > FIRST_STEPS
-            self._graphs = graphs
+        graphs = compiled_graphs()
+        self.compilations += graphs > self._graphs and self._steps > FIRST_STEPS
+        self._graphs = graphs
         self.is_live = self._steps <= WATCHED and not self.keeps_gradients
         if self.is_live:
             self._kept = self._kept + 1 if self._is_kept else 0

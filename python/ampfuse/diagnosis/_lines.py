@@ -27,6 +27,15 @@ class Line(NamedTuple):
     share: float
 
 
+def merged(lines: list[Line]) -> list[Line]:
+    """Add up lines that differ only in the function that is called there."""
+    shares: defaultdict[tuple[str, Place], float] = defaultdict(float)
+    for line in lines:
+        shares[line.phase, line.place._replace(call="")] += line.share
+    found = [Line(phase, where, share) for (phase, where), share in shares.items()]
+    return sorted(found, key=lambda line: -line.share)
+
+
 class LineSampler:
     """Samples the line that the present thread executes. Phases are known only later."""
 
@@ -59,7 +68,7 @@ class LineSampler:
         self._recent.clear()
 
     def forget(self) -> None:
-        """Count anew."""
+        """Drop all samples that were counted."""
         self._seconds.clear()
 
     def lines(self, most: int | None = None) -> list[Line]:

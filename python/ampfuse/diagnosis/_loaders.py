@@ -60,10 +60,10 @@ class Loader:
         size = SLOT * (self.workers + 1)
         self.shared = mmap.mmap(-1, size) if self.workers else bytearray(size)
 
-    def has_options_of(self, other: "Loader") -> bool:
-        """Return True if another loader has the same options."""
-        own = self.workers, self.persistent_workers, self.prefetch_factor
-        return own == (other.workers, other.persistent_workers, other.prefetch_factor)
+    @property
+    def options(self) -> tuple[int, bool, int]:
+        """The options of the DataLoader."""
+        return self.workers, self.persistent_workers, self.prefetch_factor
 
     def note_batch(self, worker: int, seconds: float, computing: float) -> None:
         """Count a batch that took this long in a worker; the program itself is the last one."""
@@ -129,14 +129,13 @@ class LoaderWatch:
                 loader.trains = True
 
     def _known(self, loader: Any) -> Loader | None:
-        prefetched = loader.prefetch_factor or 0
-        made = Loader(loader.num_workers, loader.persistent_workers, prefetched)
+        options = loader.num_workers, loader.persistent_workers, loader.prefetch_factor or 0
         known = self._of_dataset.get(id(loader.dataset))
-        if known is not None and known.has_options_of(made):
+        if known is not None and known.options == options:
             return known
         if len(self.loaders) >= MOST_LOADERS:
             return None
-        self._of_dataset[id(loader.dataset)] = made
+        made = self._of_dataset[id(loader.dataset)] = Loader(*options)
         self.loaders.append(made)
         return made
 
@@ -189,36 +188,38 @@ class LoaderWatch:
             worker = get_worker_info()
             if loader is None or (worker is not None and worker.dataset is not fetcher.dataset):
                 return function(fetcher, index)  # for example a loader inside of a dataset
-            if worker is not None and worker.id < loader.workers:
-                return self._in_worker.fetch(loader, worker.id, function, fetcher, index)
+            if worker is not None:
+                self._in_worker.begin()
             begin, computing = time.perf_counter(), time.thread_time()
             batch = function(fetcher, index)
             computing = time.thread_time() - computing
-            loader.note_batch(loader.workers, time.perf_counter() - begin, computing)
+            end = time.perf_counter()
+            slot = loader.workers if worker is None else min(worker.id, loader.workers)
+            loader.note_batch(slot, end - begin, computing)
+            if worker is not None:
+                self._in_worker.end(loader, slot, end)
             return batch
 
         return timed
 
 
 class InWorker:
-    """Measures the batches of a worker process, in that process."""
+    """Samples the lines of a worker process while it loads batches, in that process."""
 
     def __init__(self) -> None:
         self._sampler: LineSampler | None = None
         self._written = 0.0
 
-    def fetch(self, loader: Loader, worker: int, function: Any, fetcher: Any, index: Any) -> Any:
-        """Load a batch with `function`."""
+    def begin(self) -> None:
+        """Begin a batch."""
         if self._sampler is None:
             self._sampler = LineSampler()
         self._sampler.drop()
-        begin, computing = time.perf_counter(), time.thread_time()
-        batch = function(fetcher, index)
-        computing = time.thread_time() - computing
-        end = time.perf_counter()
-        self._sampler.read([(INPUT, end)])
-        loader.note_batch(worker, end - begin, computing)
-        if end - self._written > LINES_EVERY:
-            self._written = end
-            loader.note_lines(worker, self._sampler.lines(LINES_KEPT))
-        return batch
+
+    def end(self, loader: Loader, slot: int, now: float) -> None:
+        """End a batch, and note the slowest lines now and then."""
+        assert self._sampler is not None
+        self._sampler.read([(INPUT, now)])
+        if slot < loader.workers and now - self._written > LINES_EVERY:
+            self._written = now
+            loader.note_lines(slot, self._sampler.lines(LINES_KEPT))

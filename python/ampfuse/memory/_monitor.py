@@ -2,8 +2,6 @@
 
 import csv
 import gc
-import os
-import sys
 import threading
 import time
 import weakref
@@ -20,9 +18,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 
 from ampfuse._background import Background
+from ampfuse._graphs import uses_gpu
 from ampfuse._measuring import only_measures
 from ampfuse._replacing import replace
 from ampfuse.memory._growth import Look, Suspect, storages_of
+from ampfuse.memory._process import gpu_process_memory, host_memory
 from ampfuse.memory._record import BACKWARD, FORWARD, STEP
 from ampfuse.memory._recorder import params_of
 from ampfuse.memory._show import size_text
@@ -92,7 +92,7 @@ class Monitor:
         self._first: weakref.ref[Optimizer] | None = None
         self._look: Look | None = None
         self._next_test = WINDOW  # for growth, after so many steps
-        self._host = _host_memory()
+        self._host = host_memory()
         self._process: Callable[[], int] | None = None  # set when the program uses a GPU
         self._device = 0
         self._thread_of_program = threading.get_ident()
@@ -202,11 +202,11 @@ class Monitor:
 
     def _sample(self) -> Sample:
         allocated = reserved = process = 0
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if uses_gpu():
             if threading.get_ident() == self._thread_of_program:
                 self._device = torch.cuda.current_device()  # each thread has its own
             if self._process is None:
-                self._process = _gpu_process_memory()
+                self._process = gpu_process_memory()
             allocated = torch.cuda.memory_allocated(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
             process = self._process()
@@ -299,56 +299,3 @@ def _kept(optimizer: Optimizer) -> list[Tensor]:
     state = (value for entries in optimizer.state.values() for value in entries.values())
     grads = (param.grad for param in params)
     return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]
-
-
-def _host_memory() -> Callable[[], int]:
-    """Return a function that returns the physical memory of this process."""
-    # Pages of files, for example of a dataset that is mapped into memory, can be dropped.
-    if sys.platform == "linux":  # psutil reads the same file
-        page = os.sysconf("SC_PAGE_SIZE")
-
-        def from_kernel() -> int:
-            try:
-                resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-            except OSError:  # the program may have no more files
-                return 0
-            return (int(resident) - int(shared)) * page
-
-        return from_kernel
-    try:
-        import psutil  # type: ignore[import-untyped]
-    except ImportError:
-        raise ImportError("Monitor needs psutil here: pip install ampfuse[tools]") from None
-    process = psutil.Process()
-
-    def memory() -> int:
-        info = process.memory_info()
-        return int(info.rss - getattr(info, "shared", 0))
-
-    return memory
-
-
-def _gpu_process_memory() -> Callable[[], int]:
-    """Return a function that returns the memory of this process on all GPUs; 0 if not known."""
-    try:
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    except Exception:  # no library, no driver, or no GPU
-        return lambda: 0
-    own = os.getpid()
-
-    def memory() -> int:
-        try:
-            running = [
-                one
-                for handle in handles
-                for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            ]
-        except Exception:  # not supported, for example in virtual machines
-            return 0
-        return sum(one.usedGpuMemory or 0 for one in running if one.pid == own)
-
-    return memory

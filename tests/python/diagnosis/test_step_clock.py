@@ -19,7 +19,6 @@ from ampfuse.diagnosis._phases import (
     SCALER,
     Listener,
 )
-from ampfuse.diagnosis._timeline import Timeline
 from ampfuse.optim import _traced
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -77,6 +76,12 @@ def train(after=lambda: None, loader=None, before_backward=lambda: None):
 
 def pause():
     time.sleep(PAUSE)
+
+
+class Slow(Numbers):
+    def __getitem__(self, index):
+        pause()
+        return torch.zeros(4)
 
 
 def test_phases_of_a_step_add_up_to_its_time(steps):
@@ -144,11 +149,6 @@ def test_steps_go_on_when_the_first_optimizer_is_freed(steps):
 
 
 def test_loaders_that_make_one_batch_together_are_both_input(steps):
-    class Slow(Numbers):
-        def __getitem__(self, index):
-            pause()
-            return torch.zeros(4)
-
     pairs = zip(DataLoader(Slow(), 1), DataLoader(Slow(), 1), strict=True)
     train(loader=(one + two for one, two in pairs))
     assert all(step[INPUT] >= 2 * PAUSE for step in steps.steps)
@@ -300,11 +300,6 @@ def test_steps_without_backward_of_torch_are_measured(steps):
 
 
 def test_two_batches_of_one_iterator_in_a_step_both_count(steps):
-    class Slow(Numbers):
-        def __getitem__(self, index):
-            pause()
-            return torch.zeros(4)
-
     iterator = iter(DataLoader(Slow(), 1))
     train(loader=(next(iterator) + next(iterator) for _ in range(10)))
     assert all(step[INPUT] >= 2 * PAUSE for step in steps.steps)
@@ -319,39 +314,6 @@ def test_error_of_a_measurement_ends_it_and_not_the_program(steps):
     train()
     assert str(steps.clock.error) == "a mistake"
     assert steps.clock._notes == []
-
-
-def test_few_steps_have_no_summary():
-    timeline = Timeline()
-    for step in range(1, 8):
-        timeline.add(step, {FORWARD: 0.001})
-    assert timeline.summary() is None
-    timeline.add(8, {FORWARD: 0.001})
-    assert timeline.summary()["timeline"]["step"] == [4, 5, 6, 7, 8]
-
-
-def test_first_steps_are_left_out_of_the_mean():
-    timeline = Timeline()
-    for step, seconds in enumerate((9.0, 9.0, 9.0, 0.001, 0.002, 0.003, 0.004, 0.005), 1):
-        timeline.add(step, {FORWARD: seconds})
-    summary = timeline.summary()
-    assert summary["milliseconds"][FORWARD] == pytest.approx(3.0)
-    assert summary["quartiles"] == pytest.approx([2.0, 3.0, 4.0])
-    assert summary["timeline"][FORWARD] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
-
-
-def test_long_timelines_are_means_of_stretches():
-    timeline = Timeline()
-    count = 10_000
-    for step in range(1, count + 1):
-        timeline.add(step, {FORWARD: step / 1e3})
-    summary = timeline.summary()
-    points, steps = summary["timeline"][FORWARD], summary["timeline"]["step"]
-    assert 512 <= len(points) < 1024
-    assert timeline.stretch == 16
-    assert steps[0] == sum(range(4, 20)) / 16
-    assert points == pytest.approx(steps)
-    assert summary["milliseconds"][FORWARD] == pytest.approx(count / 2, rel=0.01)
 
 
 COMPILED = """
