@@ -26,6 +26,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
         from ampfuse.command import compare
 
         compare.main(arguments[1:])
+    if arguments and arguments[0] == "advise":
+        from ampfuse.command import advise
+
+        advise.main(arguments[1:])
     chosen = options.parse(arguments)
     if chosen.name == "env" and not chosen.is_module:
         show.table(describe())

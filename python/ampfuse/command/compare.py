@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ampfuse._texts import size_text
 from ampfuse.command.options import refuse
-from ampfuse.memory._show import size_text
 
 USAGE = "python -m ampfuse compare before.json after.json"
 LEAST_SHARE = 0.01  # of a step, of a phase that is shown

@@ -22,12 +22,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from ampfuse._replacing import replace
+from ampfuse._texts import bytes_of, size_text
 from ampfuse.command import program
 from ampfuse.command.options import Parser, check_files, parted, refuse
 from ampfuse.memory._account import Account, account_of, recording
 from ampfuse.memory._batch import search
 from ampfuse.memory._record import Record
-from ampfuse.memory._show import bytes_of, size_text
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
@@ -48,10 +48,6 @@ class Options:
     fit: int | None
     json: Path | None
     plot: Path | None
-
-
-class DoneError(BaseException):
-    """Ends the program after its second step. Programs catch Exception, but not this."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -89,7 +85,7 @@ def run(chosen: Options) -> Account:
             return
         if record is None:
             record = recorder.record()
-        raise DoneError
+        raise program.DoneError
 
     call = program.run_module if chosen.is_module else program.run_script
     with recording(chosen.device, after_step) as recorder:

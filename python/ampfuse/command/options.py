@@ -13,13 +13,15 @@ from ampfuse.patching._parts import PARTS, chosen
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
        python -m ampfuse memory [options] script.py [arguments of the script]
+       python -m ampfuse advise [options] script.py [arguments of the script]
        python -m ampfuse compare before.json after.json
        python -m ampfuse env"""
 
 EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
 torch's names mean ampfuse's: see ampfuse.patch. A script named - is read from
 standard input. 'memory' runs two steps of the script without computing numbers,
-and prints what its memory is for: python -m ampfuse memory --help. 'compare'
+and prints what its memory is for: python -m ampfuse memory --help. 'advise'
+runs it in float32 and in 16 bits, and prints which precision suits it. 'compare'
 prints what differs between two summaries that --json has written. 'env' prints
 what works here."""
 

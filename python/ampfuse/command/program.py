@@ -2,17 +2,27 @@
 
 import builtins
 import importlib.util
+import io
 import os
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
+import torch
+
+from ampfuse._replacing import replace
+
 # True if Python was started with -P, which keeps the script's folder off sys.path (3.11 and newer).
 SAFE_PATH = getattr(sys.flags, "safe_path", False)
+
+
+class DoneError(BaseException):
+    """Ends the program after its last step. Programs catch Exception, but not this."""
 
 
 class NoProgramError(Exception):
@@ -109,6 +119,36 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
         assert traceback is not None  # its first frame is this one
         return error.with_traceback(traceback.tb_next)
     return None
+
+
+@contextmanager
+def saved_in_memory() -> Iterator[None]:
+    """Let `torch.save` write to files that only this process sees, by `torch.load`.
+
+    Otherwise the weights of a measurement would overwrite others.
+    """
+    save: Any = torch.save
+    load: Any = torch.load
+    files: dict[str, bytes] = {}
+
+    def save_in_memory(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(file, str | os.PathLike):
+            save(value, file, *args, **kwargs)
+            return
+        written = io.BytesIO()
+        save(value, written, *args, **kwargs)
+        files[os.path.abspath(file)] = written.getvalue()
+
+    def load_from_memory(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and os.path.abspath(file) in files:
+            kwargs["mmap"] = False
+            file = io.BytesIO(files[os.path.abspath(file)])
+        return load(file, *args, **kwargs)
+
+    with ExitStack() as exits:
+        replace(exits, torch, "save", save_in_memory)
+        replace(exits, torch, "load", load_from_memory)
+        yield
 
 
 def report_exception(raised: BaseException | None) -> None:

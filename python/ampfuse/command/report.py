@@ -61,14 +61,15 @@ def report(
 
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON, with null for NaN and infinities."""
-    path.write_text(json.dumps(_in_json(report), indent=2, allow_nan=False) + "\n")
+    path.write_text(json.dumps(in_json(report), indent=2, allow_nan=False) + "\n")
 
 
-def _in_json(value: Any) -> Any:
+def in_json(value: Any) -> Any:
+    """Return nested values with None in place of NaN and infinities."""
     if isinstance(value, dict):
-        return {key: _in_json(item) for key, item in value.items()}
+        return {key: in_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_in_json(item) for item in value]
+        return [in_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

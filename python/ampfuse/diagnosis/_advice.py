@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ampfuse._graphs import uses_gpu
+from ampfuse._texts import size_text
 from ampfuse.diagnosis._gpu_times import GpuTimes
 from ampfuse.diagnosis._habits import WATCHED, Habits
 from ampfuse.diagnosis._lines import Line, merged
@@ -18,7 +19,6 @@ from ampfuse.diagnosis._loaders import Loader
 from ampfuse.diagnosis._logits import WideLogits
 from ampfuse.diagnosis._phases import INPUT, OTHER
 from ampfuse.memory._monitor import Monitor
-from ampfuse.memory._show import size_text
 
 WORTH_A_HINT = 0.1  # of the time
 LEAST_WAIT = 2.0  # ms; a worker takes about 1 ms to send a batch

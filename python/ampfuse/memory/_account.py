@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse._nested import params_of
 from ampfuse.memory._as_on_gpu import as_on_gpu
 from ampfuse.memory._record import ACTIVATIONS, KINDS, Record
-from ampfuse.memory._recorder import Recorder, params_of
+from ampfuse.memory._recorder import Recorder
 from ampfuse.memory._show import plot, show, text
 from ampfuse.memory._what_if import CHANGES
 

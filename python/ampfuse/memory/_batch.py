@@ -11,8 +11,8 @@ import torch.distributed
 from torch import nn
 from torch.optim import Optimizer
 
+from ampfuse._texts import bytes_of
 from ampfuse.memory._account import account, unchanged
-from ampfuse.memory._show import bytes_of
 
 TRIALS = 2
 MOST = 2**20  # samples; a step whose memory allows for more does not depend on the batch

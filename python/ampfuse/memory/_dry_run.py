@@ -7,13 +7,14 @@ program sees tensors like any others.
 
 import mmap
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
+
+from ampfuse._nested import tensors_in
 
 # The rule for this operator's shapes leaves out the memory that it keeps for backward.
 ALWAYS_RUN = ("aten::mkldnn_rnn_layer",)
@@ -67,20 +68,6 @@ class DryRun:
             return operator(*args, **kwargs)
         made = tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
         return made.fill_(True) if schema.name == "aten::isfinite" else made
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    return (value for value in tree_iter(values) if isinstance(value, Tensor))
-
-
-def stored_tensors_in(values: Any) -> Iterator[Tensor]:
-    """Return the tensors that have a storage: not sparse ones, and not wrappers of torch.func."""
-    for tensor in tensors_in(values):
-        if tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
-            tensor
-        ):
-            yield tensor
 
 
 def _must_run(operator: Any, tensors: list[Tensor]) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from ampfuse._nested import stored_tensors_in
 from ampfuse._program_lines import file_name, is_of_program, program_frame
-from ampfuse.memory._dry_run import stored_tensors_in
 
 CONTAINERS = (list, dict, set, deque)
 UNKNOWN_TO_PROGRAM = 3  # references to a frame's locals if the program did not call locals()

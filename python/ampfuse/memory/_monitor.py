@@ -20,12 +20,12 @@ from torch.optim import optimizer as hooks_of_optimizers
 from ampfuse._background import Background
 from ampfuse._graphs import uses_gpu
 from ampfuse._measuring import only_measures
+from ampfuse._nested import params_of
 from ampfuse._replacing import replace
+from ampfuse._texts import size_text
 from ampfuse.memory._growth import Look, Suspect, storages_of
 from ampfuse.memory._process import gpu_process_memory, host_memory
 from ampfuse.memory._record import BACKWARD, FORWARD, STEP
-from ampfuse.memory._recorder import params_of
-from ampfuse.memory._show import size_text
 
 WARM_UP = 5  # steps that may allocate what stays: gradients, state, caches
 WINDOW = 20  # growth is computed after so many steps, and later more rarely

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from ampfuse._texts import bytes_of, size_text
 from ampfuse.memory._account import recorded
 from ampfuse.memory._record import Record, is_within
-from ampfuse.memory._show import bytes_of, size_text
 from ampfuse.memory._what_if import CHANGES, MASTER_WEIGHTS, REMAINDERS, checkpointed, saved_bytes
 
 OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ampfuse._measuring import only_measures
+from ampfuse._nested import params_of, stored_tensors_in
 from ampfuse.memory import _scratch
-from ampfuse.memory._dry_run import DryRun, stored_tensors_in
+from ampfuse.memory._dry_run import DryRun
 from ampfuse.memory._record import (
     BACKWARD,
     BUFFERS,
@@ -252,11 +253,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._first_optimizer = weakref.ref(optimizer)
         if self._after_step is not None and self._first_optimizer() is optimizer:
             self._after_step()
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def blocks_of(model: nn.Module) -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ampfuse._texts import size_text, without_numbers
 from ampfuse.memory._record import KINDS
 
 if TYPE_CHECKING:
@@ -40,30 +40,11 @@ def title(account: Account) -> str:
     return f"peak of a training step on a {place}: {size_text(account.peak)}, in {account.phase}"
 
 
-def size_text(size: float) -> str:
-    """Return a number of bytes with a unit: `"1.5 GiB"`."""
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 9999.5:
-            return f"{size:,.0f} {unit}" if size >= 99.95 else f"{size:,.1f} {unit}"
-    return f"{size / 1024:,.1f} GiB"
-
-
-def bytes_of(size: int | str) -> int:
-    """Return a number of bytes, which may be given as a text like `"24GiB"` or `"500 MB"`."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMGT])(?:iB|B)?", size, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"expected a size like 24GiB, got {size}")
-    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
-
-
 def by_kind_of_module(modules: dict[str, int]) -> dict[str, int]:
     """Add up modules whose names differ only in numbers, the largest first."""
     sums: dict[str, int] = {}
     for name, size in modules.items():
-        short = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "outside modules"
+        short = without_numbers(name) or "outside modules"
         sums[short] = sums.get(short, 0) + size
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 

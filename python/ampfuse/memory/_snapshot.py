@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ampfuse._texts import size_text
 from ampfuse.memory._record import BACKWARD, FORWARD, STEP
-from ampfuse.memory._show import size_text
 
 SHOWN = 12
 ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")

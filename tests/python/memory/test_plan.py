@@ -5,8 +5,8 @@ import copy
 import ampfuse
 import pytest
 import torch
+from ampfuse._texts import bytes_of, size_text
 from ampfuse.memory import account, plan
-from ampfuse.memory._show import bytes_of, size_text
 from models import GPT2, Size
 from torch.nn import functional
 

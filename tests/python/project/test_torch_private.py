@@ -11,14 +11,17 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 MODULES = {
-    "torch": ["_C", "_dynamo"],
+    "torch": ["_C", "_dynamo", "_foreach_div_", "_foreach_mul_", "_foreach_norm"],
     "torch._C": [
+        "_autograd",
+        "_current_autograd_node",
         "_cuda_getArchFlags",
         "_current_graph_task_id",
         "_functorch",
         "_get_tracing_state",
         "_jit_get_schemas_for_operator",
     ],
+    "torch._C._autograd": ["_get_sequence_nr"],
     "torch._C._functorch": ["maybe_current_level"],
     "torch._compile": ["_disable_dynamo"],
     "torch._dynamo": ["mark_static_address"],
@@ -42,7 +45,7 @@ OPTIMIZER = torch.optim.SGD([PARAMETER])
 torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
 OPTIMIZER.step()
 OBJECTS: dict[Any, list[str]] = {
-    (PARAMETER * 2).grad_fn: ["_input_metadata"],
+    (PARAMETER * 2).grad_fn: ["_input_metadata", "_sequence_nr"],
     torch.amp.GradScaler("cpu"): [
         "_check_inf_per_device",
         "_check_scale_growth_tracker",

@@ -1,0 +1,28 @@
+"""Finds tensors in nested values, and the parameters of optimizers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return (value for value in tree_iter(values) if isinstance(value, Tensor))
+
+
+def stored_tensors_in(values: Any) -> Iterator[Tensor]:
+    """Return the tensors that have a storage: not sparse ones, and not wrappers of torch.func."""
+    for tensor in tensors_in(values):
+        if tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
+            yield tensor
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,27 @@
+"""Sizes and names as people write them."""
+
+import re
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes with a unit: `"1.5 GiB"`."""
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 9999.5:
+            return f"{size:,.0f} {unit}" if size >= 99.95 else f"{size:,.1f} {unit}"
+    return f"{size / 1024:,.1f} GiB"
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a number of bytes, which may be given as a text like `"24GiB"` or `"500 MB"`."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMGT])(?:iB|B)?", size, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"expected a size like 24GiB, got {size}")
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a module with `*` in place of numbers, as in `"layers.*.norm"`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -1,0 +1,93 @@
+"""The command `python -m ampfuse advise`: which precision suits an unchanged program.
+
+The program's first steps run again and again, each time in another precision.
+"""
+
+import json
+import os
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ampfuse.command.options import Parser, check_files, parted, refuse
+from ampfuse.command.report import in_json
+from ampfuse.precision import _show
+from ampfuse.precision._advisor import NoAdviceError, advise
+from ampfuse.precision._outcome import Program
+
+USAGE = """python -m ampfuse advise [options] script.py [arguments of the script]
+       python -m ampfuse advise [options] -m module [arguments of the module]"""
+EPILOG = """The script runs several times until its optimizer has taken these steps: in
+float32, in bfloat16 and float16 by autocast, and with bfloat16 weights. torch.save
+writes nothing; other files that the script writes are written each time."""
+STEPS = 20
+LEAST_STEPS = 10  # four for the analysis, and at least three that are timed
+MOST_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line."""
+
+    program: Program
+    json: Path | None
+    plot: Path | None
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `python -m ampfuse advise` with these arguments."""
+    chosen = parse(arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        refuse("advise: expected one process, got several; run it without a launcher")
+    try:
+        advice = advise(chosen.program, say)
+    except NoAdviceError as error:
+        refuse(f"advise: {error}")
+    print(_show.text(advice, chosen.program.words[0]))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(in_json(advice.as_dict()), indent=2) + "\n")
+    if chosen.plot is not None:
+        _show.plot(advice, chosen.plot)
+    sys.exit(0)
+
+
+def say(sentence: str) -> None:
+    """Print what happens now."""
+    print(f"python -m ampfuse: {sentence}", file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Parse the command line."""
+    parser = Parser(
+        usage=USAGE,
+        description="Find the precision that suits a program.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    options = [
+        parser.add_argument(
+            "--steps",
+            type=int,
+            default=STEPS,
+            metavar="N",
+            help=f"steps to take, {STEPS} if not given",
+        ),
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to it"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw losses and exponents"),
+    ]
+    valued = {name for option in options for name in option.option_strings}
+    own, is_module, words = parted(arguments, valued)
+    given = parser.parse_args(own)
+    if not words:
+        parser.print_usage(sys.stderr)
+        sys.exit(2)
+    check_files(given.json, given.plot)
+    if not LEAST_STEPS <= given.steps <= MOST_STEPS:
+        refuse(f"--steps: expected {LEAST_STEPS} to {MOST_STEPS}, got {given.steps}")
+    if words[0] == "-" and not is_module:
+        refuse("advise: expected a script in a file, which can run again")
+    return Options(Program(words, is_module, given.steps), given.json, given.plot)

@@ -1,0 +1,153 @@
+"""Makes a program compute in another precision."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ampfuse._graphs import uses_gpu
+from ampfuse._program_lines import Place, place, program_frame
+from ampfuse._replacing import replace
+from ampfuse.amp import GradScaler
+from ampfuse.patching import _optimizers
+from ampfuse.precision._precisions import Precision
+
+
+class Forcing:
+    """Forces a precision on a program until `exits` closes.
+
+    Where the program uses autocast, this changes its dtype. Elsewhere autocast begins with the
+    first module that is called with gradients, and ends when backward begins: that is what one
+    would write.
+    """
+
+    def __init__(self, exits: ExitStack, precision: Precision, scale: float) -> None:
+        self.precision = precision
+        self.autocast: Place | None = None
+        """The line where the program enables autocast, if it does."""
+        self.dtype: torch.dtype | None = None
+        """The dtype that the program gives to it."""
+        self.scaler: Place | None = None
+        """The line where the program makes a scaler that is enabled."""
+        self.has_scaler = False
+        """True if the program's own scaler scales losses."""
+        self.converted = 0
+        """The number of weights that were converted to 16 bits."""
+        self._scale = scale
+        self._own = ExitStack()
+        self._is_on = False
+        self._init: Any = torch.autocast.__init__
+        replace(exits, torch.autocast, "__init__", self._changed(self._init))
+        replace(exits, GradScaler, "__init__", self._with_scale(GradScaler.__init__))
+        if precision.has_16bit_weights:
+            optimizer: Any = _optimizers._InPlaceOfTorchs
+            replace(exits, optimizer, "__init__", self._with_masters(optimizer.__init__))
+        exits.callback(self.end)
+
+    def run(
+        self, call: Any, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module in the precision that it should have."""
+        dtype = self.precision.dtype
+        if dtype is not None and self.precision.keeps(name):
+            args, kwargs = in_float32((args, kwargs))
+            with self._autocast(device_of(module), dtype, False):
+                return call(module, *args, **kwargs)
+        if dtype is None or self._is_on or self.autocast is not None:
+            return call(module, *args, **kwargs)
+        context = self._autocast(device_of(module), dtype, True)
+        if not torch.is_grad_enabled():
+            with context:
+                return call(module, *args, **kwargs)
+        self._own.enter_context(context)
+        self._is_on = True
+        output = call(module, *args, **kwargs)
+        if self.autocast is not None:  # the module enables autocast itself
+            self.end()
+        return output
+
+    def end(self) -> None:
+        """End autocast before backward, and before an optimizer changes the weights."""
+        self._is_on = False
+        self._own.close()
+
+    def _autocast(self, device: str, dtype: torch.dtype, is_enabled: bool) -> Any:
+        context = object.__new__(torch.autocast)
+        self._init(context, device, dtype=dtype, enabled=is_enabled)
+        return context
+
+    def _changed(self, init: Callable[..., None]) -> Callable[..., None]:
+        @wraps(init)
+        def changed(
+            context: Any,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            in_backward = torch._C._current_graph_task_id() >= 0  # made by torch's checkpoint
+            if enabled and not in_backward and self.autocast is None:
+                self.autocast = calling_line()
+                self.dtype = dtype or torch.get_autocast_dtype(device_type)
+            enabled = enabled and self.precision.dtype is not None
+            dtype = self.precision.dtype if enabled else dtype
+            init(context, device_type, dtype, enabled, cache_enabled)
+
+        return changed
+
+    def _with_masters(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Return an optimizer's `__init__` that also converts weights, but no vectors.
+
+        Vectors are biases and the weights of norms, which are small and stay in float32.
+        """
+
+        @wraps(init)
+        def changed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            for group in optimizer.param_groups:
+                group["master_weights"] = True
+                for param in group["params"]:
+                    if param.dtype == torch.float32 and param.dim() > 1:
+                        param.data = param.data.to(self.precision.dtype)
+                        self.converted += 1
+
+        return changed
+
+    def _with_scale(self, init: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(init)
+
+        @wraps(init)
+        def changed(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(scaler, *args, **kwargs).arguments
+            if given.get("enabled", True):
+                self.scaler = self.scaler or calling_line()
+            changes = {"enabled": self.precision.is_scaled, "init_scale": self._scale}
+            init(**given | changes)
+            self.has_scaler |= scaler.is_enabled()
+
+        return changed
+
+
+def calling_line() -> Place | None:
+    """Return the program's line that is running."""
+    frame = program_frame(sys._getframe())
+    return place(frame.f_code, frame.f_lasti) if frame else None
+
+
+def device_of(module: nn.Module) -> str:
+    """Return the kind of device of a module's parameters."""
+    param = next(module.parameters(), None)
+    return ("cuda" if uses_gpu() else "cpu") if param is None else param.device.type
+
+
+def in_float32(values: Any) -> Any:
+    """Return nested values with all 16-bit tensors in float32."""
+    return tree_map(
+        lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, values
+    )

@@ -1,0 +1,88 @@
+"""The lines of a program that a precision changes."""
+
+import torch
+
+from ampfuse.precision._outcome import Outcome
+from ampfuse.precision._precisions import Precision
+
+# Trainers that choose the precision by an option: the folder of their package, and the option for
+# a precision and for float32.
+TRAINERS = {
+    "transformers": ("TrainingArguments({}=True)", "TrainingArguments without bf16 and fp16"),
+    "accelerate": ('Accelerator(mixed_precision="{}")', 'Accelerator(mixed_precision="no")'),
+    "lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
+    "pytorch_lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
+}
+FIRST_SCALE = 65536  # of torch's GradScaler
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[str]:
+    """Return instructions, each with the line of the program that it is about."""
+    places = base.data["places"]
+    device = "cuda" if base.data["gpu"] else "cpu"
+    trainer = trainer_of(places)
+    if precision.dtype is None:
+        found = [
+            f"{shown(places[name])}: no {name}" for name in ("autocast", "scaler") if places[name]
+        ]
+        return [f"`{trainer[1]}`"] if trainer and found else found
+    if trainer and not precision.kept:
+        lines = [f"`{trainer[0].format(SHORT[precision.dtype])}`"]
+    else:
+        lines = by_hand(places, device, base.data["own_dtype"], precision, scale)
+    if precision.has_16bit_weights:
+        lines += [
+            "before the optimizer: `for param in model.parameters(): "
+            "param.data = param.data.bfloat16() if param.dim() > 1 else param.data`",
+            "`ampfuse.AdamW` in place of `torch.optim.AdamW`: it keeps float32 masters",
+        ]
+    return lines
+
+
+def trainer_of(places: dict[str, dict[str, str] | None]) -> tuple[str, str] | None:
+    """Return the options of the package that calls the model or backward, or None."""
+    folders = [
+        (places[name] or {}).get("where", "").split("/")[0] for name in ("model", "backward")
+    ]
+    return next((TRAINERS[folder] for folder in folders if folder in TRAINERS), None)
+
+
+def by_hand(
+    places: dict[str, dict[str, str] | None],
+    device: str,
+    own: str,
+    precision: Precision,
+    scale: float,
+) -> list[str]:
+    """Return instructions for a program that has its own loop."""
+    lines = []
+    dtype = str(precision.dtype)
+    context = f'with torch.autocast("{device}", dtype={dtype}):'
+    if places["autocast"] is None:
+        lines.append(f"{shown(places['model'])}: put it and the loss into `{context}`")
+    elif f"torch.{own}" != dtype:
+        lines.append(f"{shown(places['autocast'])}: `{context}`")
+    if precision.is_scaled and places["scaler"] is None:
+        first = "" if scale == FIRST_SCALE else f", init_scale={scale:.0f}"
+        lines += [
+            f'before the loop: `scaler = torch.amp.GradScaler("{device}"{first})`',
+            f"{shown(places['backward'])}: `scaler.scale(loss).backward()`",
+            f"{shown(places['step'])}: `scaler.step(optimizer)`, then `scaler.update()`",
+            "before gradients are clipped, if they are: `scaler.unscale_(optimizer)`",
+        ]
+    elif not precision.is_scaled and places["scaler"] is not None:
+        lines.append(f"{shown(places['scaler'])}: no scaler")
+    for name in precision.kept:
+        lines.append(
+            f'around the call of {name}: `with torch.autocast("{device}", enabled=False):`, '
+            "and give it x.float()"
+        )
+    return lines
+
+
+def shown(place: dict[str, str] | None) -> str:
+    """Return a place and its text."""
+    if place is None:
+        return "the program"
+    return f"{place['where']} `{place['text']}`" if place["text"] else place["where"]

@@ -1,0 +1,120 @@
+"""Knows which module of a program computes, in forward and in backward."""
+
+import bisect
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampfuse._program_lines import Place, place, program_frame
+from ampfuse._replacing import replace
+
+# Calls a module: torch's function for it, the module, its name, and its arguments.
+Run = Callable[[Any, nn.Module, str, tuple[Any, ...], dict[str, Any]], Any]
+WRAPPERS = ("_orig_mod.", "module.")  # in names that torch.compile and DistributedDataParallel give
+
+
+class Modules:
+    """The modules that the program's thread calls, by their names in the outermost one."""
+
+    def __init__(self, exits: ExitStack, run: Run) -> None:
+        """Notice calls until `exits` closes, and let `run` do them."""
+        self.roots: list[nn.Module] = []
+        """The outermost modules."""
+        self.first_call: Place | None = None
+        """The line that called a root with gradients first."""
+        self.on_root: Callable[[nn.Module, Any], None] = lambda module, inputs: None
+        """Called before a root runs."""
+        self.on_output: Callable[[str, Any], None] | None = None
+        """Called with a module's name and its output."""
+        self._run = run
+        self._stack: list[str] = []
+        self._names: dict[int, str] = {}
+        self._begins: list[tuple[int, str]] = []  # a number of autograd's, and the module from then
+        self._thread = threading.get_ident()
+        original: Any = nn.Module.__call__
+
+        @wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+                return original(module, *args, **kwargs)
+            return self._call(original, module, args, kwargs)
+
+        replace(exits, nn.Module, "__call__", call)
+
+    @property
+    def running(self) -> str:
+        """The name of the innermost module that runs forward, or an empty text."""
+        return self._stack[-1] if self._stack else ""
+
+    def behind(self, number: int) -> str:
+        """Return the module in whose forward autograd gave a node this sequence number."""
+        index = bisect.bisect_right(self._begins, number, key=lambda begin: begin[0])
+        return self._begins[index - 1][1] if index else ""
+
+    def forget(self) -> None:
+        """Forget the sequence numbers of graphs that are gone."""
+        self._begins.clear()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of all roots by their names."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for root in self.roots:
+            for name, param in root.named_parameters():
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    name = without_wrappers(name)
+                    found[name if name not in found else f"{name} of {type(root).__name__}"] = param
+        return found
+
+    def _call(
+        self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._stack:
+            self._meet(module)
+            self.on_root(module, (args, kwargs))
+        name = self._names.get(id(module), type(module).__name__)
+        self._enter(name)
+        try:
+            output = self._run(original, module, name, args, kwargs)
+        finally:
+            self._stack.pop()
+            self._begin()
+        if self.on_output is not None:
+            self.on_output(name, output)
+        return output
+
+    def _enter(self, name: str) -> None:
+        self._stack.append(name)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.on_output is not None:
+            number = torch._C._autograd._get_sequence_nr()
+            self._begins.append((number, self.running))
+
+    def _meet(self, module: nn.Module) -> None:
+        """Note a root, which is not met for the first time as a rule."""
+        if id(module) not in self._names:
+            self.roots.append(module)
+            for name, part in module.named_modules():
+                name = without_wrappers(f"{name}.").rstrip(".")
+                self._names.setdefault(id(part), name or type(part).__name__)
+            self._names[id(module)] = type(module).__name__
+        has_parameters = next(module.parameters(), None) is not None
+        if self.first_call is None and torch.is_grad_enabled() and has_parameters:
+            frame = program_frame(sys._getframe())
+            self.first_call = place(frame.f_code, frame.f_lasti) if frame else None
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name as it is in the program's own module."""
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name

@@ -1,0 +1,234 @@
+"""Looks at the operators of a few steps: their precisions, times and values."""
+
+import math
+import sys
+import time
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampfuse._nested import stored_tensors_in
+from ampfuse._program_lines import place, program_frame
+from ampfuse.optim._state import DTYPES_16_BIT
+from ampfuse.precision._modules import Modules
+
+FORWARD, BACKWARD = "forward", "backward"
+CONVERSIONS = ("to", "float", "half", "bfloat16", "type", "type_as", "double")
+PLAIN = Tensor.__torch_dispatch__
+MOST_VALUES = 2**18  # of a tensor, of which exponents are counted
+ZERO = -150  # exponents are at least -149, that of the smallest float32
+
+
+@dataclass
+class Operators:
+    """The precisions, times and values of the operators of forward and backward."""
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Time of operators in float32, in 16 bits, and for casts."""
+    in_float32: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Time of operators in float32, by name."""
+    casts: int = 0
+    """Casts that autocast inserted, and those of their backward."""
+    cast_bytes: int = 0
+    exponents: Counter[int] = field(default_factory=Counter)
+    """Numbers of 16-bit values in backward, by their exponent: 1 and 1.5 have 0."""
+    nonfinite: list[dict[str, Any]] = field(default_factory=list)
+    """The operators that made a NaN or an infinity of finite values, in their order."""
+    largest: float = 0.0
+    """The largest finite value of an operator that computes in 16 bits, in forward."""
+    largest_in: str = ""
+    """The module that computed it."""
+    drew_numbers: bool = False
+    """True if forward used random numbers, as dropout does."""
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at each operator in a block of code.
+
+    Dropout draws the same numbers for all precisions here, so that their steps can be compared.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = Operators()
+        self.rests = True
+        """True while operators are not to be looked at: outside of forward and backward."""
+        self._modules = modules
+        self._conversions = Conversions()
+        self._exits = ExitStack()
+        self._events: list[tuple[Any, Any, str, str]] = []
+        self._seen: set[tuple[str, str, str]] = set()
+
+    def __enter__(self) -> "OperatorWatch":
+        """Begin to look."""
+        self._exits.enter_context(self._conversions)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop looking."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._exits.close()
+        for begin, end, kind, name in self._events:
+            end.synchronize()
+            self._add(kind, name, begin.elapsed_time(end) / 1e3)
+        self._events.clear()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and look at its results."""
+        kwargs = kwargs or {}
+        given = list(stored_tensors_in((args, kwargs)))
+        if any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in given):
+            return NotImplemented
+        if self.rests:
+            return operator(*args, **kwargs)
+        name = operator.name().partition("::")[2].partition(".")[0]
+        if name in ("bernoulli_", "native_dropout"):
+            self.found.drew_numbers = True
+            return self._draw_alike(operator, name, args, kwargs)
+        is_view = any(result.alias_info is not None for result in operator._schema.returns)
+        if (is_view and not operator._schema.is_mutable) or not given or "empty" in name:
+            return operator(*args, **kwargs)
+        is_backward = torch._C._current_graph_task_id() >= 0
+        kind = self._kind(name, given, args, is_backward)
+        results = self._timed(operator, args, kwargs, kind, name, given)
+        floats = [one for one in stored_tensors_in(results) if one.is_floating_point()]
+        if kind == "casts":
+            self.found.casts += 1
+            self.found.cast_bytes += sum(one.nbytes for one in (*given, *floats))
+        if kind == "16 bits" and is_backward:
+            for one in floats:
+                if one.dtype in DTYPES_16_BIT:
+                    self.found.exponents += exponents(one)
+        self._look(name, given, floats, is_backward, kind == "16 bits")
+        return results
+
+    def _draw_alike(
+        self, operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Draw the random numbers that float32 would draw."""
+        tensor = args[0]
+        if tensor.dtype not in DTYPES_16_BIT:
+            return operator(*args, **kwargs)
+        drawn = operator(torch.ones_like(tensor, dtype=torch.float32), *args[1:], **kwargs)
+        if name == "bernoulli_":
+            return tensor.copy_(drawn)
+        return tensor * drawn[0], drawn[1]
+
+    def _kind(
+        self, name: str, given: list[Tensor], args: tuple[Any, ...], is_backward: bool
+    ) -> str:
+        """Return how an operator computes: in float32, in 16 bits, as a cast, or else."""
+        dtypes = {tensor.dtype for tensor in given if tensor.is_floating_point()}
+        if name == "_to_copy" and dtypes:
+            return "" if self._is_programs(is_backward) else "casts"
+        if dtypes & set(DTYPES_16_BIT):
+            return "16 bits"
+        return "float32" if torch.float32 in dtypes else ""
+
+    def _is_programs(self, is_backward: bool) -> bool:
+        """Return True for a cast that the program has written."""
+        if not is_backward:
+            if self._conversions.running:
+                # Autograd has made the node already.
+                self._conversions.nodes.add(torch._C._autograd._get_sequence_nr() - 1)
+            return self._conversions.running > 0
+        node = torch._C._current_autograd_node()
+        return node is not None and node._sequence_nr() in self._conversions.nodes
+
+    def _timed(
+        self,
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str,
+        name: str,
+        given: list[Tensor],
+    ) -> Any:
+        if any(tensor.is_cuda for tensor in given):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            results = operator(*args, **kwargs)
+            end.record()
+            self._events.append((begin, end, kind, name))
+            return results
+        start = time.perf_counter()
+        results = operator(*args, **kwargs)
+        self._add(kind, name, time.perf_counter() - start)
+        return results
+
+    def _add(self, kind: str, name: str, seconds: float) -> None:
+        self.found.seconds[kind] += seconds
+        if kind == "float32":
+            self.found.in_float32[name] += seconds
+
+    def _look(
+        self,
+        name: str,
+        given: list[Tensor],
+        results: list[Tensor],
+        is_backward: bool,
+        is_16bit: bool,
+    ) -> None:
+        """Look for the largest value, and for the operators at which NaN and infinities begin."""
+        sizes = [float(one.abs().max()) for one in results if one.numel()]
+        if all(map(math.isfinite, sizes)):
+            largest = max(sizes, default=0.0)
+            if is_16bit and not is_backward and largest > self.found.largest:
+                self.found.largest, self.found.largest_in = largest, self._modules.running
+            return
+        if any(one.is_floating_point() and not bool(one.isfinite().all()) for one in given):
+            return
+        node = torch._C._current_autograd_node() if is_backward else None
+        module = self._modules.behind(node._sequence_nr()) if node else self._modules.running
+        phase = BACKWARD if is_backward else FORWARD
+        key = (phase, module, name)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        frame = None if is_backward else program_frame(sys._getframe())
+        where = place(frame.f_code, frame.f_lasti) if frame else None
+        found = {"phase": phase, "module": module, "operator": name}
+        self.found.nonfinite.append(found | {"where": where and where.where})
+
+
+class Conversions(TorchFunctionMode):
+    """Knows while a conversion that the program has written is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = 0
+        self.nodes: set[int] = set()
+        """Sequence numbers of autograd's nodes for them."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function."""
+        is_conversion = getattr(function, "__name__", "") in CONVERSIONS
+        self.running += is_conversion
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.running -= is_conversion
+
+
+def exponents(tensor: Tensor) -> Counter[int]:
+    """Count the elements of a 16-bit tensor by their exponents; those that are 0 by `ZERO`."""
+    values = tensor.detach().reshape(-1)
+    step = -(-values.numel() // MOST_VALUES) if values.numel() else 1
+    values = values[::step].float()
+    values = values[values.isfinite()]
+    found = torch.frexp(values)[1].sub_(1).masked_fill_(values == 0, ZERO)
+    counts = torch.bincount(found - ZERO).tolist()
+    return Counter({index + ZERO: count * step for index, count in enumerate(counts) if count})

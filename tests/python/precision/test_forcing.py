@@ -1,0 +1,204 @@
+"""A program computes in the precision that is forced on it, and in the same places as by hand."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from ampfuse.patching import patched
+from ampfuse.precision._forcing import Forcing
+from ampfuse.precision._modules import Modules
+from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Forced:
+    """Forces a precision on the code of a block."""
+
+    def __init__(self, precision, scale=65536.0):
+        self.precision, self.scale = precision, scale
+
+    def __enter__(self):
+        self.exits = ExitStack()
+        self.forcing = Forcing(self.exits, self.precision, self.scale)
+        self.modules = Modules(self.exits, self.forcing.run)
+        return self
+
+    def __exit__(self, *error):
+        self.exits.close()
+
+
+class Seen(nn.Module):
+    """A linear layer that notes the dtype of its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dtypes = []
+
+    def forward(self, x):
+        result = self.linear(x)
+        self.dtypes.append(result.dtype)
+        return result
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 4)
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, FLOAT16])
+def test_autocast_lasts_from_the_model_until_backward(x, precision):
+    model = Seen()
+    with Forced(precision) as forced:
+        output = model(x)
+        product = output @ output.t()  # a loss of functions is part of it
+        assert product.dtype == (precision.dtype or torch.float32)
+        forced.forcing.end()
+        assert (x @ x.t()).dtype == torch.float32
+    assert model.dtypes == [precision.dtype or torch.float32]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_evaluation_is_in_the_same_precision_and_leaves_no_trace(x):
+    model = Seen()
+    with Forced(BFLOAT16), torch.no_grad():
+        model(x)
+        assert (x @ x.t()).dtype == torch.float32
+    assert model.dtypes == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, FLOAT16])
+def test_autocast_of_the_program_gets_the_dtype_and_keeps_its_extent(x, precision):
+    model = Seen()
+    with Forced(precision) as forced:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        assert (x @ x.t()).dtype == torch.float32
+    assert output.dtype == (precision.dtype or torch.float32)
+    assert forced.forcing.dtype == torch.bfloat16
+    assert forced.forcing.autocast.where.startswith("test_forcing.py:")
+
+
+def test_autocast_inside_of_a_module_keeps_its_extent_after_it(x):
+    with Forced(FLOAT16):
+
+        class Inside(Seen):
+            @torch.autocast("cpu", torch.bfloat16)
+            def forward(self, x):
+                return super().forward(x)
+
+        model = Inside()
+        model(x)
+        assert (x @ x.t()).dtype == torch.float32
+    assert model.dtypes == [torch.float16]
+
+
+def test_part_that_disables_autocast_stays_in_float32(x):
+    class Careful(Seen):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float())
+
+    model = nn.Sequential(Seen(), Careful())
+    with Forced(BFLOAT16) as forced:
+        model(x)
+    assert model[0].dtypes == [torch.bfloat16]
+    assert model[1].dtypes == [torch.float32]
+    assert forced.forcing.autocast is None  # the program does not use autocast
+
+
+def test_checkpointed_part_is_not_taken_for_autocast_of_the_program(x):
+    model = nn.Sequential(Seen(), Seen())
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            return checkpoint(self.parts, x, use_reentrant=False)
+
+    with Forced(BFLOAT16) as forced:
+        loss = Checkpointed()(x).sum()
+        forced.forcing.end()
+        loss.backward()
+    assert model[0].dtypes == [torch.bfloat16] * 2  # in forward, and again in backward
+    assert forced.forcing.autocast is None
+
+
+def test_module_that_is_kept_computes_in_float32_with_its_repetitions(x):
+    model = nn.Sequential()
+    model.layers = nn.ModuleList([nn.ModuleDict({"a": Seen(), "b": Seen()}) for _ in range(2)])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model.layers
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer["b"](layer["a"](x))
+            return x
+
+    with Forced(BFLOAT16.keeping(["layers.0.b"])):
+        Model()(x)
+    for layer in model.layers:
+        assert layer["a"].dtypes == [torch.bfloat16]
+        assert layer["b"].dtypes == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_enabled"),
+    [(FLOAT32, False), (BFLOAT16, False), (FLOAT16, True), (UNSCALED, False)],
+)
+@pytest.mark.parametrize("given", [{}, {"enabled": False}])
+def test_scaler_of_the_program_is_enabled_where_losses_are_scaled(precision, is_enabled, given):
+    with patched(), Forced(precision, scale=256.0) as forced:
+        scaler = torch.amp.GradScaler("cpu", **given)
+    assert scaler.is_enabled() == forced.forcing.has_scaler == is_enabled
+    assert scaler.get_scale() == (256.0 if is_enabled else 1.0)
+    assert (forced.forcing.scaler is not None) == (given == {})
+
+
+def test_adam_gets_16_bit_weights_with_masters(x):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with patched(), Forced(WEIGHTS) as forced:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(x).sum().backward()
+        forced.forcing.end()
+        optimizer.step()
+    assert model[0].weight.dtype == torch.bfloat16
+    assert {model[0].bias.dtype, model[1].weight.dtype} == {torch.float32}
+    assert optimizer.state[model[0].weight]["master_param"].dtype == torch.float32
+    assert forced.forcing.converted == 1
+
+
+def test_everything_is_as_before_afterwards():
+    before = torch.autocast.__init__, nn.Module.__call__
+    with Forced(BFLOAT16):
+        assert torch.autocast.__init__ is not before[0]
+    assert (torch.autocast.__init__, nn.Module.__call__) == before
+
+
+def test_names_are_those_of_the_program_also_behind_wrappers(x):
+    names = []
+    model = nn.Sequential(Seen(), nn.ReLU())
+    with Forced(FLOAT32) as forced:
+        forced.modules.on_output = lambda name, output: names.append(name)
+        torch.compile(model, backend="eager", fullgraph=False, disable=True)(x)
+        model(x)
+        assert set(forced.modules.parameters()) == {"0.linear.weight", "0.linear.bias"}
+    assert names[:4] == ["0.linear", "0", "1", "Sequential"]
+
+
+def test_module_of_a_backward_operator_is_found(x):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    with Forced(FLOAT32) as forced:
+        forced.modules.on_output = lambda name, output: None
+        node = model(x).grad_fn
+        assert forced.modules.behind(node._sequence_nr()) == "1"
+        linear = node.next_functions[0][0]
+        assert forced.modules.behind(linear._sequence_nr()) == "0"
+        loss = (model(x) * 2).grad_fn
+        assert forced.modules.behind(loss._sequence_nr()) == ""

@@ -1,0 +1,137 @@
+"""Operators are counted by their precision, and the first one that overflows is found."""
+
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+import torch
+from ampfuse.precision._modules import Modules
+from ampfuse.precision._operators import ZERO, OperatorWatch, exponents
+from torch import nn
+
+
+def run_plainly(original, module, name, args, kwargs):
+    return original(module, *args, **kwargs)
+
+
+@pytest.fixture
+def watch():
+    with ExitStack() as exits:
+        modules = Modules(exits, run_plainly)
+        modules.on_output = lambda name, output: None
+        made = OperatorWatch(modules)
+        made.rests = False
+        with made:
+            yield made
+
+
+def test_exponents_are_those_of_the_values():
+    values = torch.tensor([0.0, 1.0, 1.5, -2.0, 3.9, 2.0**-20, float("inf"), float("nan")])
+    for dtype in (torch.bfloat16, torch.float32):
+        assert exponents(values.to(dtype)) == Counter({ZERO: 1, 0: 2, 1: 2, -20: 1})
+    assert exponents(torch.zeros(0)) == Counter()
+
+
+def test_exponents_of_the_smallest_numbers():
+    smallest = torch.tensor([2.0**-149, 2.0**-133])
+    assert exponents(smallest) == Counter({-149: 1, -133: 1})
+
+
+def test_exponents_of_a_large_tensor_are_estimated():
+    found = exponents(torch.cat([torch.ones(2**20), torch.full((2**20,), 4.0)]))
+    assert found == Counter({0: 2**20, 2: 2**20})
+
+
+def test_casts_of_autocast_are_counted_and_those_of_the_program_are_not(watch):
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert watch.found.casts == 3  # input, weight and bias
+    elements = 4 * 8 + 8 * 8 + 8
+    assert watch.found.cast_bytes == elements * (4 + 2)
+    y.float().sum().backward()
+    assert watch.found.casts == 3 + 2  # backward of weight and bias, but not of float()
+
+
+def test_time_is_counted_by_precision(watch):
+    x = torch.randn(64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        product = x @ x
+    x.exp()
+    product.exp()
+    assert set(watch.found.seconds) == {"casts", "16 bits", "float32"}
+    assert set(watch.found.in_float32) == {"exp"}
+
+
+def test_sizes_of_gradients_are_counted_in_backward_alone(watch):
+    x = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
+    loss = (x * 2.0**-10).sum()
+    assert not watch.found.exponents
+    loss.backward()
+    assert watch.found.exponents[-10] == 8
+
+
+def test_first_operator_that_overflows_is_named_with_its_module_and_line(watch):
+    class Square(nn.Module):
+        def forward(self, x):
+            return (x * x).sum() + 1
+
+    model = nn.Sequential(nn.Identity(), Square())
+    model(torch.full((4,), 300.0, dtype=torch.float16))
+    (found,) = watch.found.nonfinite
+    assert (found["phase"], found["module"], found["operator"]) == ("forward", "1", "mul")
+    assert found["where"].startswith("test_operators.py:")
+
+
+def test_overflow_in_backward_is_named_by_the_module_of_its_forward(watch):
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight.fill_(60000.0)
+    x = torch.full((1, 2), 0.01, dtype=torch.float16, requires_grad=True)
+    model(x).backward(torch.full((1, 2), 2.0, dtype=torch.float16))
+    found = watch.found.nonfinite[0]
+    assert (found["phase"], found["module"]) == ("backward", "0")
+
+
+def test_largest_value_in_16_bits_is_found(watch):
+    model = nn.Sequential(nn.Identity(), nn.ReLU())
+    model(torch.tensor([1.0, 999.0]))  # float32 is not asked for
+    model(torch.tensor([1.0, 500.0], dtype=torch.bfloat16))
+    assert watch.found.largest == 500.0
+    assert watch.found.largest_in == "1"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_drops_the_same_elements_in_all_precisions(watch, dtype):
+    x = torch.ones(1000)
+    torch.manual_seed(3)
+    expected = nn.functional.dropout(x, 0.3)
+    torch.manual_seed(3)
+    got = nn.functional.dropout(x.to(dtype), 0.3)
+    assert torch.equal(got != 0, expected != 0)
+    assert got.dtype == dtype
+    assert watch.found.drew_numbers
+
+
+def test_nothing_is_counted_while_it_rests(watch):
+    watch.rests = True
+    torch.randn(4).half().exp()
+    assert not watch.found.seconds
+
+
+def test_results_are_those_without_it(watch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().sum()
+    loss.backward()
+    found = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    watch.rests = True
+    with torch.autocast("cpu", torch.bfloat16):
+        again = model(x).float().square().sum()
+    again.backward()
+    assert torch.equal(again, loss)
+    for param, gradient in zip(model.parameters(), found, strict=True):
+        assert torch.equal(param.grad, gradient)

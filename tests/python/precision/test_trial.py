@@ -1,0 +1,194 @@
+"""The first steps of a program are measured, and the program itself runs as it is."""
+
+import pytest
+from ampfuse.precision._advisor import NoAdviceError, advise
+from ampfuse.precision._outcome import Deviation, Program, run
+from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
+
+TRAIN = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4))
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-2)
+for step in range({steps}):
+    x = torch.randn(16, 8)
+    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)) / {parts}
+    {before}
+    loss.backward()
+    if step % {parts} == {parts} - 1:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+HALF = """
+import torch
+model = torch.nn.Linear(8, 4).half()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(20):
+    model(torch.randn(2, 8).half()).sum().backward()
+    optimizer.step()
+"""
+DEFAULTS = {"optimizer": "AdamW", "steps": 100, "parts": 1, "before": "pass"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Return the outcomes of the program in some precisions."""
+    file = tmp_path_factory.mktemp("program") / "train.py"
+    file.write_text(TRAIN.format(**DEFAULTS))
+    given = Program([str(file)], False, 10)
+    return [run(given, precision, 10) for precision in (FLOAT32, FLOAT32, BFLOAT16, WEIGHTS)]
+
+
+@pytest.fixture
+def program(programs):
+    def write(text=TRAIN, steps=10, **parts):
+        if text is TRAIN:
+            text = TRAIN.format(**DEFAULTS | parts)
+        programs.write("train.py", text)
+        return Program([str(programs.folder / "train.py")], False, steps)
+
+    return write
+
+
+def test_program_ends_after_its_steps(outcomes):
+    outcome = outcomes[0]
+    assert outcome.failure is None
+    assert outcome.data["steps"] == len(outcome.losses) == 10
+    assert len(outcome.gradients) == 4
+    assert len(outcome.data["seconds"]) == 4  # four are analysed, and two warm up
+    assert outcome.milliseconds > 0
+    assert list(outcome.outputs) == ["0", "1", "2", "3", "Sequential"]
+    places = {name: at and at["text"] for name, at in outcome.data["places"].items()}
+    assert places == {
+        "model": "loss = nn.functional.cross_entropy(model(x), x[:, :4].argma…",
+        "backward": "loss.backward()",
+        "step": "optimizer.step()",
+        "autocast": None,
+        "scaler": None,
+    }
+
+
+def test_runs_have_the_same_weights_batches_and_dropout(outcomes):
+    first, second, other, _ = outcomes
+    assert second.losses == first.losses
+    other = Deviation(first, other)
+    assert other.is_comparable
+    assert 0 < other.gradient < 0.02
+    assert 0 < other.loss < 0.005
+
+
+def test_runs_with_other_weights_are_noticed(outcomes, program):
+    text = TRAIN.format(**DEFAULTS).replace("model = ", "torch.seed(); model = ")
+    assert not Deviation(outcomes[0], run(program(text), FLOAT32)).is_comparable
+
+
+def test_accumulated_gradients_are_compared_part_by_part(program):
+    given = program(parts=2, steps=4)
+    base = run(given, FLOAT32)
+    assert (base.data["steps"], len(base.losses)) == (4, 8)
+    other = run(given, FLOAT16, 8)
+    assert len(other.losses) == 8
+    assert Deviation(base, other).gradient < 0.02
+
+
+def test_gradients_of_two_models_with_one_scaler_are_compared(program):
+    text = """
+import torch
+from torch import nn
+first, second = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+one, two = (torch.optim.SGD(model.parameters(), lr=1e-2) for model in (first, second))
+scaler = torch.amp.GradScaler("cpu")
+for step in range(100):
+    x = torch.randn(16, 8)
+    for optimizer, target in ((one, 1.0), (two, 0.0)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = (second(first(x)).float() - target).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+    given = program(text)
+    base = run(given, FLOAT32)
+    assert Deviation(base, run(given, FLOAT16, len(base.losses))).gradient < 0.02
+
+
+def test_run_that_skips_steps_ends_with_its_backwards(program):
+    given = program(before="loss = loss * float('inf')")
+    outcome = run(given, FLOAT16, 10)
+    assert (len(outcome.losses), outcome.data["skipped"]) == (10, 10)
+
+
+def test_only_adam_has_16_bit_weights(outcomes, program):
+    assert outcomes[3].data["converted"] == 2
+    assert Deviation(outcomes[0], outcomes[3]).gradient < 0.05
+    assert run(program(optimizer="SGD"), WEIGHTS, 10).data["converted"] == 0
+
+
+def test_program_loads_what_it_has_saved_and_nothing_is_written(program, programs):
+    (programs.folder / "old.pt").write_text("old")
+    given = program(before="torch.save(step, 'old.pt'); assert torch.load('old.pt') == step")
+    assert run(given, FLOAT32).failure is None
+    assert (programs.folder / "old.pt").read_text() == "old"
+
+
+def test_compiled_model_is_measured_compiled(program):
+    compiled = "model.compile(backend='eager')\noptimizer ="
+    text = TRAIN.format(**DEFAULTS).replace("optimizer =", compiled, 1)
+    base = run(program(text), FLOAT32)
+    assert base.failure is None
+    assert len(base.gradients) == 4
+    assert base.gradients[0].keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", "the program fails in float32: ZeroDivisionError: division by zero (train.py:1)"),
+        ("pass", "expected steps of an optimizer and calls of backward, got none"),
+        (HALF, "expected a program with float32 parameters, got torch.float16"),
+        ("import os; os._exit(3)", "the program fails in float32: the process ended with code 3"),
+    ],
+)
+def test_programs_that_cannot_be_advised_are_refused(program, text, message):
+    with pytest.raises(NoAdviceError) as error:
+        advise(program(text), lambda line: None)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "3", "x.py"], "--steps: expected 10 to 200, got 3"),
+        (["-"], "advise: expected a script in a file, which can run again"),
+        (["--json", "no/a.json", "x.py"], "--json: there is no folder no"),
+        (["missing.py"], "advise: the program fails in float32: NoProgramError: cannot read"),
+    ],
+)
+def test_command_lines_that_make_no_sense_are_refused(programs, arguments, message):
+    done = programs.run("-m", "ampfuse", "advise", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_command_prints_a_table_a_verdict_and_lines(programs, program):
+    program()
+    options = ["--steps", "10", "--json", "a.json", "--plot", "a.png"]
+    done = programs.run("-m", "ampfuse", "advise", *options, "train.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("train.py: 10 steps in each precision, on a CPU with ")
+    assert lines[1].split() == [
+        *("precision", "step", "memory", "gradients", "off", "loss", "off", "skipped"),
+        *("last", "loss"),
+    ]
+    for name in ("float32", "bfloat16", "float16, scaled", "float16, not scaled"):
+        assert any(line.startswith(f"  {name} ") for line in lines)
+    for row in ("gradients by size", "in float16", "casts", "still in float32", "largest value"):
+        assert any(line.startswith(f"  {row} ") for line in lines)
+    assert "Stay with float32: " in done.stdout or "Use bfloat16" in done.stdout
+    assert (programs.folder / "a.json").stat().st_size > 1000
+    assert (programs.folder / "a.png").stat().st_size > 1000
+    assert "python -m ampfuse: running it in bfloat16" in done.stderr

@@ -1,0 +1,259 @@
+"""The verdict follows from times, memory and deviations."""
+
+import math
+
+import pytest
+import torch
+from ampfuse.precision._lines import lines_to_change
+from ampfuse.precision._outcome import Deviation, Outcome, distance, faster, noise
+from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
+from ampfuse.precision._verdict import Judge, largest_scale, percent, reason, underflow, verdict
+
+MIB = 2**20
+PLACE = {"where": "train.py:7", "text": "y = model(x)", "call": "model"}
+PLACES = {"model": PLACE, "backward": PLACE, "step": PLACE, "autocast": None, "scaler": None}
+
+
+def outcome(precision, milliseconds=10.0, error=0.0, peak=1000 * MIB, failure=None, **data):
+    """Return an outcome whose gradients differ from (1, 1) and (1, -1) by a part `error`."""
+    first = torch.tensor([1.0, 1.0])
+    second = torch.tensor([1.0, -1.0])
+    gradients = [
+        {"layer.weight": (one + error * torch.tensor([1.0, 1.0]), 10.0)} for one in (first, second)
+    ]
+    found = {
+        "losses": [2.0, 1.0],
+        "steps": 2,
+        "seconds": [milliseconds / 1e3] * 5,
+        "input_seconds": [0.0] * 5,
+        "peak": peak,
+        "inputs": 1.0,
+        "weights": 2.0,
+        "gpu": "GPU",
+        "capability": [9, 0],
+        "operators": {
+            "seconds": {"float32": 0.01, "16 bits": 0.01},
+            "exponents": {"-10": 5, "-30": 3, "-45": 2},
+            "nonfinite": [],
+        },
+        "own_dtype": "None",
+        "roots": ["Model"],
+        "places": PLACES,
+    } | data
+    return Outcome(precision, failure, found, gradients, {})
+
+
+def judged(*outcomes, **base):
+    judge = Judge(outcome(FLOAT32, **base))
+    for one in outcomes:
+        judge.add(one)
+    return judge
+
+
+def test_fastest_accurate_precision_is_used():
+    found = verdict(judged(outcome(BFLOAT16, 6.0), outcome(FLOAT16, 4.0)))
+    assert found.precision == FLOAT16
+    assert found.sentences[0] == (
+        "Use float16 with a scaler: a step takes 4.0 ms in place of 10.0, so it is 2.50 times as "
+        "fast."
+    )
+
+
+def test_simplest_of_equally_fast_precisions_is_used():
+    judge = judged(outcome(BFLOAT16, 6.0), outcome(FLOAT16, 5.9), outcome(WEIGHTS, 5.8))
+    assert judge.best() == BFLOAT16
+
+
+def test_smaller_one_of_equally_fast_precisions_is_used():
+    judge = judged(outcome(BFLOAT16, 6.0), outcome(WEIGHTS, 6.0, peak=600 * MIB))
+    assert judge.best() == WEIGHTS
+    assert "takes 600 MiB in place of 1,000 MiB" in verdict(judge).sentences[0]
+
+
+def test_memory_alone_is_worth_it_unless_it_costs_time():
+    assert judged(outcome(BFLOAT16, 10.0, peak=700 * MIB)).best() == BFLOAT16
+    assert judged(outcome(BFLOAT16, 11.0, peak=700 * MIB)).best() is None
+
+
+def test_little_memory_is_noise():
+    judge = judged(outcome(BFLOAT16, 10.0, peak=50 * MIB), peak=100 * MIB)
+    assert judge.best() is None
+
+
+def test_precision_without_gain_is_not_used():
+    found = verdict(judged(outcome(BFLOAT16, 9.5)))
+    assert found.precision == FLOAT32
+    assert found.sentences[0] == "Stay with float32: a step takes 10.0 ms, and 9.5 ms in bfloat16."
+    assert found.lines == []
+
+
+@pytest.mark.parametrize("error", [0.31, math.nan, math.inf])
+def test_precision_with_wrong_gradients_is_not_used(error):
+    found = verdict(judged(outcome(BFLOAT16, 5.0, error), outcome(FLOAT16, 5.0)))
+    assert found.precision == FLOAT16
+    assert found.sentences[2].startswith("Bfloat16 is no alternative: its gradients ")
+
+
+def test_precision_with_wrong_losses_is_not_used():
+    judge = judged(outcome(BFLOAT16, 5.0, losses=[2.2, 1.1]))
+    assert not judge.is_accurate(BFLOAT16)
+
+
+def test_deviation_is_judged_beside_that_of_batches():
+    judge = judged(outcome(BFLOAT16, 5.0, 0.2))
+    assert judge.noise == pytest.approx(math.sqrt(2))
+    assert judge.is_accurate(BFLOAT16)
+    judge.limit = 0.05  # of batches that are all the same
+    assert not judge.is_accurate(BFLOAT16)
+
+
+def test_scaler_is_not_left_out_because_first_gradients_are_large():
+    judge = judged(outcome(FLOAT16, 5.0), outcome(UNSCALED, 4.0))
+    assert judge.best() == FLOAT16
+    assert "it needs a scaler later at least" in verdict(judge).sentences[1]
+    judge = judged(outcome(FLOAT16, 5.0), outcome(UNSCALED, 4.0, 1.0))
+    assert "without one they differ by 100 %" in verdict(judge).sentences[1]
+
+
+def test_overflow_that_float32_has_too_is_no_reason():
+    mask = {"phase": "forward", "module": "a", "operator": "masked_fill", "where": None}
+    real = {"phase": "forward", "module": "b", "operator": "mul", "where": "train.py:3"}
+    backward = {"phase": "backward", "module": "a", "operator": "mm", "where": None}
+    operators = outcome(FLOAT32).operators | {"nonfinite": [mask]}
+    other = operators | {"nonfinite": [backward, mask, real]}
+    judge = judged(outcome(FLOAT16, operators=other), operators=operators)
+    assert judge.culprit(FLOAT16) == real
+    assert judge.candidates(FLOAT16) == ["b"]
+    assert judge.candidates(FLOAT16.keeping([])) == ["b"]
+
+
+def test_programs_that_cannot_be_compared_are_not_judged():
+    found = verdict(judged(outcome(BFLOAT16, 5.0, inputs=1.5)))
+    assert found.precision == FLOAT32
+    assert "cannot be compared" in found.sentences[0]
+    assert verdict(judged(outcome(WEIGHTS, 5.0, weights=1.5))).precision == WEIGHTS
+
+
+def test_failure_is_told():
+    failed = Outcome(FLOAT16, "ValueError: no (train.py:3)", {}, [], {})
+    found = verdict(judged(outcome(BFLOAT16, 5.0), failed))
+    assert found.sentences[2] == (
+        "Float16 with a scaler is no alternative: the program fails with ValueError: no "
+        "(train.py:3)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "text"),
+    [
+        ({"input_seconds": [0.008] * 5}, {}, "80 % of a step waits for input"),
+        ({"operators": {"seconds": {"float32": 0.002}}}, {}, "take only 10 % of a step"),
+        ({}, {"operators": {"seconds": {"casts": 3.0, "16 bits": 7.0}}}, "casts take 30 %"),
+        ({}, {"operators": {"seconds": {"float32": 8.0, "16 bits": 2.0}}}, "float32 take 80 %"),
+        ({}, {"operators": {"seconds": {"16 bits": 2.0}}}, "are not faster in 16 bits here"),
+    ],
+)
+def test_reason_of_no_gain_is_given(base, other, text):
+    judge = judged(outcome(BFLOAT16, **other), **base)
+    assert text in reason(judge, BFLOAT16)
+
+
+def test_gpu_without_fast_products_is_named():
+    judge = judged(outcome(BFLOAT16), outcome(FLOAT16), gpu="Tesla T4", capability=[7, 5])
+    assert reason(judge, BFLOAT16) == "Tesla T4 has no fast products in bfloat16."
+    assert "T4" not in reason(judge, FLOAT16)
+
+
+def test_underflow_is_the_share_below_the_smallest_float16():
+    exponents = {-10: 5, -25: 1, -26: 2, -45: 2, -150: 100}
+    assert underflow(exponents) == 0.4
+    assert underflow(exponents, 65536.0) == 0.2
+    assert underflow({}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("exponents", "scale"), [({}, 65536), ({-5: 1}, 65536), ({3: 1}, 2048), ({20: 1}, 1)]
+)
+def test_scale_is_the_largest_one_without_overflow(exponents, scale):
+    assert largest_scale(exponents) == scale
+    for exponent in exponents:
+        assert scale == 1 or 2.0 ** (exponent + 1) * scale < 65504
+
+
+def test_distance_counts_missing_gradients_as_zero():
+    first = {"a": (torch.tensor([3.0, 0.0]), 1.0), "b": (torch.tensor([4.0]), 1.0)}
+    assert distance(first, {"a": first["a"]}) == pytest.approx(0.8)
+    assert distance(first, first) == 0.0
+    assert math.isnan(distance({}, first))
+
+
+def test_deviation_of_modules_leaves_out_those_with_hardly_any_gradient():
+    base, other = outcome(FLOAT32), outcome(BFLOAT16)
+    base.gradients[0]["bias"] = (torch.tensor([1e-9]), 1.0)
+    other.gradients[0]["bias"] = (torch.tensor([1e-7]), 1.0)
+    other.gradients[0]["layer.weight"] = (torch.tensor([1.1, 1.1]), 10.0)
+    assert Deviation(base, other).modules == {"layer": pytest.approx(0.1 / math.sqrt(2))}
+
+
+def test_first_module_whose_output_is_far_is_found():
+    base, other = outcome(FLOAT32), outcome(BFLOAT16)
+    for name, error in (("a", 0.01), ("b", 0.2), ("c", 0.4)):
+        base.outputs[name] = torch.ones(4)
+        other.outputs[name] = torch.ones(4) * (1 + error)
+    assert Deviation(base, other).first_module == "b"
+    other.outputs["a"][0] = math.nan
+    assert Deviation(base, other).first_module == "a"
+
+
+def test_noise_compares_gradients_of_the_same_parameters():
+    one = outcome(FLOAT32)
+    one.gradients.append({"other": (torch.ones(3), 1.0)})  # of another model
+    assert noise(one) == pytest.approx(math.sqrt(2))
+    del one.gradients[1:]
+    assert math.isnan(noise(one))
+
+
+def test_times_of_the_faster_run_count():
+    slow, fast = outcome(FLOAT32, 12.0), outcome(FLOAT32, 9.0)
+    assert faster(slow, fast).milliseconds == 9.0
+    assert faster(fast, slow) is fast
+    assert faster(slow, outcome(FLOAT32, seconds=[])) is slow
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0 %"), (1.0, "100 %"), (0.1234, "12 %"), (0.00012, "0.012 %"), (12.3, "1,230 %")],
+)
+def test_percent_has_two_digits(share, text):
+    assert percent(share) == text
+    assert percent(math.nan) == "an unknown amount"
+
+
+def test_lines_of_a_program_without_autocast():
+    lines = lines_to_change(outcome(FLOAT32), FLOAT16, 1024.0)
+    assert lines[0] == (
+        "train.py:7 `y = model(x)`: put it and the loss into "
+        '`with torch.autocast("cuda", dtype=torch.float16):`'
+    )
+    assert 'GradScaler("cuda", init_scale=1024)' in lines[1]
+    assert lines_to_change(outcome(FLOAT32), BFLOAT16, 1024.0)[1:] == []
+    assert lines_to_change(outcome(FLOAT32), FLOAT32, 1.0) == []
+
+
+def test_lines_of_a_program_with_autocast_and_scaler():
+    used = PLACES | {"autocast": PLACE, "scaler": PLACE}
+    base = outcome(FLOAT32, places=used, own_dtype="float16")
+    assert lines_to_change(base, FLOAT16, 65536.0) == []
+    change, scaler = lines_to_change(base, BFLOAT16, 65536.0)
+    assert change.endswith('`with torch.autocast("cuda", dtype=torch.bfloat16):`')
+    assert scaler.endswith("no scaler")
+    assert len(lines_to_change(base, FLOAT32, 1.0)) == 2
+
+
+def test_trainers_have_an_option():
+    where = {"where": "transformers/trainer.py:99", "text": "", "call": ""}
+    base = outcome(FLOAT32, places=PLACES | {"model": where})
+    assert lines_to_change(base, BFLOAT16, 1.0) == ["`TrainingArguments(bf16=True)`"]
+    assert lines_to_change(base, FLOAT32, 1.0) == []
+    base.data["places"]["autocast"] = where
+    assert lines_to_change(base, FLOAT32, 1.0) == ["`TrainingArguments without bf16 and fp16`"]
