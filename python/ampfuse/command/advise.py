@@ -21,8 +21,9 @@ from ampfuse.precision._outcome import Program
 USAGE = """python -m ampfuse advise [options] script.py [arguments of the script]
        python -m ampfuse advise [options] -m module [arguments of the module]"""
 EPILOG = """The script runs several times until its optimizer has taken these steps: in
-float32, in bfloat16 and float16 by autocast, and with bfloat16 weights. torch.save
-writes nothing; other files that the script writes are written each time."""
+float32, in bfloat16 and float16 by autocast, and with bfloat16 weights. This takes
+some ten times as long as the script takes for these steps. torch.save writes
+nothing; other files that the script writes are written each time."""
 STEPS = 20
 LEAST_STEPS = 10  # four for the analysis, and at least three that are timed
 MOST_STEPS = 200
@@ -90,4 +91,6 @@ def parse(arguments: Sequence[str]) -> Options:
         refuse(f"--steps: expected {LEAST_STEPS} to {MOST_STEPS}, got {given.steps}")
     if words[0] == "-" and not is_module:
         refuse("advise: expected a script in a file, which can run again")
+    if not is_module and not Path(words[0]).is_file():
+        refuse(f"advise: there is no file {words[0]}")
     return Options(Program(words, is_module, given.steps), given.json, given.plot)

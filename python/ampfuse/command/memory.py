@@ -50,6 +50,10 @@ class Options:
     plot: Path | None
 
 
+class DoneError(BaseException):
+    """Ends the program after its second step. Programs catch Exception, but not this."""
+
+
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse memory` with these arguments."""
     chosen = parse(arguments)
@@ -85,7 +89,7 @@ def run(chosen: Options) -> Account:
             return
         if record is None:
             record = recorder.record()
-        raise program.DoneError
+        raise DoneError
 
     call = program.run_module if chosen.is_module else program.run_script
     with recording(chosen.device, after_step) as recorder:

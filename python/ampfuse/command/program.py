@@ -21,10 +21,6 @@ from ampfuse._replacing import replace
 SAFE_PATH = getattr(sys.flags, "safe_path", False)
 
 
-class DoneError(BaseException):
-    """Ends the program after its last step. Programs catch Exception, but not this."""
-
-
 class NoProgramError(Exception):
     """There is no program to run; the message gives the reason."""
 

@@ -21,7 +21,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
     for name, part in report["parts"].items():
-        found.append((name, f"used {_times(part['used'])}"))
+        found.append((name, f"used {_times(part['used'])}" if part["used"] else "not used"))
         found += [
             ("", f"left to torch {_times(count)}: {reason}")
             for reason, count in part["left_to_torch"].items()
@@ -44,7 +44,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _times(count: int) -> str:
-    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def times_text(milliseconds: dict[str, float]) -> str:

@@ -1,10 +1,12 @@
 """Tries a program in all precisions."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ampfuse.precision._outcome import Program, faster, run
+from ampfuse.precision._judge import Judge
+from ampfuse.precision._outcome import Outcome, Program, kind_of, run
 from ampfuse.precision._precisions import (
     ANALYSED,
     BFLOAT16,
@@ -14,9 +16,11 @@ from ampfuse.precision._precisions import (
     WEIGHTS,
     Precision,
 )
-from ampfuse.precision._verdict import Judge, Verdict, verdict
+from ampfuse.precision._verdict import Verdict, verdict
 
 MOST_KEPT = 3  # modules that are kept in float32, one after the other
+MUCH_BETTER = 0.8  # of the deviation before, or another module is not tried
+SLOW = 3.0  # times the time of float32, after which a run ends early
 
 
 class NoAdviceError(Exception):
@@ -45,7 +49,7 @@ class Advice:
                     "failure": outcome.failure,
                     "gradient_deviation": deviation.gradient if deviation else 0.0,
                     "loss_deviation": deviation.loss if deviation else 0.0,
-                    "modules": deviation.modules if deviation else {},
+                    "modules": deviation.kinds if deviation else {},
                     **outcome.data,
                 }
                 for outcome in (self.judge.base, *self.judge.outcomes.values())
@@ -58,44 +62,73 @@ def advise(program: Program, say: Callable[[str], None]) -> Advice:
     """Run a program in all precisions, and judge them. `say` gets a line before each run."""
     say("running it in float32")
     base = run(program, FLOAT32)
-    if base.failure is not None:
-        raise NoAdviceError(f"the program fails in float32: {base.failure}")
-    if base.data["error"]:
-        raise NoAdviceError(f"measuring has failed: {base.data['error']}")
-    if base.data["steps"] == 0 or not base.gradients:
-        raise NoAdviceError("expected steps of an optimizer and calls of backward, got none")
-    if base.data["own_16bit"]:
-        raise NoAdviceError(
-            f"expected a program with float32 parameters, got {base.data['own_16bit']}"
-        )
+    refuse_unless_usable(base)
     judge = Judge(base)
     if not base.is_finite:
         return Advice(judge, verdict(judge))
     backwards = len(base.losses)
+    slowest = SLOW * (base.milliseconds or math.inf)
 
-    def attempt(precision: Precision, scale: float = 1.0, most: int = backwards) -> None:
-        kept = f" with {', '.join(precision.kept)} in float32" if precision.kept else ""
+    def attempt(precision: Precision, most: int = backwards) -> Outcome:
+        kept = f", with {', '.join(precision.kept)} in float32" if precision.kept else ""
         say(f"running it in {precision.name}{kept}")
-        judge.add(run(program, precision, min(most, backwards), scale))
+        return run(program, precision, min(most, backwards), judge.scale, slowest)
 
-    attempt(BFLOAT16)
-    scale = judge.scale
-    attempt(FLOAT16, scale)
-    attempt(UNSCALED, most=ANALYSED)
-    attempt(WEIGHTS)
-    if not judge.outcomes[WEIGHTS].data.get("converted", 1):  # there is no Adam
-        del judge.outcomes[WEIGHTS], judge.deviations[WEIGHTS]
+    judge.add(attempt(BFLOAT16))
+    judge.add(attempt(FLOAT16))
+    judge.add(attempt(UNSCALED, ANALYSED))
+    if base.data["optimizer"]:  # of those that have 16-bit weights
+        judge.add(attempt(WEIGHTS))
     for precision in (BFLOAT16, FLOAT16):
-        while judge.best() is None and not judge.is_accurate(precision):
-            modules = judge.candidates(precision)
-            if not modules or len(precision.kept) == MOST_KEPT:
-                break
-            precision = precision.keeping(modules)
-            attempt(precision, scale)
+        if judge.best() is None and not judge.is_accurate(precision):
+            keep_modules(judge, precision, attempt)
     if contenders := judge.contenders():
         say("running the fastest again, to compare times")
-        judge.base = faster(base, run(program, FLOAT32))
+        judge.run_again(run(program, FLOAT32))
     for precision in contenders:
-        again = run(program, precision, backwards, scale)
-        judge.outcomes[precision] = faster(judge.outcomes[precision], again)
+        judge.run_again(run(program, precision, backwards, judge.scale))
     return Advice(judge, verdict(judge))
+
+
+def refuse_unless_usable(base: Outcome) -> None:
+    """Raise NoAdviceError if nothing can be compared with this outcome in float32."""
+    if base.failure is not None:
+        raise NoAdviceError(f"the program fails in float32: {base.failure}")
+    if base.data["error"]:
+        raise NoAdviceError(f"measuring has failed: {base.data['error']}")
+    if not base.losses:
+        raise NoAdviceError("the program ended without a call of backward")
+    if base.data["steps"] == 0:
+        raise NoAdviceError("the program ended without a step of an optimizer of torch.optim")
+    if not any(base.gradients):
+        raise NoAdviceError("no gradient is left after backward; do optimizers step in backward?")
+    others = set(base.data["dtypes"]) - {"torch.float32"}
+    if others:
+        raise NoAdviceError(f"expected a program with float32 parameters, got {min(others)}")
+
+
+def keep_modules(
+    judge: Judge, precision: Precision, attempt: Callable[[Precision], Outcome]
+) -> None:
+    """Look for modules that have to stay in float32."""
+    while not judge.is_accurate(precision) and len(precision.kept) < MOST_KEPT:
+        modules = judge.candidates(precision)
+        if not modules:
+            break
+        before = precision
+        precision = before.keeping(modules)
+        judge.add(attempt(precision))
+        if before.kept:
+            judge.drop(before)
+        if not judge.deviations[precision].gradient <= MUCH_BETTER * gradient_of(judge, before):
+            break
+    if precision.kept and not judge.is_accurate(precision):
+        judge.drop(precision)
+        kinds = map(kind_of, precision.kept)
+        judge.in_vain += [kind for kind in kinds if kind not in judge.in_vain]
+
+
+def gradient_of(judge: Judge, precision: Precision) -> float:
+    """Return the deviation of the gradient, or infinity if it is not finite or dropped."""
+    deviation = judge.deviations.get(precision)
+    return math.inf if deviation is None or math.isnan(deviation.gradient) else deviation.gradient

@@ -15,6 +15,7 @@ from ampfuse._graphs import uses_gpu
 from ampfuse._program_lines import Place, place, program_frame
 from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
+from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.patching import _optimizers
 from ampfuse.precision._precisions import Precision
 
@@ -35,31 +36,34 @@ class Forcing:
         """The dtype that the program gives to it."""
         self.scaler: Place | None = None
         """The line where the program makes a scaler that is enabled."""
-        self.has_scaler = False
-        """True if the program's own scaler scales losses."""
-        self.converted = 0
-        """The number of weights that were converted to 16 bits."""
+        self.optimizer: tuple[str, Place | None] = "", None
+        """The name of the first optimizer that may have 16-bit weights, and the line of it."""
         self._scale = scale
         self._own = ExitStack()
         self._is_on = False
         self._init: Any = torch.autocast.__init__
         replace(exits, torch.autocast, "__init__", self._changed(self._init))
         replace(exits, GradScaler, "__init__", self._with_scale(GradScaler.__init__))
-        if precision.has_16bit_weights:
-            optimizer: Any = _optimizers._InPlaceOfTorchs
-            replace(exits, optimizer, "__init__", self._with_masters(optimizer.__init__))
+        optimizer: Any = _optimizers._InPlaceOfTorchs
+        replace(exits, optimizer, "__init__", self._with_masters(optimizer.__init__))
         exits.callback(self.end)
 
     def run(
-        self, call: Any, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Any,
+        module: nn.Module,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        may_begin: bool,
     ) -> Any:
-        """Call a module in the precision that it should have."""
+        """Call a module in the precision that it should have. Autocast may begin with it."""
         dtype = self.precision.dtype
         if dtype is not None and self.precision.keeps(name):
             args, kwargs = in_float32((args, kwargs))
             with self._autocast(device_of(module), dtype, False):
                 return call(module, *args, **kwargs)
-        if dtype is None or self._is_on or self.autocast is not None:
+        if dtype is None or not may_begin or not self._should_begin(module):
             return call(module, *args, **kwargs)
         context = self._autocast(device_of(module), dtype, True)
         if not torch.is_grad_enabled():
@@ -72,10 +76,24 @@ class Forcing:
             self.end()
         return output
 
+    def _should_begin(self, module: nn.Module) -> bool:
+        """Return True if autocast begins with this module: not where the program does so itself."""
+        if self._is_on or next(module.parameters(), None) is None:
+            return False
+        if self.autocast is None:
+            return True
+        # Evaluation without autocast would fail with 16-bit weights.
+        return self.precision.has_16bit_weights and not torch.is_autocast_enabled(device_of(module))
+
+    def begin_root(self) -> None:
+        """Forget copies of weights that were made before another module ran."""
+        torch.clear_autocast_cache()
+
     def end(self) -> None:
         """End autocast before backward, and before an optimizer changes the weights."""
         self._is_on = False
         self._own.close()
+        torch.clear_autocast_cache()  # weights change now; autocast may go on around this
 
     def _autocast(self, device: str, dtype: torch.dtype, is_enabled: bool) -> Any:
         context = object.__new__(torch.autocast)
@@ -91,8 +109,10 @@ class Forcing:
             enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:
+            init(context, device_type, dtype, enabled, cache_enabled)
             in_backward = torch._C._current_graph_task_id() >= 0  # made by torch's checkpoint
-            if enabled and not in_backward and self.autocast is None:
+            # Autocast of a device that is not there is not enabled.
+            if context._enabled and not in_backward and self.autocast is None:
                 self.autocast = calling_line()
                 self.dtype = dtype or torch.get_autocast_dtype(device_type)
             enabled = enabled and self.precision.dtype is not None
@@ -102,7 +122,7 @@ class Forcing:
         return changed
 
     def _with_masters(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Return an optimizer's `__init__` that also converts weights, but no vectors.
+        """Return an optimizer's `__init__` that converts weights if it should, but no vectors.
 
         Vectors are biases and the weights of norms, which are small and stay in float32.
         """
@@ -110,12 +130,15 @@ class Forcing:
         @wraps(init)
         def changed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
+            if not self.optimizer[0]:
+                self.optimizer = type(optimizer).__name__, calling_line()
+            if not self.precision.has_16bit_weights:
+                return
             for group in optimizer.param_groups:
                 group["master_weights"] = True
                 for param in group["params"]:
                     if param.dtype == torch.float32 and param.dim() > 1:
                         param.data = param.data.to(self.precision.dtype)
-                        self.converted += 1
 
         return changed
 
@@ -125,11 +148,10 @@ class Forcing:
         @wraps(init)
         def changed(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(scaler, *args, **kwargs).arguments
-            if given.get("enabled", True):
+            if is_enabled := given.get("enabled", True):
                 self.scaler = self.scaler or calling_line()
-            changes = {"enabled": self.precision.is_scaled, "init_scale": self._scale}
-            init(**given | changes)
-            self.has_scaler |= scaler.is_enabled()
+            is_enabled = is_enabled and self.precision.is_scaled
+            init(**given | {"enabled": is_enabled, "init_scale": self._scale})
 
         return changed
 
@@ -149,5 +171,5 @@ def device_of(module: nn.Module) -> str:
 def in_float32(values: Any) -> Any:
     """Return nested values with all 16-bit tensors in float32."""
     return tree_map(
-        lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, values
+        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in DTYPES_16_BIT else x, values
     )

@@ -8,7 +8,7 @@ from ampfuse.precision._precisions import Precision
 # Trainers that choose the precision by an option: the folder of their package, and the option for
 # a precision and for float32.
 TRAINERS = {
-    "transformers": ("TrainingArguments({}=True)", "TrainingArguments without bf16 and fp16"),
+    "transformers": ("{}=True in TrainingArguments", "neither bf16 nor fp16 in TrainingArguments"),
     "accelerate": ('Accelerator(mixed_precision="{}")', 'Accelerator(mixed_precision="no")'),
     "lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
     "pytorch_lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
@@ -24,18 +24,24 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
     trainer = trainer_of(places)
     if precision.dtype is None:
         found = [
-            f"{shown(places[name])}: no {name}" for name in ("autocast", "scaler") if places[name]
+            f"{shown(places[name])}: add enabled=False"
+            for name in ("autocast", "scaler")
+            if places[name]
         ]
-        return [f"`{trainer[1]}`"] if trainer and found else found
+        return [trainer[1]] if trainer and found else found
     if trainer and not precision.kept:
-        lines = [f"`{trainer[0].format(SHORT[precision.dtype])}`"]
+        lines = [trainer[0].format(SHORT[precision.dtype])]
     else:
         lines = by_hand(places, device, base.data["own_dtype"], precision, scale)
     if precision.has_16bit_weights:
+        name = base.data["optimizer"]
         lines += [
-            "before the optimizer: `for param in model.parameters(): "
+            f"{shown(places['optimizer'])}: before it, "
+            "`for param in model.parameters(): "
             "param.data = param.data.bfloat16() if param.dim() > 1 else param.data`",
-            "`ampfuse.AdamW` in place of `torch.optim.AdamW`: it keeps float32 masters",
+            f"the same line: `ampfuse.{name}` in place of `torch.optim.{name}`, with "
+            "`import ampfuse` above; it keeps float32 masters",
+            "wherever the model is evaluated: the same autocast",
         ]
     return lines
 
@@ -60,7 +66,9 @@ def by_hand(
     dtype = str(precision.dtype)
     context = f'with torch.autocast("{device}", dtype={dtype}):'
     if places["autocast"] is None:
-        lines.append(f"{shown(places['model'])}: put it and the loss into `{context}`")
+        lines.append(
+            f"{shown(places['model'])}: put it and the loss, but not backward(), into `{context}`"
+        )
     elif f"torch.{own}" != dtype:
         lines.append(f"{shown(places['autocast'])}: `{context}`")
     if precision.is_scaled and places["scaler"] is None:
@@ -72,10 +80,10 @@ def by_hand(
             "before gradients are clipped, if they are: `scaler.unscale_(optimizer)`",
         ]
     elif not precision.is_scaled and places["scaler"] is not None:
-        lines.append(f"{shown(places['scaler'])}: no scaler")
+        lines.append(f"{shown(places['scaler'])}: add enabled=False")
     for name in precision.kept:
         lines.append(
-            f'around the call of {name}: `with torch.autocast("{device}", enabled=False):`, '
+            f'around the call of `{name}`: `with torch.autocast("{device}", enabled=False):`, '
             "and give it x.float()"
         )
     return lines

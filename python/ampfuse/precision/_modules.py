@@ -1,8 +1,10 @@
-"""Knows which module of a program computes, in forward and in backward."""
+"""Knows which module of a program computes, and which parameters the program has."""
 
 import bisect
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -10,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ampfuse._nested import params_of
 from ampfuse._program_lines import Place, place, program_frame
 from ampfuse._replacing import replace
 
-# Calls a module: torch's function for it, the module, its name, and its arguments.
-Run = Callable[[Any, nn.Module, str, tuple[Any, ...], dict[str, Any]], Any]
+# Calls a module: torch's function for it, the module, its name, its arguments, and True if it is
+# called by the program's thread in forward.
+Run = Callable[[Any, nn.Module, str, tuple[Any, ...], dict[str, Any], bool], Any]
 WRAPPERS = ("_orig_mod.", "module.")  # in names that torch.compile and DistributedDataParallel give
 
 
@@ -30,22 +35,17 @@ class Modules:
         """The line that called a root with gradients first."""
         self.on_root: Callable[[nn.Module, Any], None] = lambda module, inputs: None
         """Called before a root runs."""
-        self.on_output: Callable[[str, Any], None] | None = None
-        """Called with a module's name and its output."""
+        self.on_output: Callable[[str, Any, Any], None] | None = None
+        """Called with a module's name, inputs and output."""
         self._run = run
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
         self._begins: list[tuple[int, str]] = []  # a number of autograd's, and the module from then
         self._thread = threading.get_ident()
-        original: Any = nn.Module.__call__
-
-        @wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
-                return original(module, *args, **kwargs)
-            return self._call(original, module, args, kwargs)
-
-        replace(exits, nn.Module, "__call__", call)
+        self._process = os.getpid()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        replace(exits, nn.Module, "__call__", self._noted(nn.Module.__call__))
+        replace(exits, Optimizer, "__init__", self._noting_optimizer(Optimizer.__init__))
 
     @property
     def running(self) -> str:
@@ -62,16 +62,44 @@ class Modules:
         self._begins.clear()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of all roots by their names."""
+        """Return the parameters of all roots and optimizers by their names."""
+        named: list[tuple[str, Tensor]] = []
+        for root in self.roots:
+            named += root.named_parameters()
+        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
+        named += [("parameter", param) for one in optimizers for param in params_of(one)]
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for root in self.roots:
-            for name, param in root.named_parameters():
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    name = without_wrappers(name)
-                    found[name if name not in found else f"{name} of {type(root).__name__}"] = param
+        for name, param in named:
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            name = without_wrappers(name)
+            count = sum(other.partition(" (")[0] == name for other in found) if name in found else 0
+            found[f"{name} ({count + 1})" if count else name] = param
         return found
+
+    def _noted(self, original: Any) -> Any:
+        @wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or os.getpid() != self._process:
+                return original(module, *args, **kwargs)
+            # A part that is checkpointed runs again in backward.
+            in_backward = torch._C._current_graph_task_id() >= 0
+            if in_backward or threading.get_ident() != self._thread:
+                name = self._names.get(id(module), "")
+                return self._run(original, module, name, args, kwargs, False)
+            return self._call(original, module, args, kwargs)
+
+        return call
+
+    def _noting_optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
+        @wraps(init)
+        def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self._optimizers.append(weakref.ref(optimizer))
+
+        return noting
 
     def _call(
         self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,12 +110,12 @@ class Modules:
         name = self._names.get(id(module), type(module).__name__)
         self._enter(name)
         try:
-            output = self._run(original, module, name, args, kwargs)
+            output = self._run(original, module, name, args, kwargs, True)
         finally:
             self._stack.pop()
             self._begin()
         if self.on_output is not None:
-            self.on_output(name, output)
+            self.on_output(name, (args, kwargs), output)
         return output
 
     def _enter(self, name: str) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from ampfuse._graphs import is_capturing
 from ampfuse._nested import stored_tensors_in
 from ampfuse._program_lines import place, program_frame
 from ampfuse.optim._state import DTYPES_16_BIT
@@ -44,8 +46,6 @@ class Operators:
     """The largest finite value of an operator that computes in 16 bits, in forward."""
     largest_in: str = ""
     """The module that computed it."""
-    drew_numbers: bool = False
-    """True if forward used random numbers, as dropout does."""
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,12 +90,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = list(stored_tensors_in((args, kwargs)))
         if any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in given):
             return NotImplemented
-        if self.rests:
+        if self.rests or is_capturing():
             return operator(*args, **kwargs)
         name = operator.name().partition("::")[2].partition(".")[0]
-        if name in ("bernoulli_", "native_dropout"):
-            self.found.drew_numbers = True
-            return self._draw_alike(operator, name, args, kwargs)
+        is_random = torch.Tag.nondeterministic_seeded in operator.tags
+        if is_random and len(given) == 1 and given[0].dtype in DTYPES_16_BIT:
+            return drawn_alike(operator, given[0], args, kwargs)
         is_view = any(result.alias_info is not None for result in operator._schema.returns)
         if (is_view and not operator._schema.is_mutable) or not given or "empty" in name:
             return operator(*args, **kwargs)
@@ -112,18 +112,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.found.exponents += exponents(one)
         self._look(name, given, floats, is_backward, kind == "16 bits")
         return results
-
-    def _draw_alike(
-        self, operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Draw the random numbers that float32 would draw."""
-        tensor = args[0]
-        if tensor.dtype not in DTYPES_16_BIT:
-            return operator(*args, **kwargs)
-        drawn = operator(torch.ones_like(tensor, dtype=torch.float32), *args[1:], **kwargs)
-        if name == "bernoulli_":
-            return tensor.copy_(drawn)
-        return tensor * drawn[0], drawn[1]
 
     def _kind(
         self, name: str, given: list[Tensor], args: tuple[Any, ...], is_backward: bool
@@ -181,11 +169,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_16bit: bool,
     ) -> None:
         """Look for the largest value, and for the operators at which NaN and infinities begin."""
-        sizes = [float(one.abs().max()) for one in results if one.numel()]
-        if all(map(math.isfinite, sizes)):
-            largest = max(sizes, default=0.0)
-            if is_16bit and not is_backward and largest > self.found.largest:
-                self.found.largest, self.found.largest_in = largest, self._modules.running
+        ends = [end for one in results if one.numel() for end in torch.aminmax(one)]
+        if all(math.isfinite(float(end)) for end in ends):
+            if is_16bit and not is_backward:
+                self._note_largest([end for end in ends if end.dtype in DTYPES_16_BIT])
             return
         if any(one.is_floating_point() and not bool(one.isfinite().all()) for one in given):
             return
@@ -200,6 +187,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         where = place(frame.f_code, frame.f_lasti) if frame else None
         found = {"phase": phase, "module": module, "operator": name}
         self.found.nonfinite.append(found | {"where": where and where.where})
+
+    def _note_largest(self, ends: list[Tensor]) -> None:
+        largest = max((abs(float(end)) for end in ends), default=0.0)
+        if largest > self.found.largest:
+            self.found.largest, self.found.largest_in = largest, self._modules.running
 
 
 class Conversions(TorchFunctionMode):
@@ -221,6 +213,24 @@ class Conversions(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         finally:
             self.running -= is_conversion
+
+
+def drawn_alike(
+    operator: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operator on a tensor of 16 bits with the random numbers that float32 would get."""
+    wide = tensor.float()
+    args = tuple(wide if one is tensor else one for one in args)
+    results = operator(*args, **kwargs)
+    if results is wide:
+        return tensor.copy_(wide)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    return tree_map(lambda x: x.to(dtype) if is_float(x) else x, results)
+
+
+def is_float(value: Any) -> bool:
+    """Return True for a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def exponents(tensor: Tensor) -> Counter[int]:

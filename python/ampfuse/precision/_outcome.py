@@ -5,7 +5,8 @@ import math
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from ampfuse._texts import without_numbers
 from ampfuse.precision._precisions import Precision
-from ampfuse.precision._samples import Gradients
+from ampfuse.precision._samples import Gradients, Outputs
 
-SMALL = 1e-3  # a module with a smaller part of the gradient's norm is not compared
+SMALL = 1e-3  # of the gradient's norm; modules with less are not shown
+MAIN_PART = 0.05  # of the gradient's norm; modules with less are not judged by themselves
 FAR = 0.05  # a module's output that differs by more than this is looked at
 
 
@@ -42,7 +44,7 @@ class Outcome:
     data: dict[str, Any]
     """All other measurements; see `Trial.result`."""
     gradients: list[Gradients]
-    outputs: dict[str, Tensor]
+    outputs: Outputs
 
     @property
     def milliseconds(self) -> float | None:
@@ -82,9 +84,17 @@ class Outcome:
 
 
 def run(
-    program: Program, precision: Precision, backwards: int | None = None, scale: float = 65536.0
+    program: Program,
+    precision: Precision,
+    backwards: int | None = None,
+    scale: float = 65536.0,
+    slowest: float = math.inf,
 ) -> Outcome:
-    """Run the program in another process."""
+    """Run the program in another process.
+
+    It ends after so many calls of backward, or after a few steps if these take more than `slowest`
+    milliseconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         order = {
             "words": program.words,
@@ -94,30 +104,22 @@ def run(
             "kept": precision.kept,
             "backwards": backwards,
             "scale": scale,
+            "slowest": slowest,
             "folder": folder,
         }
-        command = [sys.executable, "-m", "ampfuse.precision._trial", json.dumps(order)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        command = [sys.executable, "-m", "ampfuse.precision._process", json.dumps(order)]
+        printed = Path(folder) / "printed"  # not a pipe, which the program's children may keep open
+        with printed.open("wb") as output:
+            nothing = subprocess.DEVNULL
+            done = subprocess.run(command, stdin=nothing, stdout=output, stderr=output, check=False)
         file = Path(folder) / "result.json"
         if not file.exists():
-            text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            text = printed.read_bytes().decode(errors="replace").strip().rpartition("\n")[2]
             failure = text or f"the process ended with code {done.returncode}"
             return Outcome(precision, failure, {}, [], {})
         data = json.loads(file.read_text())
         gradients, outputs = torch.load(Path(folder) / "samples.pt")
     return Outcome(precision, data["failure"], data, gradients, outputs)
-
-
-def faster(first: Outcome, second: Outcome) -> Outcome:
-    """Return the first of two outcomes in one precision, with the times of the faster one.
-
-    Other work of the machine makes a run slower, but none makes it faster.
-    """
-    times = [one.milliseconds for one in (first, second)]
-    if times[0] is None or times[1] is None or times[0] <= times[1]:
-        return first
-    names = ("seconds", "input_seconds")
-    return replace(first, data=first.data | {name: second.data[name] for name in names})
 
 
 class Deviation:
@@ -127,10 +129,14 @@ class Deviation:
         pairs = list(zip(base.gradients, other.gradients, strict=False))
         self.gradient = median([distance(*pair) for pair in pairs]) if pairs else math.nan
         losses = zip(base.losses[: len(pairs)], other.losses[: len(pairs)], strict=True)
-        relative = [abs(b - a) / abs(a) if a else math.inf * (b != a) for a, b in losses]
+        # A loss near 0, as in reinforcement learning, is compared with how losses differ.
+        spread = max(base.losses) - min(base.losses) if base.losses else 0.0
+        relative = [relative_difference(a, b, spread) for a, b in losses]
         self.loss = median(relative) if relative else math.nan
-        self.modules = by_module(pairs)
-        """The deviation of gradients by module, the largest first."""
+        self.kinds = by_module(pairs, SMALL, kind_of)
+        """The deviation of gradients by kind of module, the largest first."""
+        self.main_modules = by_module(pairs, MAIN_PART, str)
+        """The same for each module that has more than a small part of the gradient."""
         self.first_module = first_far_module(base, other)
         """The first module whose output is far from that in float32, or an empty text."""
         # 16-bit weights are rounded, so their sum differs.
@@ -139,8 +145,15 @@ class Deviation:
         """False if the runs had other weights or batches."""
 
 
+def relative_difference(a: float, b: float, spread: float) -> float:
+    """Return the difference of two losses relative to the first, or to a larger spread."""
+    return 0.0 if a == b else abs(b - a) / (max(abs(a), spread) or math.nan)
+
+
 def alike(a: float | None, b: float | None) -> bool:
     """Return True if two sums are of the same numbers."""
+    if a is not None and b is not None and math.isnan(a) and math.isnan(b):
+        return True
     return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
 
 
@@ -164,13 +177,15 @@ def square_of_difference(first: Gradients, second: Gradients, name: str) -> floa
     return square(taken - second[name][0], weight)
 
 
-def by_module(pairs: list[tuple[Gradients, Gradients]]) -> dict[str, float]:
-    """Return the deviations of modules with a part of the gradient that is not tiny."""
+def by_module(
+    pairs: list[tuple[Gradients, Gradients]], least: float, named: Callable[[str], str]
+) -> dict[str, float]:
+    """Return the deviations of modules that have at least this part of the gradient's norm."""
     differences: dict[str, float] = {}
     norms: dict[str, float] = {}
     for first, second in pairs:
         for name in first:
-            module = kind_of(name.rpartition(".")[0] or name)
+            module = named(name.rpartition(".")[0] or name)
             difference = square_of_difference(first, second, name)
             differences[module] = differences.get(module, 0.0) + difference
             norms[module] = norms.get(module, 0.0) + square(*first[name])
@@ -178,7 +193,7 @@ def by_module(pairs: list[tuple[Gradients, Gradients]]) -> dict[str, float]:
     found = {
         module: math.sqrt(differences[module] / norm)
         for module, norm in norms.items()
-        if norm > SMALL**2 * whole
+        if norm > least**2 * whole
     }
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -190,15 +205,21 @@ def kind_of(module: str) -> str:
 
 
 def first_far_module(base: Outcome, other: Outcome) -> str:
-    """Return the first module whose output is far from that in float32, or is not finite."""
-    for name, expected in base.outputs.items():
-        got = other.outputs.get(name)
-        if got is None or got.shape != expected.shape:
+    """Return the first module that makes a far output of an input that is not far."""
+    for name, (expected_input, expected) in base.outputs.items():
+        if name not in other.outputs:
             continue
-        difference = float((got - expected).norm())
-        if not difference <= FAR * float(expected.norm()):
+        given, got = other.outputs[name]
+        if is_far(expected, got) and not is_far(expected_input, given):
             return name
     return ""
+
+
+def is_far(expected: Tensor | None, got: Tensor | None) -> bool:
+    """Return True if a sample differs from the expected one, or is not finite."""
+    if expected is None or got is None or got.shape != expected.shape:
+        return False
+    return not float((got - expected).norm()) <= FAR * float(expected.norm())
 
 
 def noise(outcome: Outcome) -> float:

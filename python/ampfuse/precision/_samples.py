@@ -14,6 +14,8 @@ FROM_OUTPUT = 2**12
 # For each parameter with a gradient that is not zero: elements of the gradient, and the number of
 # elements that each stands for.
 Gradients = dict[str, tuple[Tensor, float]]
+# For each module, elements of its first input and of its first output.
+Outputs = dict[str, tuple[Tensor | None, Tensor]]
 
 
 class Samples:
@@ -22,18 +24,18 @@ class Samples:
     def __init__(self, modules: Modules) -> None:
         self.gradients: list[Gradients] = []
         """For each backward."""
-        self.outputs: dict[str, Tensor] = {}
-        """By the module's name, in the order of the calls."""
+        self.outputs: Outputs = {}
+        """By the module's name, in the order in which the calls end."""
         self._modules = modules
         self._before: Gradients = {}
 
-    def take_output(self, name: str, output: Any) -> None:
-        """Sample the first output of a module, if no backward has run yet."""
+    def take_output(self, name: str, inputs: Any, output: Any) -> None:
+        """Sample the first input and output of a module, if no backward has run yet."""
         if self.gradients or name in self.outputs or not torch.is_grad_enabled():
             return
-        tensors = [one for one in stored_tensors_in(output) if one.is_floating_point()]
-        if tensors:
-            self.outputs[name] = sample(tensors[0], FROM_OUTPUT)
+        taken = first_sample(output)
+        if taken is not None:
+            self.outputs[name] = first_sample(inputs), taken
 
     def begin_backward(self) -> None:
         """Sample the gradients to which backward adds."""
@@ -54,6 +56,13 @@ class Samples:
             if param.grad is not None
             for taken in [sample(param.grad, FROM_GRADIENT)]
         }
+
+
+def first_sample(values: Any) -> Tensor | None:
+    """Return elements of the first tensor of floating-point numbers, or None."""
+    tensors = (one for one in stored_tensors_in(values) if one.is_floating_point())
+    first = next(tensors, None)
+    return None if first is None else sample(first, FROM_OUTPUT)
 
 
 def sample(tensor: Tensor, most: int) -> Tensor:

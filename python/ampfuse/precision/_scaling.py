@@ -10,8 +10,9 @@ from torch import Tensor
 class Scaling:
     """Multiplies losses by a scale, and divides the gradients by it right after backward.
 
-    So the program sees gradients that are not scaled, whatever it does with them. As with a
-    GradScaler, a step is skipped if a gradient is not finite, and the scale is then halved.
+    So the program sees gradients that are not scaled, whatever it does with them, except in hooks
+    during backward. As with a GradScaler, a step is skipped if a gradient is not finite, and the
+    scale is then halved.
     """
 
     def __init__(self, scale: float) -> None:
@@ -58,8 +59,9 @@ class Scaling:
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of these parameters, as far as they have any."""
-    return [param.grad for param in params if param.grad is not None]
+    """Return the gradients that these parameters have; of sparse ones, their values."""
+    gradients = (param.grad for param in params if param.grad is not None)
+    return [one._values() if one.is_sparse else one for one in gradients]
 
 
 def are_finite(tensors: list[Tensor]) -> bool:

@@ -7,9 +7,11 @@ import torch
 
 from ampfuse._texts import size_text
 from ampfuse.precision._advisor import Advice
-from ampfuse.precision._outcome import Outcome
+from ampfuse.precision._judge import LARGEST, LEAST_SAVED, SMALLEST, VARIES, underflow
+from ampfuse.precision._operators import ZERO
+from ampfuse.precision._outcome import Outcome, kind_of
 from ampfuse.precision._precisions import BFLOAT16, UNSCALED
-from ampfuse.precision._verdict import LEAST_SAVED, percent, trouble, underflow
+from ampfuse.precision._verdict import percent, trouble
 
 BARS = " ▁▂▃▄▅▆▇█"
 SHOWN = range(-60, 20, 2)  # exponents of a histogram
@@ -26,8 +28,8 @@ def text(advice: Advice, program: str) -> str:
     if rows := details(advice):
         lines += ["", *(f"  {row}" for row in rows)]
     lines += [""] + [sentence for sentence in advice.verdict.sentences if sentence]
-    if advice.verdict.lines:
-        lines += ["", "lines to change"] + [f"  {line}" for line in advice.verdict.lines]
+    changes = advice.verdict.lines or ["none"]
+    lines += ["", "lines to change", *(f"  {line}" for line in changes)]
     return "\n".join(lines)
 
 
@@ -55,7 +57,8 @@ def table(advice: Advice) -> list[str]:
 def row(advice: Advice, outcome: Outcome) -> tuple[str, ...]:
     """Return the texts of one row."""
     precision = outcome.precision
-    kept = f", {', '.join(precision.kept)} in float32" if precision.kept else ""
+    kinds = ", ".join(kind_of(name) for name in precision.kept)
+    kept = f", {kinds} in float32" if kinds else ""
     name = precision.name + kept
     if outcome.failure:
         return name, "fails", "", "", "", "", ""
@@ -94,13 +97,14 @@ def details(advice: Advice) -> list[str]:
         lines.append(f"gradients by size  2^{low} {histogram(exponents)} 2^{high}")
         lines.append(
             f"in float16         {percent(underflow(exponents))} of them become 0, and "
-            f"{percent(underflow(exponents, scale))} with a scale of {scale:,.6g}"
+            f"{percent(underflow(exponents, scale))} with a scale of {scale:,.6g}, which is the "
+            "largest without overflow"
         )
     operators = outcome.operators
     if operators and not outcome.failure:
         seconds = operators["seconds"]
-        whole = sum(seconds.values())
-        backwards = len(outcome.gradients)
+        whole = sum(seconds.values()) or 1.0
+        backwards = len(outcome.gradients) or 1
         lines.append(
             f"casts              {operators['casts'] / backwards:,.0f} in a forward and backward, "
             f"{size_text(operators['cast_bytes'] / backwards)}, "
@@ -113,12 +117,22 @@ def details(advice: Advice) -> list[str]:
         if operators["largest"]:
             where = operators["largest_in"] or "the loss"
             lines.append(
-                f"largest value      {operators['largest']:,.4g} in {where}; "
+                f"largest value      {operators['largest']:,.4g}, computed in {where}; "
                 "float16 has numbers up to 65,504"
             )
-        modules = list(judge.deviations[BFLOAT16].modules.items())[:MODULES_SHOWN]
+        modules = list(judge.deviations[BFLOAT16].kinds.items())[:MODULES_SHOWN]
         names = ", ".join(f"{name} {percent(size)}" for name, size in modules)
-        lines.append(f"gradients differ   {names}")
+        lines.append(f"gradients off      {names}")
+    if not math.isnan(judge.noise):
+        lines.append(
+            f"two batches        their gradients differ by {percent(judge.noise)}, so "
+            f"{percent(judge.limit)} off is accurate enough"
+        )
+    if judge.spread > VARIES:
+        lines.append(
+            f"times              two runs in one precision differ by {percent(judge.spread)}: run "
+            "this on a quiet machine"
+        )
     for one in judge.outcomes:
         if not one.kept and one != UNSCALED and not judge.is_accurate(one):
             lines.append(f"{one.name:<18} {trouble(judge, one)}")
@@ -135,31 +149,37 @@ def histogram(exponents: dict[int, int]) -> str:
 def plot(advice: Advice, path: Path) -> None:
     """Draw the losses in all precisions, and the gradients by exponent."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    judge = advice.judge
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure.suptitle(advice.verdict.sentences[0], fontsize=10)
     losses, sizes = figure.subplots(1, 2)
-    for outcome in (advice.judge.base, *advice.judge.outcomes.values()):
-        if outcome.losses:
-            losses.plot(
-                range(1, len(outcome.losses) + 1), outcome.losses, label=outcome.precision.name
-            )
-    losses.set(title="loss", xlabel="backward")
-    losses.legend(frameon=False, fontsize=8)
-    known = advice.judge.outcomes.get(BFLOAT16)
+    base = judge.base.losses
+    losses.plot(range(1, len(base) + 1), base, color="black", linewidth=4, label="float32")
+    for outcome in judge.outcomes.values():
+        if outcome.precision != UNSCALED and len(outcome.losses) > 1:
+            backwards = range(1, len(outcome.losses) + 1)
+            losses.plot(backwards, outcome.losses, label=outcome.precision.name)
+    losses.set(title="loss", xlabel="backward pass")
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True))
+    known = judge.outcomes.get(BFLOAT16)
     exponents = {} if known is None else known.exponents
-    present = {exponent: count for exponent, count in exponents.items() if exponent > -150}
+    present = {exponent: count for exponent, count in exponents.items() if exponent > ZERO}
     whole = sum(present.values()) or 1
-    sizes.bar(
-        list(present), [100 * count / whole for count in present.values()], width=1, color="#2e75b6"
-    )
-    scale = advice.judge.scale
-    shift = math.log2(scale)
-    sizes.axvspan(-24, 16, color="#548235", alpha=0.15, label="float16")
-    if shift:
-        label = f"float16 with a scale of {scale:,.6g}"
-        sizes.axvspan(-24 - shift, 16 - shift, color="#c55a11", alpha=0.15, label=label)
-    sizes.set(title="gradients by size", xlabel="exponent of 2", ylabel="%")
-    sizes.legend(frameon=False, fontsize=8)
+    shares = [100 * count / whole for count in present.values()]
+    sizes.bar(list(present), shares, width=1, color="#2e75b6")
+    shift = math.log2(judge.scale)
+    for height, color, low, label in (
+        (-0.08, "#548235", SMALLEST, "numbers of float16"),
+        (-0.16, "#c55a11", SMALLEST - shift, f"with a scale of {judge.scale:,.6g}"),
+    ):
+        width = LARGEST + 1 - SMALLEST
+        most = max(shares, default=1.0)
+        sizes.barh(height * most, width, 0.06 * most, low, color=color, label=label)
+    sizes.set(title="gradients by size", xlabel="exponent of 2", ylabel="% of the gradients")
+    sizes.set_yticks([tick for tick in sizes.get_yticks() if tick >= 0])
     for axes in (losses, sizes):
+        axes.legend(frameon=False, fontsize=8, loc="upper right")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -123,6 +123,7 @@ def test_checkpointed_part_is_not_taken_for_autocast_of_the_program(x):
         loss = Checkpointed()(x).sum()
         forced.forcing.end()
         loss.backward()
+        assert (x @ x.t()).dtype == torch.float32
     assert model[0].dtypes == [torch.bfloat16] * 2  # in forward, and again in backward
     assert forced.forcing.autocast is None
 
@@ -153,10 +154,11 @@ def test_module_that_is_kept_computes_in_float32_with_its_repetitions(x):
     [(FLOAT32, False), (BFLOAT16, False), (FLOAT16, True), (UNSCALED, False)],
 )
 @pytest.mark.parametrize("given", [{}, {"enabled": False}])
-def test_scaler_of_the_program_is_enabled_where_losses_are_scaled(precision, is_enabled, given):
+def test_scaler_is_disabled_where_losses_are_not_scaled(precision, is_enabled, given):
     with patched(), Forced(precision, scale=256.0) as forced:
         scaler = torch.amp.GradScaler("cpu", **given)
-    assert scaler.is_enabled() == forced.forcing.has_scaler == is_enabled
+    is_enabled = is_enabled and not given  # what the program disables stays so
+    assert scaler.is_enabled() == is_enabled
     assert scaler.get_scale() == (256.0 if is_enabled else 1.0)
     assert (forced.forcing.scaler is not None) == (given == {})
 
@@ -171,7 +173,53 @@ def test_adam_gets_16_bit_weights_with_masters(x):
     assert model[0].weight.dtype == torch.bfloat16
     assert {model[0].bias.dtype, model[1].weight.dtype} == {torch.float32}
     assert optimizer.state[model[0].weight]["master_param"].dtype == torch.float32
-    assert forced.forcing.converted == 1
+
+
+def test_copies_of_weights_that_have_changed_since_are_not_used(x):
+    model = nn.Linear(4, 4)
+    with Forced(BFLOAT16) as forced, torch.autocast("cpu", enabled=False):
+        forced.modules.on_root = lambda module, inputs: forced.forcing.begin_root()
+        model(x)  # a rehearsal without backward
+        with torch.no_grad():
+            model.weight.mul_(1000)
+        expected = nn.functional.linear(
+            x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16()
+        )
+        assert torch.equal(model(x), expected)
+
+
+def test_module_without_parameters_does_not_begin_autocast(x):
+    with Forced(BFLOAT16):
+        nn.Sequential(nn.Flatten(), nn.ReLU())(x)
+        assert (x @ x.t()).dtype == torch.float32
+
+
+def test_autocast_for_a_device_that_is_not_there_is_none_of_the_programs(x):
+    model = Seen()
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    warned = pytest.warns(UserWarning, match="CUDA is not available")
+    with Forced(BFLOAT16) as forced, warned, torch.autocast("cuda"):
+        model(x)
+    assert forced.forcing.autocast is None
+    assert model.dtypes == [torch.bfloat16]
+
+
+def test_parameters_have_different_names_and_none_is_left_out(x):
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    free = nn.Parameter(torch.ones(1))
+    with Forced(FLOAT32) as forced:
+        optimizer = torch.optim.SGD([free, *layers[0].parameters()])
+        for layer in layers:
+            layer(x)
+    found = forced.modules.parameters()
+    assert {id(param) for param in found.values()} == {
+        id(param) for param in (free, *(param for layer in layers for param in layer.parameters()))
+    }
+    assert set(found) == {
+        *("weight", "weight (2)", "weight (3)", "bias", "bias (2)", "bias (3)", "parameter"),
+    }
+    assert optimizer.param_groups[0]["params"][0] is free
 
 
 def test_everything_is_as_before_afterwards():
@@ -185,7 +233,7 @@ def test_names_are_those_of_the_program_also_behind_wrappers(x):
     names = []
     model = nn.Sequential(Seen(), nn.ReLU())
     with Forced(FLOAT32) as forced:
-        forced.modules.on_output = lambda name, output: names.append(name)
+        forced.modules.on_output = lambda name, inputs, output: names.append(name)
         torch.compile(model, backend="eager", fullgraph=False, disable=True)(x)
         model(x)
         assert set(forced.modules.parameters()) == {"0.linear.weight", "0.linear.bias"}
@@ -195,7 +243,7 @@ def test_names_are_those_of_the_program_also_behind_wrappers(x):
 def test_module_of_a_backward_operator_is_found(x):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
     with Forced(FLOAT32) as forced:
-        forced.modules.on_output = lambda name, output: None
+        forced.modules.on_output = lambda name, inputs, output: None
         node = model(x).grad_fn
         assert forced.modules.behind(node._sequence_nr()) == "1"
         linear = node.next_functions[0][0]

@@ -10,7 +10,7 @@ from ampfuse.precision._operators import ZERO, OperatorWatch, exponents
 from torch import nn
 
 
-def run_plainly(original, module, name, args, kwargs):
+def run_plainly(original, module, name, args, kwargs, may_begin):
     return original(module, *args, **kwargs)
 
 
@@ -18,7 +18,7 @@ def run_plainly(original, module, name, args, kwargs):
 def watch():
     with ExitStack() as exits:
         modules = Modules(exits, run_plainly)
-        modules.on_output = lambda name, output: None
+        modules.on_output = lambda name, inputs, output: None
         made = OperatorWatch(modules)
         made.rests = False
         with made:
@@ -101,16 +101,28 @@ def test_largest_value_in_16_bits_is_found(watch):
     assert watch.found.largest_in == "1"
 
 
+RANDOM = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.3),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "normal_": lambda x: x.clone().normal_(),
+    "bernoulli": lambda x: torch.bernoulli(x * 0.5),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dropout_drops_the_same_elements_in_all_precisions(watch, dtype):
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=list(RANDOM))
+def test_random_numbers_are_the_same_in_all_precisions(watch, draw, dtype):
     x = torch.ones(1000)
     torch.manual_seed(3)
-    expected = nn.functional.dropout(x, 0.3)
+    expected = draw(x)
+    after = torch.rand(1)
     torch.manual_seed(3)
-    got = nn.functional.dropout(x.to(dtype), 0.3)
-    assert torch.equal(got != 0, expected != 0)
+    got = draw(x.to(dtype))
     assert got.dtype == dtype
-    assert watch.found.drew_numbers
+    torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=0)
+    assert torch.rand(1) == after
 
 
 def test_nothing_is_counted_while_it_rests(watch):

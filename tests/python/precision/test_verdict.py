@@ -4,14 +4,18 @@ import math
 
 import pytest
 import torch
+from ampfuse.precision._judge import Judge, largest_scale, underflow
 from ampfuse.precision._lines import lines_to_change
-from ampfuse.precision._outcome import Deviation, Outcome, distance, faster, noise
+from ampfuse.precision._outcome import Deviation, Outcome, distance, noise, relative_difference
 from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
-from ampfuse.precision._verdict import Judge, largest_scale, percent, reason, underflow, verdict
+from ampfuse.precision._verdict import percent, reason, verdict
 
 MIB = 2**20
 PLACE = {"where": "train.py:7", "text": "y = model(x)", "call": "model"}
-PLACES = {"model": PLACE, "backward": PLACE, "step": PLACE, "autocast": None, "scaler": None}
+PLACES = {
+    **dict.fromkeys(("model", "backward", "step", "optimizer"), PLACE),
+    **dict.fromkeys(("autocast", "scaler")),
+}
 
 
 def outcome(precision, milliseconds=10.0, error=0.0, peak=1000 * MIB, failure=None, **data):
@@ -37,6 +41,8 @@ def outcome(precision, milliseconds=10.0, error=0.0, peak=1000 * MIB, failure=No
             "nonfinite": [],
         },
         "own_dtype": "None",
+        "compiled": False,
+        "optimizer": "Adam",
         "roots": ["Model"],
         "places": PLACES,
     } | data
@@ -83,7 +89,9 @@ def test_little_memory_is_noise():
 def test_precision_without_gain_is_not_used():
     found = verdict(judged(outcome(BFLOAT16, 9.5)))
     assert found.precision == FLOAT32
-    assert found.sentences[0] == "Stay with float32: a step takes 10.0 ms, and 9.5 ms in bfloat16."
+    assert found.sentences[0] == (
+        "Stay with float32: bfloat16 saves only 5.0 % (9.5 ms in place of 10.0 for a step)."
+    )
     assert found.lines == []
 
 
@@ -110,7 +118,7 @@ def test_deviation_is_judged_beside_that_of_batches():
 def test_scaler_is_not_left_out_because_first_gradients_are_large():
     judge = judged(outcome(FLOAT16, 5.0), outcome(UNSCALED, 4.0))
     assert judge.best() == FLOAT16
-    assert "it needs a scaler later at least" in verdict(judge).sentences[1]
+    assert "a scaler is needed later at least" in verdict(judge).sentences[1]
     judge = judged(outcome(FLOAT16, 5.0), outcome(UNSCALED, 4.0, 1.0))
     assert "without one they differ by 100 %" in verdict(judge).sentences[1]
 
@@ -124,7 +132,10 @@ def test_overflow_that_float32_has_too_is_no_reason():
     judge = judged(outcome(FLOAT16, operators=other), operators=operators)
     assert judge.culprit(FLOAT16) == real
     assert judge.candidates(FLOAT16) == ["b"]
-    assert judge.candidates(FLOAT16.keeping([])) == ["b"]
+    judge.outcomes[FLOAT16].data["operators"]["nonfinite"] = [real | {"module": "layers.1.b"}]
+    assert judge.candidates(FLOAT16) == ["layers.1.b"]
+    judge.add(Outcome(FLOAT16.keeping(["layers.0.b"]), None, judge.outcomes[FLOAT16].data, [], {}))
+    assert judge.candidates(FLOAT16.keeping(["layers.0.b"])) == []  # it is kept, too
 
 
 def test_programs_that_cannot_be_compared_are_not_judged():
@@ -150,7 +161,7 @@ def test_failure_is_told():
         ({"operators": {"seconds": {"float32": 0.002}}}, {}, "take only 10 % of a step"),
         ({}, {"operators": {"seconds": {"casts": 3.0, "16 bits": 7.0}}}, "casts take 30 %"),
         ({}, {"operators": {"seconds": {"float32": 8.0, "16 bits": 2.0}}}, "float32 take 80 %"),
-        ({}, {"operators": {"seconds": {"16 bits": 2.0}}}, "are not faster in 16 bits here"),
+        ({}, {"operators": {"seconds": {"16 bits": 2.0}}}, "are hardly faster in 16 bits here"),
     ],
 )
 def test_reason_of_no_gain_is_given(base, other, text):
@@ -192,16 +203,18 @@ def test_deviation_of_modules_leaves_out_those_with_hardly_any_gradient():
     base.gradients[0]["bias"] = (torch.tensor([1e-9]), 1.0)
     other.gradients[0]["bias"] = (torch.tensor([1e-7]), 1.0)
     other.gradients[0]["layer.weight"] = (torch.tensor([1.1, 1.1]), 10.0)
-    assert Deviation(base, other).modules == {"layer": pytest.approx(0.1 / math.sqrt(2))}
+    assert Deviation(base, other).kinds == {"layer": pytest.approx(0.1 / math.sqrt(2))}
 
 
 def test_first_module_whose_output_is_far_is_found():
     base, other = outcome(FLOAT32), outcome(BFLOAT16)
-    for name, error in (("a", 0.01), ("b", 0.2), ("c", 0.4)):
-        base.outputs[name] = torch.ones(4)
-        other.outputs[name] = torch.ones(4) * (1 + error)
+    # In each: the error of the input, and of the output.
+    cases = {"a": (0.0, 0.01), "part of b": (0.3, 0.3), "b": (0.01, 0.2), "c": (0.2, 0.4)}
+    for name, errors in cases.items():
+        base.outputs[name] = torch.ones(4), torch.ones(4)
+        other.outputs[name] = tuple(torch.ones(4) * (1 + error) for error in errors)
     assert Deviation(base, other).first_module == "b"
-    other.outputs["a"][0] = math.nan
+    other.outputs["a"][1][0] = math.nan
     assert Deviation(base, other).first_module == "a"
 
 
@@ -214,15 +227,52 @@ def test_noise_compares_gradients_of_the_same_parameters():
 
 
 def test_times_of_the_faster_run_count():
-    slow, fast = outcome(FLOAT32, 12.0), outcome(FLOAT32, 9.0)
-    assert faster(slow, fast).milliseconds == 9.0
-    assert faster(fast, slow) is fast
-    assert faster(slow, outcome(FLOAT32, seconds=[])) is slow
+    judge = judged(outcome(BFLOAT16, 9.0))
+    judge.run_again(outcome(FLOAT32, 8.0))
+    judge.run_again(outcome(BFLOAT16, 12.0))
+    assert judge.base.milliseconds == 8.0
+    assert judge.outcomes[BFLOAT16].milliseconds == 9.0
+    assert judge.spread == pytest.approx(1 / 3)
+    judge.run_again(outcome(FLOAT32, seconds=[]))
+    assert judge.base.milliseconds == 8.0
+
+
+def test_module_that_is_far_off_is_not_hidden_by_others():
+    judge = judged(outcome(BFLOAT16, 5.0))
+    for gradients in (judge.base.gradients, judge.outcomes[BFLOAT16].gradients):
+        gradients[0]["small.weight"] = torch.tensor([0.5]), 1.0
+    judge.outcomes[BFLOAT16].gradients[0]["small.weight"] = torch.tensor([0.8]), 1.0
+    judge.add(judge.outcomes[BFLOAT16])
+    assert judge.deviations[BFLOAT16].gradient < 0.1
+    assert judge.deviations[BFLOAT16].main_modules["small"] == pytest.approx(0.6)
+    assert not judge.is_accurate(BFLOAT16)
+    right = outcome(FLOAT16, 5.0)
+    right.gradients[0]["small.weight"] = torch.tensor([0.5]), 1.0
+    judge.add(right)
+    assert verdict(judge).sentences[2].endswith("but those of `small` by 60 %.")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [(0.0, 0.0, 0.0), (2.0, 1.0, 0.5), (1e-9, 1e-3, 1e-3), (-2.0, -2.2, 0.1)],
+)
+def test_losses_near_zero_are_compared_with_their_spread(a, b, expected):
+    assert relative_difference(a, b, 1.0) == pytest.approx(expected)
+    assert math.isnan(relative_difference(0.0, 1.0, 0.0))
+    assert math.isnan(relative_difference(1.0, math.nan, 1.0))
 
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.0, "0 %"), (1.0, "100 %"), (0.1234, "12 %"), (0.00012, "0.012 %"), (12.3, "1,230 %")],
+    [
+        (0.0, "0 %"),
+        (1e-9, "< 0.0001 %"),
+        (1.0, "100 %"),
+        (0.1234, "12 %"),
+        (0.00012, "0.012 %"),
+        (9.99, "999 %"),
+        (12.3, "> 1,000 %"),
+    ],
 )
 def test_percent_has_two_digits(share, text):
     assert percent(share) == text
@@ -232,7 +282,7 @@ def test_percent_has_two_digits(share, text):
 def test_lines_of_a_program_without_autocast():
     lines = lines_to_change(outcome(FLOAT32), FLOAT16, 1024.0)
     assert lines[0] == (
-        "train.py:7 `y = model(x)`: put it and the loss into "
+        "train.py:7 `y = model(x)`: put it and the loss, but not backward(), into "
         '`with torch.autocast("cuda", dtype=torch.float16):`'
     )
     assert 'GradScaler("cuda", init_scale=1024)' in lines[1]
@@ -246,14 +296,21 @@ def test_lines_of_a_program_with_autocast_and_scaler():
     assert lines_to_change(base, FLOAT16, 65536.0) == []
     change, scaler = lines_to_change(base, BFLOAT16, 65536.0)
     assert change.endswith('`with torch.autocast("cuda", dtype=torch.bfloat16):`')
-    assert scaler.endswith("no scaler")
+    assert scaler.endswith("add enabled=False")
     assert len(lines_to_change(base, FLOAT32, 1.0)) == 2
+
+
+def test_lines_for_16_bit_weights_name_the_optimizer():
+    lines = lines_to_change(outcome(FLOAT32), WEIGHTS, 1.0)
+    assert "torch.bfloat16" in lines[0]
+    assert lines[1].startswith("train.py:7 `y = model(x)`: before it, `for param in ")
+    assert "`ampfuse.Adam` in place of `torch.optim.Adam`" in lines[2]
 
 
 def test_trainers_have_an_option():
     where = {"where": "transformers/trainer.py:99", "text": "", "call": ""}
     base = outcome(FLOAT32, places=PLACES | {"model": where})
-    assert lines_to_change(base, BFLOAT16, 1.0) == ["`TrainingArguments(bf16=True)`"]
+    assert lines_to_change(base, BFLOAT16, 1.0) == ["bf16=True in TrainingArguments"]
     assert lines_to_change(base, FLOAT32, 1.0) == []
     base.data["places"]["autocast"] = where
-    assert lines_to_change(base, FLOAT32, 1.0) == ["`TrainingArguments without bf16 and fp16`"]
+    assert lines_to_change(base, FLOAT32, 1.0) == ["neither bf16 nor fp16 in TrainingArguments"]

@@ -68,7 +68,7 @@ OBJECTS: dict[Any, list[str]] = {
     torch.ops.aten.add.Tensor: ["_schema"],
 }
 # ampfuse sets _dynamo_marked_constant for torch, which may ignore it. The others are Python's.
-OTHERS = {"_asdict", "_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
+OTHERS = {"_asdict", "_exit", "_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
 
 
 @pytest.mark.parametrize(
