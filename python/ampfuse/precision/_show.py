@@ -10,7 +10,7 @@ from ampfuse.precision._advisor import Advice
 from ampfuse.precision._judge import LARGEST, LEAST_SAVED, SMALLEST, VARIES, underflow
 from ampfuse.precision._operators import ZERO
 from ampfuse.precision._outcome import Outcome, kind_of
-from ampfuse.precision._precisions import BFLOAT16, UNSCALED
+from ampfuse.precision._precisions import BFLOAT16, UNSCALED, Precision
 from ampfuse.precision._verdict import percent, trouble
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -57,9 +57,7 @@ def table(advice: Advice) -> list[str]:
 def row(advice: Advice, outcome: Outcome) -> tuple[str, ...]:
     """Return the texts of one row."""
     precision = outcome.precision
-    kinds = ", ".join(kind_of(name) for name in precision.kept)
-    kept = f", {kinds} in float32" if kinds else ""
-    name = precision.name + kept
+    name = name_with_kept(precision)
     if outcome.failure:
         return name, "fails", "", "", "", "", ""
     deviation = advice.judge.deviations.get(precision)
@@ -74,6 +72,12 @@ def row(advice: Advice, outcome: Outcome) -> tuple[str, ...]:
     is_whole = len(outcome.losses) == len(advice.judge.base.losses)
     last = f"{outcome.losses[-1]:.4g}" if is_whole else ""
     return name, time, memory, gradient, loss, skipped, last
+
+
+def name_with_kept(precision: Precision) -> str:
+    """Return the name of a precision with the modules that stay in float32."""
+    kinds = ", ".join(kind_of(name) for name in precision.kept)
+    return f"{precision.name}, {kinds} in float32" if kinds else precision.name
 
 
 def memory_text(advice: Advice, outcome: Outcome) -> str:
@@ -160,7 +164,7 @@ def plot(advice: Advice, path: Path) -> None:
     for outcome in judge.outcomes.values():
         if outcome.precision != UNSCALED and len(outcome.losses) > 1:
             backwards = range(1, len(outcome.losses) + 1)
-            losses.plot(backwards, outcome.losses, label=outcome.precision.name)
+            losses.plot(backwards, outcome.losses, label=name_with_kept(outcome.precision))
     losses.set(title="loss", xlabel="backward pass")
     losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     known = judge.outcomes.get(BFLOAT16)
