@@ -184,7 +184,7 @@ def main():
         layers = [layer for _ in range(60) for layer in (nn.Linear(16, 16), nn.Tanh())]
         train(nn.Sequential(*layers), numbers(lambda x: x.cos(), 4), functional.mse_loss)
     elif NAME == "input":
-        train(convolutions(), Images(wait=0.1), functional.cross_entropy)
+        train(convolutions(), Images(wait=0.25), functional.cross_entropy)
     elif NAME == "diverges":
         train(convolutions(), Images(), functional.cross_entropy, 1e20, torch.optim.SGD)
 
