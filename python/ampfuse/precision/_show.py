@@ -10,7 +10,7 @@ from ampfuse.precision._advisor import Advice
 from ampfuse.precision._judge import LARGEST, LEAST_SAVED, SMALLEST, VARIES, underflow
 from ampfuse.precision._operators import ZERO
 from ampfuse.precision._outcome import Outcome, kind_of
-from ampfuse.precision._precisions import BFLOAT16, UNSCALED, Precision
+from ampfuse.precision._precisions import BFLOAT16, FLOAT32, UNSCALED, Precision
 from ampfuse.precision._verdict import percent, trouble
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -28,7 +28,9 @@ def text(advice: Advice, program: str) -> str:
     if rows := details(advice):
         lines += ["", *(f"  {row}" for row in rows)]
     lines += [""] + [sentence for sentence in advice.verdict.sentences if sentence]
-    changes = advice.verdict.lines or ["none"]
+    is_done = advice.verdict.precision != FLOAT32
+    nothing = "none: the program does this already" if is_done else "none"
+    changes = advice.verdict.lines or [nothing]
     lines += ["", "lines to change", *(f"  {line}" for line in changes)]
     return "\n".join(lines)
 

@@ -31,6 +31,7 @@ from ampfuse.precision._scaling import Scaling
 
 WARMING_UP = 2  # steps after those that are analysed
 ENOUGH = 3  # timed steps of a program that is too slow
+FAR_TOO_SLOW = 2.0  # times the time that is too slow
 
 
 class Trial(Listener):
@@ -91,10 +92,18 @@ class Trial(Listener):
         """Note the times of a step, and end the program after the last one."""
         if uses_gpu() and not is_capturing():
             torch.cuda.synchronize()
-        if self._first_timed is not None and step > self._first_timed:
-            self.times.append(sum(seconds.values()))
-            self._is_slow = len(self.times) >= ENOUGH and min(self.times) > self._slowest
+        if self._first_timed is None:
+            return
+        whole = sum(seconds.values())
+        is_warming_up = step > self._first_timed - WARMING_UP
+        # One step that is far too slow is enough, unless it compiles.
+        is_too_slow = whole > FAR_TOO_SLOW * self._slowest
+        is_hopeless = is_warming_up and is_too_slow and not compiled_graphs()
+        if step > self._first_timed or is_hopeless:
+            self.times.append(whole)
             self.input_times.append(seconds[INPUT])
+            is_enough = is_hopeless or len(self.times) >= ENOUGH
+            self._is_slow = is_enough and min(self.times) > self._slowest
         elif self._first_timed == step:
             self._memory.begin()
 

@@ -163,8 +163,8 @@ def test_program_that_gives_up_has_failed(program):
 
 def test_slow_run_ends_early(program):
     outcome = run(program(steps=100), FLOAT32, slowest=0.0)
-    assert len(outcome.data["seconds"]) == 3
-    assert outcome.data["steps"] < 20
+    assert len(outcome.data["seconds"]) == 1  # which is far too slow
+    assert outcome.data["steps"] == 5
 
 
 def test_optimizer_that_steps_in_backward_gets_no_advice(program):
