@@ -79,6 +79,11 @@ def uses_gpu() -> bool:
     return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
 
 
+def is_in_backward() -> bool:
+    """Return True if autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def is_capturing() -> bool:
     """Return True if a CUDA graph is being captured on the current stream."""
     if torch.compiler.is_compiling() or not uses_gpu():

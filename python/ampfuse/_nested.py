@@ -1,12 +1,14 @@
 """Finds tensors in nested values, and the parameters of optimizers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
+
+PLAIN = Tensor.__torch_dispatch__  # of subclasses, too, that do not define their own
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -21,6 +23,14 @@ def stored_tensors_in(values: Any) -> Iterator[Tensor]:
             tensor
         ):
             yield tensor
+
+
+def handle_operators(tensors: Iterable[Tensor]) -> bool:
+    """Return True if a tensor has operators of its own, for example a DTensor.
+
+    It calls others for the tensors inside of it, which a dispatch mode sees later.
+    """
+    return any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in tensors)
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

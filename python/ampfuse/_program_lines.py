@@ -84,6 +84,12 @@ def place(code: CodeType, instruction: int) -> Place:
     return Place(f"{file_name(code)}:{line}", text, call)
 
 
+def current_line() -> Place | None:
+    """Return the line of the program that is running, or None."""
+    frame = program_frame(sys._getframe())
+    return place(frame.f_code, frame.f_lasti) if frame else None
+
+
 def _called(expression: str) -> str:
     """Return the name of the function in a text like `loss.item()`, or an empty text."""
     try:

@@ -6,14 +6,14 @@ The program's first steps run again and again, each time in another precision.
 import json
 import os
 import sys
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ampfuse.command.options import Parser, check_files, parted, refuse
+from ampfuse.command.options import Parser, check_files, refuse
 from ampfuse.command.report import in_json
+from ampfuse.command.show import say
 from ampfuse.precision import _show
 from ampfuse.precision._advisor import NoAdviceError, advise
 from ampfuse.precision._outcome import Program
@@ -55,19 +55,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def say(sentence: str) -> None:
-    """Print what happens now."""
-    print(f"python -m ampfuse: {sentence}", file=sys.stderr, flush=True)
-
-
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the command line."""
     parser = Parser(
         usage=USAGE,
         description="Find the precision that suits a program.",
         epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     options = [
         parser.add_argument(
@@ -75,17 +68,12 @@ def parse(arguments: Sequence[str]) -> Options:
             type=int,
             default=STEPS,
             metavar="N",
-            help=f"steps to take, {STEPS} if not given",
+            help=f"steps to take, {LEAST_STEPS} to {MOST_STEPS}; {STEPS} if not given",
         ),
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to it"),
         parser.add_argument("--plot", type=Path, metavar="PNG", help="draw losses and exponents"),
     ]
-    valued = {name for option in options for name in option.option_strings}
-    own, is_module, words = parted(arguments, valued)
-    given = parser.parse_args(own)
-    if not words:
-        parser.print_usage(sys.stderr)
-        sys.exit(2)
+    given, is_module, words = parser.read(arguments, options)
     check_files(given.json, given.plot)
     if not LEAST_STEPS <= given.steps <= MOST_STEPS:
         refuse(f"--steps: expected {LEAST_STEPS} to {MOST_STEPS}, got {given.steps}")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from argparse import ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from ampfuse._replacing import replace
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.command import program
-from ampfuse.command.options import Parser, check_files, parted, refuse
+from ampfuse.command.options import Parser, check_files, refuse
 from ampfuse.memory._account import Account, account_of, recording
 from ampfuse.memory._batch import search
 from ampfuse.memory._record import Record
@@ -191,8 +191,6 @@ def parse(arguments: Sequence[str]) -> Options:
         usage=USAGE,
         description="Print what the memory of a program's training step is for.",
         epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     options = [
         parser.add_argument(
@@ -213,12 +211,7 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the account to it"),
         parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the account into it"),
     ]
-    valued = {name for option in options for name in option.option_strings}
-    own, is_module, words = parted(arguments, valued)
-    given = parser.parse_args(own)
-    if not words:
-        parser.print_usage(sys.stderr)
-        sys.exit(2)
+    given, is_module, words = parser.read(arguments, options)
     check_files(given.json, given.plot)
     if given.batch is not None and given.batch < 1:
         refuse(f"--batch: expected at least 1, got {given.batch}")

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -56,7 +56,31 @@ def check_files(json: Path | None, plot: Path | None, html: Path | None = None) 
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser of our own options, which stand before a program. Its errors are one line."""
+
+    def __init__(self, usage: str, description: str, epilog: str) -> None:
+        super().__init__(
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def read(
+        self, arguments: Sequence[str], valued: Iterable[argparse.Action]
+    ) -> tuple[argparse.Namespace, bool, list[str]]:
+        """Return our options, True if a module follows, and the program's name with its arguments.
+
+        `valued`: the options that take a value.
+        """
+        names = {name for option in valued for name in option.option_strings}
+        own, is_module, words = parted(arguments, names)
+        given = self.parse_args(own)
+        if not words:
+            self.print_usage(sys.stderr)
+            sys.exit(2)
+        return given, is_module, words
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -66,11 +90,7 @@ class Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the command line. Our options end at the program's name; the rest is the program's."""
     parser, valued = _parser()
-    own, is_module, words = parted(arguments, valued)
-    given = parser.parse_args(own)
-    if not words:
-        parser.print_usage(sys.stderr)
-        sys.exit(2)
+    given, is_module, words = parser.read(arguments, valued)
     if words[0] == "env" and not is_module and len(words) > 1:
         refuse(f"env takes no arguments, got {words[1]}")
     check_files(given.json, given.plot, given.html)
@@ -91,14 +111,12 @@ def parse(arguments: Sequence[str]) -> Options:
     )
 
 
-def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
-    """Return the parser of our own options, and the names of those that take a value."""
+def _parser() -> tuple[Parser, list[argparse.Action]]:
+    """Return the parser of our own options, and those that take a value."""
     parser = Parser(
         usage=USAGE,
         description="Run a program as it is, with ampfuse.",
         epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     valued = [
         parser.add_argument(
@@ -112,7 +130,7 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
         parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts"),
     ]
     parser.add_argument("--quiet", action="store_true", help="print no summary")
-    return parser, {name for option in valued for name in option.option_strings}
+    return parser, valued
 
 
 def parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks_of_optimizers
 
-from ampfuse._measuring import only_measures
+from ampfuse._measuring import hook_steps, only_measures
 from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
 from ampfuse.diagnosis._loaders import Loader, LoaderWatch
@@ -54,11 +53,7 @@ class StepClock:
         self._thread = threading.get_ident()
         self._first: weakref.ref[Optimizer] | None = None
         self._steps_of_others = 0
-        for hook in (
-            hooks_of_optimizers.register_optimizer_step_pre_hook(self._enter_optimizer),
-            hooks_of_optimizers.register_optimizer_step_post_hook(self._leave_optimizer),
-        ):
-            exits.callback(hook.remove)
+        hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
         timed = self._noted(BACKWARD, torch.autograd.backward)
         replace(exits, torch.autograd, "backward", timed)
         for name in SCALER_METHODS:

@@ -1,11 +1,9 @@
 """Notices logits that a program converts to float32 before the loss."""
 
-import sys
-
 import torch
 from torch import Tensor
 
-from ampfuse._program_lines import Place, place, program_frame
+from ampfuse._program_lines import Place, current_line
 from ampfuse.optim._state import DTYPES_16_BIT
 
 VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # what may lie between it and the loss
@@ -28,8 +26,7 @@ class WideLogits:
         dtype = dtype_before(logits)
         if dtype in DTYPES_16_BIT:
             self.bytes, self.dtype = logits.nbytes, dtype
-            frame = program_frame(sys._getframe())
-            self.place = place(frame.f_code, frame.f_lasti) if frame else None
+            self.place = current_line()
 
 
 def dtype_before(tensor: Tensor) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from ampfuse._graphs import is_in_backward
 from ampfuse._nested import stored_tensors_in
 from ampfuse._program_lines import file_name, is_of_program, program_frame
 
@@ -51,7 +52,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def may_begin() -> bool:
         """Return True if modes can be entered here, and left later."""
-        in_backward = torch._C._current_graph_task_id() >= 0
+        in_backward = is_in_backward()
         return not in_backward and _get_current_dispatch_mode() is None
 
     def __init__(self) -> None:

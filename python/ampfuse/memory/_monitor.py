@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks_of_optimizers
 
 from ampfuse._background import Background
 from ampfuse._graphs import uses_gpu
-from ampfuse._measuring import only_measures
+from ampfuse._measuring import hook_steps, only_measures
 from ampfuse._nested import params_of
 from ampfuse._replacing import replace
 from ampfuse._texts import size_text
@@ -108,11 +107,7 @@ class Monitor:
         """Begin to sample."""
         self._start = time.perf_counter()
         self._thread_of_program = threading.get_ident()
-        for hook in (
-            hooks_of_optimizers.register_optimizer_step_pre_hook(self._before_step),
-            hooks_of_optimizers.register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._exits.callback(hook.remove)
+        hook_steps(self._exits, self._before_step, self._after_step)
         replace(self._exits, torch.autograd, "backward", self._marked(torch.autograd.backward))
         self._background = Background(self._run)
         return self

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks_of_optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ampfuse._measuring import only_measures
-from ampfuse._nested import params_of, stored_tensors_in
+from ampfuse._graphs import is_in_backward
+from ampfuse._measuring import hook_steps, only_measures
+from ampfuse._nested import handle_operators, params_of, stored_tensors_in
 from ampfuse.memory import _scratch
 from ampfuse.memory._dry_run import DryRun
 from ampfuse.memory._record import (
@@ -36,7 +36,6 @@ from ampfuse.memory._record import (
     is_within,
 )
 
-PLAIN = Tensor.__torch_dispatch__  # of subclasses, too, that do not define their own
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
 
 
@@ -76,11 +75,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handles = [
             hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
             hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
-            hooks_of_optimizers.register_optimizer_step_pre_hook(self._enter_step),
-            hooks_of_optimizers.register_optimizer_step_post_hook(self._leave_step),
         ]
         for handle in handles:
             self._exits.callback(handle.remove)
+        hook_steps(self._exits, self._enter_step, self._leave_step)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -146,8 +144,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and record the memory of its results."""
         kwargs = kwargs or {}
         given = list(stored_tensors_in((args, kwargs)))
-        if any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in given):
-            return NotImplemented  # for example of a DTensor, whose local tensor comes here later
+        if handle_operators(given):
+            return NotImplemented
         self._now += 1
         self._note_phase()
         inputs = [self._seen(tensor) for tensor in given]
@@ -209,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_phase(self) -> None:
         # A closure runs inside a step, and with gradients.
         phase = STEP if self._stepping and not torch.is_grad_enabled() else FORWARD
-        if torch._C._current_graph_task_id() >= 0:
+        if is_in_backward():
             phase = BACKWARD
         if not self._phases or self._phases[-1][1] != phase:
             self._phases.append((self._now, phase))

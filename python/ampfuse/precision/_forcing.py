@@ -1,18 +1,17 @@
 """Makes a program compute in another precision."""
 
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ampfuse._graphs import uses_gpu
-from ampfuse._program_lines import Place, place, program_frame
+from ampfuse._graphs import is_in_backward, uses_gpu
+from ampfuse._program_lines import Place, current_line
 from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
 from ampfuse.optim._state import DTYPES_16_BIT
@@ -39,6 +38,7 @@ class Forcing:
         self.optimizer: tuple[str, Place | None] = "", None
         """The name of the first optimizer that may have 16-bit weights, and the line of it."""
         self._scale = scale
+        self._keeps = cache(precision.keeps)  # asked at each call of a module
         self._own = ExitStack()
         self._is_on = False
         self._init: Any = torch.autocast.__init__
@@ -59,7 +59,7 @@ class Forcing:
     ) -> Any:
         """Call a module in the precision that it should have. Autocast may begin with it."""
         dtype = self.precision.dtype
-        if dtype is not None and self.precision.keeps(name):
+        if dtype is not None and self._keeps(name):
             args, kwargs = in_float32((args, kwargs))
             with self._autocast(device_of(module), dtype, False):
                 return call(module, *args, **kwargs)
@@ -78,12 +78,13 @@ class Forcing:
 
     def _should_begin(self, module: nn.Module) -> bool:
         """Return True if autocast begins with this module: not where the program does so itself."""
-        if self._is_on or next(module.parameters(), None) is None:
+        has_16bit_weights = self.precision.has_16bit_weights
+        if self._is_on or (self.autocast is not None and not has_16bit_weights):
             return False
-        if self.autocast is None:
-            return True
+        if next(module.parameters(), None) is None:
+            return False
         # Evaluation without autocast would fail with 16-bit weights.
-        return self.precision.has_16bit_weights and not torch.is_autocast_enabled(device_of(module))
+        return self.autocast is None or not torch.is_autocast_enabled(device_of(module))
 
     def begin_root(self) -> None:
         """Forget copies of weights that were made before another module ran."""
@@ -110,10 +111,10 @@ class Forcing:
             cache_enabled: bool | None = None,
         ) -> None:
             init(context, device_type, dtype, enabled, cache_enabled)
-            in_backward = torch._C._current_graph_task_id() >= 0  # made by torch's checkpoint
-            # Autocast of a device that is not there is not enabled.
-            if context._enabled and not in_backward and self.autocast is None:
-                self.autocast = calling_line()
+            # Autocast of a device that is not there is not enabled. In backward, torch's checkpoint
+            # makes contexts.
+            if context._enabled and not is_in_backward() and self.autocast is None:
+                self.autocast = current_line()
                 self.dtype = dtype or torch.get_autocast_dtype(device_type)
             enabled = enabled and self.precision.dtype is not None
             dtype = self.precision.dtype if enabled else dtype
@@ -131,7 +132,7 @@ class Forcing:
         def changed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
             if not self.optimizer[0]:
-                self.optimizer = type(optimizer).__name__, calling_line()
+                self.optimizer = type(optimizer).__name__, current_line()
             if not self.precision.has_16bit_weights:
                 return
             for group in optimizer.param_groups:
@@ -149,17 +150,11 @@ class Forcing:
         def changed(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(scaler, *args, **kwargs).arguments
             if is_enabled := given.get("enabled", True):
-                self.scaler = self.scaler or calling_line()
+                self.scaler = self.scaler or current_line()
             is_enabled = is_enabled and self.precision.is_scaled
             init(**given | {"enabled": is_enabled, "init_scale": self._scale})
 
         return changed
-
-
-def calling_line() -> Place | None:
-    """Return the program's line that is running."""
-    frame = program_frame(sys._getframe())
-    return place(frame.f_code, frame.f_lasti) if frame else None
 
 
 def device_of(module: nn.Module) -> str:

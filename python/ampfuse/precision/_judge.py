@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 
+from ampfuse.diagnosis._phases import FORWARD
+from ampfuse.precision._operators import ZERO
 from ampfuse.precision._outcome import Deviation, Outcome, noise
 from ampfuse.precision._precisions import BFLOAT16, UNSCALED, Precision
 
@@ -151,13 +153,13 @@ class Judge:
         """Return the first operator of forward that made an infinity or NaN, unlike in float32."""
         expected = {key_of(found) for found in self.base.operators["nonfinite"]}
         for found in self.outcomes[precision].operators.get("nonfinite", []):
-            if found["phase"] == "forward" and key_of(found) not in expected:
+            if found["phase"] == FORWARD and key_of(found) not in expected:
                 return dict(found)
         return None
 
     def candidates(self, precision: Precision) -> list[str]:
         """Return modules that may have to stay in float32."""
-        if self.base.data["compiled"]:  # compiled code cannot be told what to keep
+        if self.base.data["compiled"]:  # nothing can be kept in float32 there
             return []
         culprit = self.culprit(precision)
         names = [self.deviations[precision].first_module]
@@ -182,15 +184,20 @@ def key_of(found: dict[str, str]) -> tuple[str, str, str]:
     return found["phase"], found["module"], found["operator"]
 
 
+def without_zeros(exponents: dict[int, int]) -> dict[int, int]:
+    """Return the numbers of values that are not zero, by exponent."""
+    return {exponent: count for exponent, count in exponents.items() if exponent > ZERO}
+
+
 def underflow(exponents: dict[int, int], scale: float = 1.0) -> float:
     """Return the share of gradients that float16 rounds to zero."""
     shift = math.log2(scale)
-    present = {exponent: count for exponent, count in exponents.items() if exponent > -150}
+    present = without_zeros(exponents)
     lost = sum(count for exponent, count in present.items() if exponent + shift < SMALLEST - 1)
     return lost / sum(present.values()) if present else 0.0
 
 
 def largest_scale(exponents: dict[int, int]) -> float:
     """Return the largest scale from 1 to 65536 by which no gradient overflows in float16."""
-    present = [exponent for exponent in exponents if exponent > -150]
+    present = without_zeros(exponents)
     return 2.0 ** max(0, min(16, LARGEST - 1 - max(present, default=-2)))

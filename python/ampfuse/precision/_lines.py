@@ -3,7 +3,7 @@
 import torch
 
 from ampfuse.precision._outcome import Outcome
-from ampfuse.precision._precisions import Precision
+from ampfuse.precision._precisions import FIRST_SCALE, Precision
 
 # Trainers that choose the precision by an option: the folder of their package, and the option for
 # a precision and for float32.
@@ -13,7 +13,6 @@ TRAINERS = {
     "lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
     "pytorch_lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
 }
-FIRST_SCALE = 65536  # of torch's GradScaler
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

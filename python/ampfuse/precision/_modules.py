@@ -2,9 +2,9 @@
 
 import bisect
 import os
-import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse._graphs import is_in_backward
 from ampfuse._nested import params_of
-from ampfuse._program_lines import Place, place, program_frame
+from ampfuse._program_lines import Place, current_line
 from ampfuse._replacing import replace
 
 # Calls a module: torch's function for it, the module, its name, its arguments, and True if it is
@@ -70,13 +71,14 @@ class Modules:
         named += [("parameter", param) for one in optimizers for param in params_of(one)]
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
+        counts: Counter[str] = Counter()
         for name, param in named:
             if id(param) in seen:
                 continue
             seen.add(id(param))
             name = without_wrappers(name)
-            count = sum(other.partition(" (")[0] == name for other in found) if name in found else 0
-            found[f"{name} ({count + 1})" if count else name] = param
+            counts[name] += 1
+            found[f"{name} ({counts[name]})" if counts[name] > 1 else name] = param
         return found
 
     def _noted(self, original: Any) -> Any:
@@ -85,8 +87,7 @@ class Modules:
             if torch.compiler.is_compiling() or os.getpid() != self._process:
                 return original(module, *args, **kwargs)
             # A part that is checkpointed runs again in backward.
-            in_backward = torch._C._current_graph_task_id() >= 0
-            if in_backward or threading.get_ident() != self._thread:
+            if is_in_backward() or threading.get_ident() != self._thread:
                 name = self._names.get(id(module), "")
                 return self._run(original, module, name, args, kwargs, False)
             return self._call(original, module, args, kwargs)
@@ -128,7 +129,7 @@ class Modules:
             self._begins.append((number, self.running))
 
     def _meet(self, module: nn.Module) -> None:
-        """Note a root, which is not met for the first time as a rule."""
+        """Note a root that is met for the first time, and the line of the first call."""
         if id(module) not in self._names:
             self.roots.append(module)
             for name, part in module.named_modules():
@@ -137,8 +138,7 @@ class Modules:
             self._names[id(module)] = type(module).__name__
         has_parameters = next(module.parameters(), None) is not None
         if self.first_call is None and torch.is_grad_enabled() and has_parameters:
-            frame = program_frame(sys._getframe())
-            self.first_call = place(frame.f_code, frame.f_lasti) if frame else None
+            self.first_call = current_line()
 
 
 def without_wrappers(name: str) -> str:

@@ -1,7 +1,6 @@
 """Looks at the operators of a few steps: their precisions, times and values."""
 
 import math
-import sys
 import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
@@ -14,15 +13,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ampfuse._graphs import is_capturing
-from ampfuse._nested import stored_tensors_in
-from ampfuse._program_lines import place, program_frame
+from ampfuse._graphs import is_capturing, is_in_backward
+from ampfuse._nested import handle_operators, stored_tensors_in
+from ampfuse._program_lines import current_line
+from ampfuse.diagnosis._phases import BACKWARD, FORWARD
 from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.precision._modules import Modules
 
-FORWARD, BACKWARD = "forward", "backward"
 CONVERSIONS = ("to", "float", "half", "bfloat16", "type", "type_as", "double")
-PLAIN = Tensor.__torch_dispatch__
 MOST_VALUES = 2**18  # of a tensor, of which exponents are counted
 ZERO = -150  # exponents are at least -149, that of the smallest float32
 
@@ -88,7 +86,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and look at its results."""
         kwargs = kwargs or {}
         given = list(stored_tensors_in((args, kwargs)))
-        if any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in given):
+        if handle_operators(given):
             return NotImplemented
         if self.rests or is_capturing():
             return operator(*args, **kwargs)
@@ -99,8 +97,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = any(result.alias_info is not None for result in operator._schema.returns)
         if (is_view and not operator._schema.is_mutable) or not given or "empty" in name:
             return operator(*args, **kwargs)
-        is_backward = torch._C._current_graph_task_id() >= 0
-        kind = self._kind(name, given, args, is_backward)
+        is_backward = is_in_backward()
+        kind = self._kind(name, given, is_backward)
         results = self._timed(operator, args, kwargs, kind, name, given)
         floats = [one for one in stored_tensors_in(results) if one.is_floating_point()]
         if kind == "casts":
@@ -113,9 +111,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look(name, given, floats, is_backward, kind == "16 bits")
         return results
 
-    def _kind(
-        self, name: str, given: list[Tensor], args: tuple[Any, ...], is_backward: bool
-    ) -> str:
+    def _kind(self, name: str, given: list[Tensor], is_backward: bool) -> str:
         """Return how an operator computes: in float32, in 16 bits, as a cast, or else."""
         dtypes = {tensor.dtype for tensor in given if tensor.is_floating_point()}
         if name == "_to_copy" and dtypes:
@@ -183,8 +179,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._seen:
             return
         self._seen.add(key)
-        frame = None if is_backward else program_frame(sys._getframe())
-        where = place(frame.f_code, frame.f_lasti) if frame else None
+        where = None if is_backward else current_line()
         found = {"phase": phase, "module": module, "operator": name}
         self.found.nonfinite.append(found | {"where": where and where.where})
 

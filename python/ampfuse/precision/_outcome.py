@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._texts import without_numbers
-from ampfuse.precision._precisions import Precision
+from ampfuse.precision._precisions import FIRST_SCALE, Precision
 from ampfuse.precision._samples import Gradients, Outputs
 
 SMALL = 1e-3  # of the gradient's norm; modules with less are not shown
@@ -87,7 +87,7 @@ def run(
     program: Program,
     precision: Precision,
     backwards: int | None = None,
-    scale: float = 65536.0,
+    scale: float = FIRST_SCALE,
     slowest: float = math.inf,
 ) -> Outcome:
     """Run the program in another process.

@@ -7,6 +7,7 @@ import torch
 
 from ampfuse._texts import without_numbers
 
+FIRST_SCALE = 65536.0  # the default of torch's GradScaler
 ANALYSED = 4  # calls of backward that are compared; two models that train in turn have two each
 
 

@@ -7,8 +7,14 @@ import torch
 
 from ampfuse._texts import size_text
 from ampfuse.precision._advisor import Advice
-from ampfuse.precision._judge import LARGEST, LEAST_SAVED, SMALLEST, VARIES, underflow
-from ampfuse.precision._operators import ZERO
+from ampfuse.precision._judge import (
+    LARGEST,
+    LEAST_SAVED,
+    SMALLEST,
+    VARIES,
+    underflow,
+    without_zeros,
+)
 from ampfuse.precision._outcome import Outcome, kind_of
 from ampfuse.precision._precisions import BFLOAT16, FLOAT32, UNSCALED, Precision
 from ampfuse.precision._verdict import percent, trouble
@@ -171,7 +177,7 @@ def plot(advice: Advice, path: Path) -> None:
     losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     known = judge.outcomes.get(BFLOAT16)
     exponents = {} if known is None else known.exponents
-    present = {exponent: count for exponent, count in exponents.items() if exponent > ZERO}
+    present = without_zeros(exponents)
     whole = sum(present.values()) or 1
     shares = [100 * count / whole for count in present.values()]
     sizes.bar(list(present), shares, width=1, color="#2e75b6")

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks_of_optimizers
 
-from ampfuse._graphs import compiled_graphs, is_capturing, uses_gpu
-from ampfuse._measuring import only_measures
+from ampfuse._graphs import compiled_graphs, is_capturing, is_in_backward, uses_gpu
+from ampfuse._measuring import hook_steps, only_measures
 from ampfuse._nested import params_of, stored_tensors_in
-from ampfuse._program_lines import Place
+from ampfuse._program_lines import Place, current_line
 from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
 from ampfuse.diagnosis._clock import StepClock
 from ampfuse.diagnosis._phases import INPUT, Listener
 from ampfuse.patching._scalers import RECORDING
-from ampfuse.precision._forcing import Forcing, calling_line
+from ampfuse.precision._forcing import Forcing
 from ampfuse.precision._modules import Modules
 from ampfuse.precision._operators import OperatorWatch
 from ampfuse.precision._peak_memory import PeakMemory
@@ -81,11 +80,7 @@ class Trial(Listener):
         replace(exits, torch.autograd, "backward", self._measured(torch.autograd.backward))
         replace(exits, GradScaler, "scale", self._noting_scale(GradScaler.scale))
         replace(exits, GradScaler, "update", self._noting_update(GradScaler.update))
-        for handle in (
-            hooks_of_optimizers.register_optimizer_step_pre_hook(self._enter_optimizer),
-            hooks_of_optimizers.register_optimizer_step_post_hook(self._leave_optimizer),
-        ):
-            exits.callback(handle.remove)
+        hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
         self._memory = PeakMemory()
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
@@ -136,7 +131,7 @@ class Trial(Listener):
             "capability": torch.cuda.get_device_capability() if uses_gpu() else None,
             "operators": vars(self.watch.found),
             "own_dtype": str(self.forcing.dtype).removeprefix("torch."),
-            "dtypes": sorted({str(param.dtype) for param in self._params()}),
+            "dtypes": sorted({str(one.dtype) for one in self.modules.parameters().values()}),
             "compiled": compiled_graphs() > 0,
             "optimizer": self.forcing.optimizer[0],
             "roots": [type(root).__name__ for root in self.modules.roots],
@@ -149,26 +144,27 @@ class Trial(Listener):
 
         @wraps(call)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            is_nested = torch._C._current_graph_task_id() >= 0
             is_elsewhere = threading.get_ident() != self._thread
-            if torch.compiler.is_compiling() or is_nested or is_elsewhere:
+            if torch.compiler.is_compiling() or is_in_backward() or is_elsewhere:
                 call(tensors, grad_tensors, *args, **kwargs)
                 return
             if len(self.losses) == self._backwards:
                 self._finish()
             self.forcing.end()
-            self.backward = self.backward or calling_line()
+            self.backward = self.backward or current_line()
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             self._note_loss(tensors, scale)
             if self._first_timed is None:
                 self.samples.begin_backward()
             scaling = self._own_scaling()
+            params: list[Tensor] = []
             if scaling is not None:
-                tensors, grad_tensors = scaling.begin(tensors, grad_tensors, self._params())
+                params += self.modules.parameters().values()
+                tensors, grad_tensors = scaling.begin(tensors, grad_tensors, params)
             call(tensors, grad_tensors, *args, **kwargs)
             self.watch.rests = True
             if scaling is not None:
-                scaling.end(self._params())
+                scaling.end(params)
             self._after_backward(scale)
 
         return backward
@@ -185,8 +181,8 @@ class Trial(Listener):
 
     def _end_analysis(self) -> None:
         # Not in backward, which torch calls by a mode that has to end later than this.
-        in_backward = torch._C._current_graph_task_id() >= 0
-        if self._first_timed is None and len(self.losses) >= ANALYSED and not in_backward:
+        is_due = self._first_timed is None and len(self.losses) >= ANALYSED
+        if is_due and not is_in_backward():
             self._analysis.close()
             self.modules.on_output = None
             self._first_timed = self.clock.steps + 1 + WARMING_UP
@@ -211,11 +207,8 @@ class Trial(Listener):
         """Return what scales the losses of a program that has no scaler, or None."""
         return self.scaling if self._scaler is None else None
 
-    def _params(self) -> list[Tensor]:
-        return list(self.modules.parameters().values())
-
     def _begin_root(self, module: nn.Module, inputs: Any) -> None:
-        """Note sums by which one sees whether two runs have the same weights and batches."""
+        """Prepare for a root. Before the first one, note sums that are alike in comparable runs."""
         self._end_analysis()
         self.forcing.begin_root()
         if self.inputs is None:
@@ -227,9 +220,9 @@ class Trial(Listener):
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        self.step = self.step or calling_line()
+        self.step = self.step or current_line()
         scaling = self._own_scaling()
-        if torch._C._current_graph_task_id() >= 0:
+        if is_in_backward():
             if scaling is not None:
                 raise RuntimeError("no scaler can be used if an optimizer steps in backward")
             return
