@@ -1,11 +1,12 @@
 """The time that `python -m ampfuse` adds to a step, to measure phases, memory and loaders.
 
-These are steps that are measured: all of the first 256, then a quarter.
+A training loop runs in rounds of three epochs, in random order: without measurements, with steps
+that are measured, and with steps of a pause, as most steps of a long program are. Printed are the
+medians of the differences, each with the range in which it lies with a probability of 95 %, and the
+mean of a long program. Before each step all caches are filled with something else, as a large model
+does.
 
-A training loop runs in pairs of short rounds, one with and one without the measurements. Printed
-is the median of their differences, with the range in which it lies with a probability of 95 %.
-
-    python benchmarks/diagnosis_cost.py [--rounds 400] [--width 512]
+    python benchmarks/diagnosis_cost.py [--rounds 300] [--width 512]
 """
 
 import math
@@ -14,46 +15,62 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
-from statistics import median
+from statistics import fmean, median
 
 import ampfuse
 import torch
+from ampfuse.diagnosis import _clock
 from ampfuse.diagnosis._diagnosis import Diagnosis
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 60
 FIRST = 25  # steps in which more is measured
+CACHES = 2**26  # bytes
+FOREVER = 10**9  # steps
 
 
 def main() -> None:
-    """Measure, and print a line."""
+    """Measure, and print three lines."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--width", type=int, default=512, help="features of the model's layers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     epoch = training(options.width)
     epoch()
-    plain, added = [], []
+    pause, run = fmean(_clock.PAUSES), _clock.RUN
+    _clock.PAUSES = FOREVER, FOREVER
+    measured_first = {"measured": FOREVER, "pause": 1}
+    plain: list[float] = []
+    added: dict[str, list[float]] = {kind: [] for kind in measured_first}
     for _ in range(options.rounds):
         times = {}
-        for measured in random.sample((False, True), 2):
+        for kind in random.sample(["plain", *measured_first], 3):
             with ExitStack() as exits:
-                if measured:
+                if kind in measured_first:
+                    _clock.ALWAYS_MEASURED = measured_first[kind]
                     exits.callback(Diagnosis().stop)
-                times[measured] = epoch()
-        plain.append(times[False])
-        added.append(times[True] - times[False])
-    added.sort()
+                times[kind] = epoch()
+        plain.append(times["plain"])
+        for kind, list_of_times in added.items():
+            list_of_times.append(times[kind] - times["plain"])
+    step = median(plain)
+    print(f"a step takes {1e3 * step:.2f} ms")
+    for kind, list_of_times in added.items():
+        print(f"{kind}: {with_range(list_of_times)} more")
+    middles = {kind: median(list_of_times) for kind, list_of_times in added.items()}
+    mean = (run * middles["measured"] + pause * middles["pause"]) / (run + pause)
+    print(f"mean of a long program: {1e6 * mean:.0f} µs more, {mean / step:.1%}")
+
+
+def with_range(seconds: list[float]) -> str:
+    """Return the median and its range in microseconds."""
+    ordered = sorted(seconds)
     # Ranks between which the median of n numbers lies, from the binomial distribution.
-    margin = 0.98 * math.sqrt(len(added))
-    low, high = (added[int(len(added) / 2 + sign * margin)] for sign in (-1, 1))
-    step, middle = median(plain), median(added)
-    print(
-        f"a step takes {1e3 * step:.2f} ms; measuring adds {1e6 * middle:.0f} µs "
-        f"({1e6 * low:.0f} to {1e6 * high:.0f}), {middle / step:.1%}"
-    )
+    margin = 0.98 * math.sqrt(len(ordered))
+    low, high = (ordered[int(len(ordered) / 2 + sign * margin)] for sign in (-1, 1))
+    return f"{1e6 * median(seconds):.0f} µs ({1e6 * low:.0f} to {1e6 * high:.0f})"
 
 
 def training(width: int) -> Callable[[], float]:
@@ -62,17 +79,19 @@ def training(width: int) -> Callable[[], float]:
     optimizer = ampfuse.AdamW(model.parameters(), lr=1e-4)
     scaler = ampfuse.GradScaler("cpu")
     loader = DataLoader(TensorDataset(torch.zeros(STEPS * 64, width)), 64)
+    others = torch.zeros(CACHES // 4)
 
     def epoch() -> float:
-        seconds, begin = [], time.perf_counter()
-        for (batch,) in loader:
+        seconds, batches = [], iter(loader)
+        for _ in range(STEPS):
+            others.add_(1)
+            begin = time.perf_counter()
+            (batch,) = next(batches)
             scaler.scale(model(batch).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            end = time.perf_counter()
-            seconds.append(end - begin)
-            begin = end
+            seconds.append(time.perf_counter() - begin)
         return median(seconds[FIRST:])
 
     return epoch

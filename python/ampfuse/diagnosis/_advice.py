@@ -18,7 +18,7 @@ from ampfuse.diagnosis._lines import Line, merged
 from ampfuse.diagnosis._loaders import Loader
 from ampfuse.diagnosis._logits import WideLogits
 from ampfuse.diagnosis._phases import INPUT, OTHER
-from ampfuse.memory._monitor import Monitor
+from ampfuse.memory._step_memory import StepMemory
 
 WORTH_A_HINT = 0.1  # of the time
 LEAST_WAIT = 2.0  # ms; a worker takes about 1 ms to send a batch
@@ -43,7 +43,7 @@ def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> It
     yield from about_start
     if loaders and not about_start and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
         loader = max(loaders, key=lambda one: one.waited)
-        per_step = loader.batches / steps["count"]
+        per_step = loader.batches / steps["measured"]
         yield about_input(loader, per_step, wait, whole - wait) + about_slowest(loader, lines)
     yield from about_waits(lines)
     if milliseconds[OTHER] > WORTH_A_HINT * whole:
@@ -181,22 +181,22 @@ def about_logits(logits: WideLogits) -> Iterator[str]:
         )
 
 
-def about_memory(monitor: Monitor) -> Iterator[str]:
+def about_memory(memory: StepMemory) -> Iterator[str]:
     """Return a hint about memory that grows."""
-    growth = monitor.growth()
+    growth = memory.growth()
     # Without tensors, only long growth is more than noise: most programs append to some list.
-    is_certain = any(one.bytes for one in monitor.suspects) or monitor.steps >= MANY_STEPS
-    if growth is None or not monitor.suspects or not is_certain:
+    is_certain = any(one.bytes for one in memory.suspects) or memory.steps >= MANY_STEPS
+    if growth is None or not memory.suspects or not is_certain:
         return
     places = [
         f"tensors stay that are made at {one.where} {one.what}".rstrip()
         + f" ({size_text(one.bytes)} a step)"
         if one.bytes
         else f"{one.where} is now a {one.what}"
-        for one in monitor.suspects
+        for one in memory.suspects
     ]
     text = f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
-    if sum(one.bytes for one in monitor.suspects) < MOSTLY * growth:
+    if sum(one.bytes for one in memory.suspects) < MOSTLY * growth:
         text += " The rest may be freed memory between them, which cannot be given back."
     yield f"{text} Keep numbers (loss.item()) or detached tensors (loss.detach())."
 

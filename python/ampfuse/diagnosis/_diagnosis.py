@@ -16,14 +16,14 @@ from ampfuse.diagnosis._lines import LineSampler, merged
 from ampfuse.diagnosis._logits import WideLogits
 from ampfuse.diagnosis._phases import Interval, Listener
 from ampfuse.diagnosis._timeline import FIRST_STEPS, Timeline
-from ampfuse.memory._monitor import Monitor
+from ampfuse.memory._step_memory import StepMemory
 from ampfuse.patching import _losses
 
 LINES_SHOWN = 20
 
 
-class CarefulMonitor(Monitor):
-    """A monitor that does not record allocations where this could change the program's results.
+class CarefulMemory(StepMemory):
+    """Does not record allocations where this could change the program's results.
 
     Compiled functions would run without the compiler, and with other random numbers. Processes of
     a group have to do the same.
@@ -43,11 +43,12 @@ class Diagnosis(Listener):
         self.logits = WideLogits()
         self.gpu = GpuTimes()
         self.lines = LineSampler()
-        self.monitor: Monitor | None = None
+        self.growing: StepMemory | None = None
         self._was_looking = False
         self._exits = ExitStack()
         with suppress(ImportError):  # psutil is optional
-            self.monitor = self._exits.enter_context(CarefulMonitor())
+            self.growing = CarefulMemory()
+            self._exits.callback(self.growing.stop_looking)
         self.clock = StepClock(self._exits, self, self.habits, self.gpu)
         replace(self._exits, _losses.USAGE, "look", self.logits)
         self._exits.callback(self.lines.stop)
@@ -65,11 +66,22 @@ class Diagnosis(Listener):
             self.timeline.add(step, seconds)
             if self.timeline.count == FIRST_STEPS:
                 self.lines.forget()
-        self._was_looking = self.monitor is not None and self.monitor.is_looking
+        if self.growing is not None:
+            self._was_looking = self.growing.is_looking
+            self.growing.end_step(optimizer, step)
+
+    @property
+    def needs_next_step(self) -> bool:  # type: ignore[override]
+        """True while allocations are recorded, which would make the steps of a pause slow."""
+        return self.growing is not None and self.growing.is_looking
+
+    def pauses(self, begins: bool) -> None:
+        """Take no samples of lines in a pause."""
+        self.lines.pause(begins)
 
     def _is_looking(self) -> bool:
         """Return True in steps in which the monitor looks for leaks, which takes long."""
-        return self._was_looking or (self.monitor is not None and self.monitor.is_looking)
+        return self._was_looking or (self.growing is not None and self.growing.is_looking)
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -89,16 +101,18 @@ class Diagnosis(Listener):
 
     def _summary(self) -> dict[str, Any] | None:
         summary = self.timeline.summary()
-        return None if summary is None else {"count": self.clock.steps, **summary}
+        if summary is None:
+            return None
+        return {"count": self.clock.steps, "measured": self.timeline.count, **summary}
 
     def memory(self) -> dict[str, Any] | None:
         """Return the memory after each step, in bytes; None without psutil or steps."""
-        if self.monitor is None or not self.monitor.ends:
+        if self.growing is None or not self.growing.ends:
             return None
-        ends = self.monitor.ends
+        ends = self.growing.ends
         return {
-            "growth": self.monitor.growth(),
-            "suspects": [one._asdict() for one in self.monitor.suspects],
+            "growth": self.growing.growth(),
+            "suspects": [one._asdict() for one in self.growing.suspects],
             "step": [end.step + 1 for end in ends],
             "host": [end.host for end in ends],
             "gpu": [end.allocated for end in ends],
@@ -112,8 +126,8 @@ class Diagnosis(Listener):
         found += _advice.about_gpu(self.gpu)
         found += _advice.about_habits(self.habits, self.timeline.count)
         found += _advice.about_logits(self.logits)
-        if self.monitor is not None:
-            found += _advice.about_memory(self.monitor)
+        if self.growing is not None:
+            found += _advice.about_memory(self.growing)
         if self.clock.error is not None:
             found.append(f"Measuring has ended by an error of ampfuse: {self.clock.error!r}.")
         return found

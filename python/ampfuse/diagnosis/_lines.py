@@ -46,7 +46,13 @@ class LineSampler:
         self._seconds: defaultdict[tuple[str, CodeType, int], float] = defaultdict(float)
         self._sampled = threading.get_ident()
         self._random = random.Random()  # its own, since the program may have seeded the other one
+        self._pauses = False
         self._background = Background(self._run)
+
+    def pause(self, begins: bool) -> None:
+        """Begin or end a pause, in which nothing is sampled."""
+        self._pauses = begins
+        self.drop()
 
     def stop(self) -> None:
         """Stop sampling."""
@@ -88,6 +94,9 @@ class LineSampler:
             # Steps may take as long as an interval, so intervals differ.
             if done.wait(max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)):
                 return
+            if self._pauses:
+                last = time.perf_counter()
+                continue
             frame = program_frame(sys._current_frames().get(self._sampled))
             now = time.perf_counter()
             if frame is not None:

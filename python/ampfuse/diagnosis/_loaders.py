@@ -52,7 +52,7 @@ class Loader:
     starts: list[float] = field(default_factory=list)
     """Seconds from the start of an iterator to its first batch, for each epoch."""
     batches: int = 0
-    """Batches that the program has taken."""
+    """Batches that the program has taken in steps that are measured."""
     shared: Any = field(init=False)
     """A slot for each worker, and one for the program itself."""
 
@@ -111,6 +111,8 @@ class LoaderWatch:
     def __init__(self, exits: ExitStack, note: Callable[..., None]) -> None:
         """Measure until `exits` closes. `note`: see StepClock."""
         self.loaders: list[Loader] = []
+        self.pauses = False
+        """True while only the starts of iterators are measured, and what workers do."""
         self._note = note
         # By the ids of iterators, and of datasets, which are the same in a forked worker.
         self._of_iterator: dict[int, Loader] = {}
@@ -161,6 +163,8 @@ class LoaderWatch:
 
         @wraps(function)
         def timed(iterator: Any) -> Any:
+            if self.pauses and not self._started:
+                return function(iterator)
             is_exhausted = False
             begin = time.perf_counter()
             self._note(INPUT, True, id(iterator))
@@ -175,8 +179,9 @@ class LoaderWatch:
                 end = time.perf_counter()
                 if (start := self._started.pop(id(iterator), None)) is not None:
                     known.starts.append(end - start)
-                known.waited += end - begin
-                known.batches += 1
+                if not self.pauses:
+                    known.waited += end - begin
+                    known.batches += 1
             return batch
 
         return timed
@@ -184,8 +189,10 @@ class LoaderWatch:
     def _timed_fetch(self, function: Any) -> Any:
         @wraps(function)
         def timed(fetcher: Any, index: Any) -> Any:
-            loader = self._of_dataset.get(id(fetcher.dataset))
             worker = get_worker_info()
+            if self.pauses and worker is None:
+                return function(fetcher, index)
+            loader = self._of_dataset.get(id(fetcher.dataset))
             if loader is None or (worker is not None and worker.dataset is not fetcher.dataset):
                 return function(fetcher, index)  # for example a loader inside of a dataset
             if worker is not None:

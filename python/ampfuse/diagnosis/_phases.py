@@ -83,6 +83,9 @@ class Listener:
     is_live = False
     """True if `noted` is to be called in the next step."""
 
+    needs_next_step = False
+    """True if there may be no pause after this step."""
+
     def noted(self, phase: str, begins: bool) -> None:
         """A phase begins or ends now."""
 
@@ -91,3 +94,6 @@ class Listener:
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """This step has ended, after so many seconds in each phase. The first one is 1."""
+
+    def pauses(self, begins: bool) -> None:
+        """A pause begins or ends, in which only steps are counted."""

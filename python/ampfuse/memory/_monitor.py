@@ -1,7 +1,6 @@
 """`Monitor`: how much memory a program takes over time, and whether it grows."""
 
 import csv
-import gc
 import threading
 import time
 import weakref
@@ -9,49 +8,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._background import Background
-from ampfuse._graphs import uses_gpu
 from ampfuse._measuring import hook_steps, only_measures
-from ampfuse._nested import params_of
 from ampfuse._replacing import replace
 from ampfuse._texts import size_text
-from ampfuse.memory._growth import Look, Suspect, storages_of
-from ampfuse.memory._process import gpu_process_memory, host_memory
 from ampfuse.memory._record import BACKWARD, FORWARD, STEP
-
-WARM_UP = 5  # steps that may allocate what stays: gradients, state, caches
-WINDOW = 20  # growth is computed after so many steps, and later more rarely
-POINTS = 24  # from this many samples of the last steps, evenly over the second half of all
-KEPT = 2**14  # samples; a longer list would itself be memory that grows
-LEAST_SPACING = 0.02  # seconds between the samples of two steps; one takes up to 50 µs
-LEAST_GROWTH = 2**20  # bytes over these steps; less is noise
-LEAST_STEADY = 0.9  # of all pairs of steps, the part in which the later one must have more memory
+from ampfuse.memory._step_memory import WARM_UP, WINDOW, Sample, StepMemory, keep
 
 
-class Sample(NamedTuple):
-    """The memory at one time, in bytes."""
-
-    seconds: float
-    step: int
-    phase: str
-    host: int
-    """The physical memory of the process."""
-    allocated: int
-    """Memory of torch's tensors on the GPU."""
-    reserved: int
-    """Memory that torch has reserved on the GPU."""
-    process: int
-    """Memory of the whole process on all GPUs, if nvidia-ml-py is installed."""
-
-
-class Monitor:
+class Monitor(StepMemory):
     """Samples the memory of the process and of its GPU while a program trains.
 
     >>> import torch, ampfuse.memory
@@ -77,31 +47,15 @@ class Monitor:
     def __init__(
         self, interval: float = 0.1, *, writer: Any = None, find_leaks: bool = True
     ) -> None:
+        super().__init__(find_leaks=find_leaks)
         self.interval = interval
-        self.steps = 0
-        """The number of steps so far."""
         self.samples: list[Sample] = []
         """All samples, or every second, fourth, … of those that are older, if there are many."""
-        self.ends: list[Sample] = []
-        """The samples after steps: after each one that ends 20 ms after the last sample."""
-        self.suspects: list[Suspect] = []
         self._writer = writer
-        self._finds_leaks = find_leaks
-        self._phase = FORWARD
         self._first: weakref.ref[Optimizer] | None = None
-        self._look: Look | None = None
-        self._next_test = WINDOW  # for growth, after so many steps
-        self._host = host_memory()
-        self._process: Callable[[], int] | None = None  # set when the program uses a GPU
-        self._device = 0
+        self._device_of_program = 0
         self._thread_of_program = threading.get_ident()
-        self._start = time.perf_counter()
         self._exits = ExitStack()
-
-    @property
-    def is_looking(self) -> bool:
-        """True while the allocations of steps are recorded."""
-        return self._look is not None
 
     def __enter__(self) -> "Monitor":
         """Begin to sample."""
@@ -116,25 +70,7 @@ class Monitor:
         """Stop sampling."""
         self._background.stop()
         self._exits.close()
-        if self._look is not None:
-            self._look.stop()
-
-    def may_look(self) -> bool:
-        """Return True if the allocations of two steps may be recorded now."""
-        return Look.may_begin()
-
-    def growth(self) -> float | None:
-        """Return the bytes by which memory grows per step, or None if it does not grow."""
-        ends = self.ends[max(WARM_UP, len(self.ends) // 2) :]
-        if len(ends) < WINDOW // 2:
-            return None
-        ends = ends[:: -(-len(ends) // POINTS)]
-        steps = [end.step for end in ends]
-        found = [
-            slope(steps, [end.host for end in ends]),
-            slope(steps, [end.allocated for end in ends]),
-        ]
-        return max((value for value in found if value is not None), default=None)
+        self.stop_looking()
 
     def peak(self) -> Sample:
         """Return the sample with most memory: on the GPU if the program uses one."""
@@ -195,20 +131,6 @@ class Monitor:
         while not done.wait(self.interval):
             keep(self.samples, self._sample())
 
-    def _sample(self) -> Sample:
-        allocated = reserved = process = 0
-        if uses_gpu():
-            if threading.get_ident() == self._thread_of_program:
-                self._device = torch.cuda.current_device()  # each thread has its own
-            if self._process is None:
-                self._process = gpu_process_memory()
-            allocated = torch.cuda.memory_allocated(self._device)
-            reserved = torch.cuda.memory_reserved(self._device)
-            process = self._process()
-        seconds = time.perf_counter() - self._start
-        host = self._host()
-        return Sample(seconds, self.steps, self._phase, host, allocated, reserved, process)
-
     def _marked(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.autograd.backward` with a note that it is running."""
 
@@ -238,59 +160,22 @@ class Monitor:
             self._first = weakref.ref(optimizer)
         if self._first() is not optimizer or threading.get_ident() != self._thread_of_program:
             return
-        self._sample_end()
-        self.steps += 1
-        if self._look is not None:
-            if self._look.end_step():
-                self.suspects = self._look.suspects(storages_of(_kept(optimizer)))
-                self._look = None
-                self._finds_leaks = False
-        elif self._is_suspicious() and self.may_look():
-            gc.collect()
-            self._look = Look()
+        self.end_step(optimizer, self.steps + 1)
 
-    def _sample_end(self) -> None:
-        """Take the sample of a step, unless steps are short."""
-        if self.ends and time.perf_counter() - self._start < self.ends[-1].seconds + LEAST_SPACING:
-            return
-        sample = self._sample()
+    def keep_end(self, sample: Sample) -> None:
+        """Keep the sample after a step, and give it to the writer."""
         keep(self.samples, sample)
-        keep(self.ends, sample)
+        super().keep_end(sample)
         if self._writer is not None:
             self._write(sample)
 
-    def _is_suspicious(self) -> bool:
-        if not self._finds_leaks or self.steps < self._next_test:
-            return False
-        self._next_test = self.steps + max(WINDOW, self.steps // 4)
-        return self.growth() is not None
+    def _device(self) -> int:
+        """Return the GPU of the program: each thread has its own."""
+        if threading.get_ident() == self._thread_of_program:
+            self._device_of_program = super()._device()
+        return self._device_of_program
 
     def _write(self, sample: Sample) -> None:
         for name in ("host", "allocated", "reserved", "process"):
             if size := getattr(sample, name):
                 self._writer.add_scalar(f"memory/{name}", size, sample.step)
-
-
-def keep(samples: list[Sample], sample: Sample) -> None:
-    """Append a sample. If there are many, drop every second one of those before."""
-    if len(samples) >= KEPT:
-        del samples[1:-1:2]
-    samples.append(sample)
-
-
-def slope(steps: list[int], sizes: list[int]) -> float | None:
-    """Return the median growth per step, or None if the numbers do not grow steadily."""
-    pairs = [(i, j) for j in range(len(sizes)) for i in range(j)]
-    slopes = [(sizes[j] - sizes[i]) / (steps[j] - steps[i]) for i, j in pairs]
-    steady = sum(value > 0 for value in slopes) / len(slopes)
-    growth = median(slopes)
-    is_steady = steady > LEAST_STEADY and growth * (steps[-1] - steps[0]) >= LEAST_GROWTH
-    return growth if is_steady else None
-
-
-def _kept(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that stay from step to step: parameters, gradients and state."""
-    params = params_of(optimizer)
-    state = (value for entries in optimizer.state.values() for value in entries.values())
-    grads = (param.grad for param in params)
-    return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]

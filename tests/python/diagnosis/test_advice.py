@@ -34,7 +34,7 @@ def loader(workers, batch=None, *, computing=1.0, persistent=False, prefetched=2
 
 
 def steps(**milliseconds):
-    return {"count": 20, "milliseconds": dict.fromkeys(PHASES, 0.0) | milliseconds}
+    return {"count": 20, "measured": 20, "milliseconds": dict.fromkeys(PHASES, 0.0) | milliseconds}
 
 
 def line(phase, call="", share=0.5):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ampfuse.memory import Monitor, Suspect
-from ampfuse.memory._monitor import slope
+from ampfuse.memory import Monitor, Suspect, _step_memory
+from ampfuse.memory._step_memory import slope
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -138,6 +138,16 @@ def test_training_is_the_same_while_leaks_are_looked_for():
     torch.manual_seed(0)
     train(Monitor(find_leaks=False), others.append)
     assert [loss.item() for loss in losses] == [loss.item() for loss in others]
+
+
+def test_samples_after_steps_have_their_numbers_when_some_are_left_out(monkeypatch):
+    monkeypatch.setattr(_step_memory, "LEAST_SPACING", 0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    memory = _step_memory.StepMemory()
+    for steps in (1, 2, 500, 501):
+        memory.end_step(optimizer, steps)
+    assert [end.step for end in memory.ends] == [0, 1, 499, 500]
+    assert memory.steps == 501
 
 
 def test_samples_have_steps_and_phases():
