@@ -21,7 +21,7 @@ CATCH2 = ROOT / ".venv" / "catch2"
 PINNED = "2.11.0"
 REQUESTED_TORCH = os.environ.get("TORCH", "")
 BUILD = ["setuptools>=77,<82", "wheel", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]
-EXTRAS = ["test", "demo", "bench", "lint"]
+EXTRAS = ["test", "demo", "bench", "checkpoint", "lint"]
 SYSTEM_INCLUDES = ["/usr/include", "/usr/local/include"]
 
 

@@ -55,6 +55,7 @@ class ScalerHistory:
         self._counters: Tensor | None = None
         self._records: Tensor | None = None
         self._recorded_from = counters[2]  # index of the first update that the history may record
+        self._first_records: list[ScaleRecord] = []  # the last ones before that count
         self._found_inf: Tensor | None = None  # flag of the last step
         self._is_replayed = False  # True if a graph may replay that step unnoticed
         self._counters_copy = HostCopy()
@@ -67,17 +68,32 @@ class ScalerHistory:
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return the counters and the history; create them on the device if needed."""
         if self._counters is None or self._counters.device != device:
-            counts = self.counts()
+            counts, records = self.counts(), self.records()
             self._counters = torch.zeros(len(counts), dtype=torch.int64, device=device)
             self.set_counts(counts)
             self._records = None
+            self.put_records(records)
             if self.length:
-                self._records = torch.zeros(self.length, 3, dtype=torch.float32, device=device)
+                self._records = self._with_first_records().to(device)
         return self._counters, self._records
 
     def counts(self) -> list[int]:
         """Return the hysteresis left, the skips in a row and the number of updates."""
         return self._first_counters if self._counters is None else self._counters.tolist()
+
+    def put_records(self, records: list[ScaleRecord]) -> None:
+        """Put the last records in front of those to come, after the counters were set."""
+        self._first_records = records[max(len(records) - self.length, 0) :]
+        self._recorded_from = self._first_counters[2] - len(self._first_records)
+        if self._records is not None:
+            self._records.copy_(self._with_first_records())
+
+    def _with_first_records(self) -> Tensor:
+        """Return a history on the CPU that holds only these records."""
+        rows = torch.zeros(self.length, 3, dtype=torch.float32)
+        for index, record in enumerate(self._first_records, self._recorded_from):
+            rows[index % self.length] = torch.tensor(record)
+        return rows
 
     def updates_since_loading(self) -> int:
         """Return the number of updates that a history of unlimited length would hold."""
@@ -87,7 +103,7 @@ class ScalerHistory:
         """Set the counters, in place if they are on a device already, and empty the history."""
         self._first_counters = list(counts)
         self._counters_copy, self._skips_in_a_row = HostCopy(), counts[1]
-        self._recorded_from = counts[2]
+        self._recorded_from, self._first_records = counts[2], []
         if self._counters is not None:
             for index, count in enumerate(counts):
                 self._counters[index].fill_(count)
@@ -161,7 +177,7 @@ class ScalerHistory:
     def records(self) -> list[ScaleRecord]:
         """Return the records of the history, oldest first."""
         if self._records is None or self._counters is None:
-            return []
+            return list(self._first_records)
         copied = torch.cat([self._records.flatten().double(), self._counters.double()]).tolist()
         rows = [copied[3 * i : 3 * i + 3] for i in range(self.length)]
         updates = int(copied[-1])

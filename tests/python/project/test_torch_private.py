@@ -58,6 +58,7 @@ OBJECTS: dict[Any, list[str]] = {
         "_scale",
         "_unscale_grads_",
     ],
+    torch.compile(torch.nn.Identity()): ["_orig_mod"],
     OPTIMIZER.step: ["_wrapped_by_lr_sched"],
     torch.optim.Adam([PARAMETER], fused=True): ["_step_supports_amp_scaling"],
     OPTIMIZER: ["_opt_called", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"],

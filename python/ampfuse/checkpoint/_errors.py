@@ -1,0 +1,19 @@
+"""The error of checkpoints, and the packages that they need."""
+
+from importlib import import_module
+from typing import Any
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is damaged, incomplete, or of something else."""
+
+
+def required(name: str) -> Any:
+    """Import a module of the extra `checkpoint`."""
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"ampfuse.checkpoint needs {package}: pip install ampfuse[checkpoint]"
+        ) from None

@@ -1,0 +1,117 @@
+"""The parts of each object in a checkpoint: its state, and for models gradients, too."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ampfuse.amp import GradScaler, ScaleRecord
+
+METADATA = "_metadata"  # of a module's state dict: the versions of its layers
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the model inside of torch.compile and DistributedDataParallel."""
+    while True:
+        if isinstance(value, DistributedDataParallel | DataParallel):
+            value = value.module
+        elif isinstance(inner := getattr(value, "_orig_mod", None), nn.Module):
+            value = inner
+        else:
+            return value
+
+
+def check_parts(objects: dict[str, Any], methods: tuple[str, ...], function: str) -> None:
+    """Refuse objects that have no state."""
+    for name, value in objects.items():
+        if not all(callable(getattr(value, method, None)) for method in methods):
+            hint = ""
+            if name == "loader":
+                hint = "; torchdata.stateful_dataloader.StatefulDataLoader has them"
+            raise TypeError(
+                f"{function}: {name}: expected an object with {' and '.join(methods)}, "
+                f"got {type(value).__name__}{hint}"
+            )
+
+
+def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
+    """Return the parts of the state of an object."""
+    value = unwrapped(value)
+    state = value.state_dict()
+    parts = {"class": type(value).__name__, "state": state}
+    if isinstance(value, GradScaler) and value.is_enabled():
+        parts["history"] = value._history.records()
+    if isinstance(value, nn.Module):
+        parts[METADATA] = dict(getattr(state, METADATA, {}))
+        if gradients:
+            parts["gradients"] = {
+                name: param.grad
+                for name, param in value.named_parameters()
+                if param.grad is not None
+            }
+    return parts
+
+
+def mistakes(value: Any, shapes: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
+    """Return why the parts, whose tensors have these dtypes and shapes, are not of an object."""
+    value = unwrapped(value)
+    if isinstance(value, nn.Module):
+        yield from _mistakes_of_model(value.state_dict(), shapes, parts["state"])
+    elif type(value).__name__ != parts["class"]:
+        yield f"the checkpoint has the state of {parts['class']}, not of {type(value).__name__}"
+    elif hasattr(value, "param_groups"):
+        yield from _mistakes_of_optimizer(value.param_groups, parts["state"])
+
+
+def _mistakes_of_model(
+    state: dict[str, Any], shapes: dict[str, Any], stored: dict[str, Any]
+) -> Iterator[str]:
+    for name in (name for name in stored if name not in state):
+        yield f"the checkpoint has {name}, which the model lacks"
+    for name, value in state.items():
+        if name not in stored:
+            yield f"the model has {name}, which the checkpoint lacks"
+            continue
+        reference = stored[name]
+        if not hasattr(value, "dtype") or not isinstance(reference, dict):
+            continue
+        dtype, shape = shapes[reference["$tensor"]]
+        if (dtype, shape) != (str(value.dtype), list(value.shape)):
+            yield (
+                f"{name} is {dtype} of shape {shape} in the checkpoint, and {value.dtype} of shape "
+                f"{list(value.shape)} in the model"
+            )
+
+
+def _mistakes_of_optimizer(groups: list[Any], stored: dict[str, Any]) -> Iterator[str]:
+    sizes = [len(group["params"]) for group in groups]
+    stored_sizes = [len(group["params"]) for group in stored["param_groups"]]
+    if sizes != stored_sizes:
+        yield f"its groups have {sizes} parameters, those in the checkpoint {stored_sizes}"
+
+
+def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> None:
+    """Load the parts into an object. `read` returns the value of what is encoded."""
+    value = unwrapped(value)
+    if isinstance(value, nn.Module):
+        _load_model(value, part, read)
+        return
+    value.load_state_dict(read(part["state"]))
+    if isinstance(value, GradScaler) and value.is_enabled():
+        value._history.put_records(
+            [ScaleRecord(*record) for record in read(part.get("history", []))]
+        )
+
+
+def _load_model(model: nn.Module, part: dict[str, Any], read: Callable[..., Any]) -> None:
+    state = StateDict(read(part["state"], mapped=True))
+    setattr(state, METADATA, read(part[METADATA]))
+    model.load_state_dict(state)
+    params = dict(model.named_parameters())
+    for name, grad in read(part.get("gradients", {})).items():
+        params[name].grad = grad.to(params[name].device)
+
+
+class StateDict(dict[str, Any]):
+    """A state dict of a module, which may have an attribute."""

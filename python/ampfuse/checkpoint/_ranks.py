@@ -1,0 +1,126 @@
+"""Lets the processes of a group write one checkpoint, and load it together.
+
+All ranks call `save` and `load`. Rank 0 writes. States that differ between the ranks, as those of
+random numbers and loaders do, are stored for each of them.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ampfuse.checkpoint._errors import CheckpointError
+from ampfuse.checkpoint._tensor_file import hash_of_tensor
+from ampfuse.checkpoint._tree import Encoder, decoded, tensors_of
+
+OF_RANKS = "$ranks"  # {"$ranks": [a state for each rank]}
+Result = TypeVar("Result")
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def from_rank_0(function: Callable[[], Result]) -> Result:
+    """Call a function on rank 0, and return its result on all ranks, or raise its error."""
+    rank, size = rank_and_size()
+    if size == 1:
+        return function()
+    outcome: list[Any] = [None, None]
+    caught: BaseException | None = None
+    if rank == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            caught, outcome[1] = error, str(error)
+    dist.broadcast_object_list(outcome, 0)
+    if caught is not None:
+        raise caught
+    if outcome[1] is not None:
+        raise CheckpointError(f"rank 0: {outcome[1]}")
+    return outcome[0]  # type: ignore[no-any-return]
+
+
+def on_all_ranks(function: Callable[[], Result]) -> Result:
+    """Call a function on all ranks. If it fails on one of them, raise an error on all."""
+    _, size = rank_and_size()
+    if size == 1:
+        return function()
+    result: Any = None
+    caught: BaseException | None = None
+    try:
+        result = function()
+    except Exception as error:
+        caught = error
+    errors: list[str | None] = [None] * size
+    dist.all_gather_object(errors, None if caught is None else str(caught))
+    if caught is not None:
+        raise caught
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}")
+    return result  # type: ignore[no-any-return]
+
+
+def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Encode the encoded parts of all ranks on rank 0, where they are gathered.
+
+    A part that is the same on all ranks is stored once.
+    """
+    rank, size = rank_and_size()
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    gathered = [(parts, on_cpu)] * size
+    if size > 1:
+        packed = parts, {name: pack(tensor) for name, tensor in on_cpu.items()}
+        received = [packed] * size
+        dist.gather_object(packed, received if rank == 0 else None)
+        gathered = [
+            (part, {name: unpack(*one) for name, one in tensors.items()})
+            for part, tensors in received
+        ]
+    result = {}
+    for name in parts:
+        values = [decoded(part[name], tensors.__getitem__) for part, tensors in gathered]
+        if len({identity(part[name], tensors) for part, tensors in gathered}) == 1:
+            result[name] = encode(values[0], name)
+        else:
+            places = (f"{name}/rank-{number}" for number in range(size))
+            result[name] = {OF_RANKS: list(map(encode, values, places))}
+    return result
+
+
+def pack(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
+    """Return a tensor as bytes, since pickle does not support all dtypes."""
+    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8)
+
+
+def unpack(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:
+    """Return a tensor from bytes."""
+    return data.view(dtype).reshape(shape)
+
+
+def identity(part: Any, tensors: dict[str, Tensor]) -> str:
+    """Return a text that is the same for the same encoded values."""
+    hashes = [hash_of_tensor(tensors[name]) for name in tensors_of(part)]
+    return json.dumps([part, hashes])
+
+
+def of_this_rank(encoded: Any, what: str, folder: Path) -> Any:
+    """Return this rank's part of a value that was encoded on ranks."""
+    if not isinstance(encoded, dict) or OF_RANKS not in encoded:
+        return encoded
+    rank, size = rank_and_size()
+    saved = encoded[OF_RANKS]
+    if len(saved) != size:
+        raise CheckpointError(
+            f"{folder}: {what} was saved by {len(saved)} processes, each with a state of its own; "
+            f"now there are {size}"
+        )
+    return saved[rank]

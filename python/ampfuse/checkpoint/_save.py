@@ -1,0 +1,140 @@
+"""`save`: writes a checkpoint, at once or in the background."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ampfuse.checkpoint._errors import required
+from ampfuse.checkpoint._parts import check_parts, state_of, unwrapped
+from ampfuse.checkpoint._random import random_states
+from ampfuse.checkpoint._ranks import from_rank_0, merged, on_all_ranks, rank_and_size
+from ampfuse.checkpoint._tree import Encoder
+from ampfuse.checkpoint._write import claim, write
+
+
+class Saving:
+    """A checkpoint that is being written, or has been."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """The folder of the checkpoint, which is there when it is complete."""
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is on the disk, and return its folder, or raise the error.
+
+        A save in the background is waited for on rank 0 only, which writes it.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def done(self) -> bool:
+        """Return True if the checkpoint is there, or could not be written."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def start(self, function: Callable[[], None]) -> None:
+        """Write the checkpoint in a thread, which the interpreter waits for before it exits."""
+        self._thread = threading.Thread(target=self._run, args=[function], name="checkpoint")
+        self._thread.start()
+
+    def _run(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            self._error = error
+            raise  # it is printed, even if nobody waits
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    values: Any = None,
+    rng: bool = True,
+    gradients: bool = False,
+    keep: int | None = None,
+    background: bool = False,
+    **objects: Any,
+) -> Saving:
+    """Write a checkpoint of this step into the folder `path` of a run, and return it.
+
+    >>> import tempfile, torch, ampfuse.checkpoint
+    >>> model = torch.nn.Linear(3, 2)
+    >>> folder = tempfile.mkdtemp()
+    >>> ampfuse.checkpoint.save(folder, step=10, model=model).path.name
+    'step-00000010'
+    >>> ampfuse.checkpoint.load(folder, model=model).step
+    10
+
+    objects: what has a `state_dict` and `load_state_dict`, by any name, for example `model=`,
+        `optimizer=`, `scaler=`, `scheduler=` and `loader=` (a StatefulDataLoader). DDP and
+        torch.compile may be around a model.
+    values: numbers, texts, tensors, and lists, tuples and dicts of them; `load` returns them.
+    rng: store the states of the random number generators of Python, NumPy and torch.
+    gradients: store the gradients of models, too, for a save between two micro-batches.
+    keep: remove older checkpoints, so that this many are left.
+    background: return when all tensors are copied, and write in a thread. The next save waits for
+        it. An error is printed, and raised by `wait()` of the result.
+
+    All processes of a group call it, and rank 0 writes. Models and optimizers are those of rank 0;
+    other states that differ, as those of loaders and random numbers do, are stored for each rank.
+
+    The checkpoint is complete or not there, whenever the process is killed. It holds tensors as
+    safetensors and the rest as JSON. Nothing is executed when it is loaded. If it cannot be
+    written, the error is a CheckpointError, and earlier checkpoints are as they were.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"save: keep: expected 1 or more, got {keep}")
+    if step < 0:
+        raise ValueError(f"save: step: expected 0 or more, got {step}")
+    check_parts(objects, ("state_dict", "load_state_dict"), "save")
+    for module in ("safetensors.torch", "xxhash"):
+        required(module)
+    encode = Encoder()
+    parts = _encoded(encode, objects, values, rng=rng, gradients=gradients)
+    content = {"step": step, "parts": parts}
+    folder, tensors = Path(path), encode.tensors
+    if not background:
+
+        def write_now() -> Path:
+            claimed = claim(folder, step)
+            write(claimed, content, tensors, keep)
+            return claimed.path
+
+        return Saving(from_rank_0(write_now))
+    claimed = from_rank_0(lambda: claim(folder, step))
+    saving = Saving(claimed.path)
+    if rank_and_size()[0] == 0:
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        saving.start(lambda: write(claimed, content, copies, keep))
+    return saving
+
+
+def _encoded(
+    encode: Encoder, objects: dict[str, Any], values: Any, *, rng: bool, gradients: bool
+) -> dict[str, Any]:
+    """Encode all that is saved. The result counts on rank 0."""
+    of_ranks = Encoder()
+
+    def on_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
+        shared, own = {"values": encode(values, "values")}, {}
+        for name, value in objects.items():
+            state = state_of(value, gradients=gradients)
+            if isinstance(unwrapped(value), nn.Module) or hasattr(value, "param_groups"):
+                shared[name] = encode(state, name)
+            else:
+                own[name] = of_ranks(state, name)
+        if rng:
+            own["rng"] = of_ranks(random_states(), "rng")
+        return shared, own
+
+    shared, own = on_all_ranks(on_this_rank)
+    return shared | merged(encode, own, of_ranks.tensors)

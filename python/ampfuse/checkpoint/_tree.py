@@ -1,0 +1,144 @@
+"""Turns state into JSON and named tensors, and back.
+
+Numbers, texts, None, lists and dicts with texts as keys stay as they are. What JSON does not have
+is a dict with one key that begins with "$": {"$tensor": name}, {"$tuple": [...]}, and so on.
+"""
+
+import base64
+import math
+import sys
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.checkpoint._errors import CheckpointError
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+class Encoder:
+    """Collects the tensors of one or more states, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._storages: set[int] = set()
+
+    def __call__(self, value: Any, place: str) -> Any:
+        """Return a value as JSON. `place`: where it is, for example "optimizer/state/0"."""
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, Integral):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        if isinstance(value, Tensor):
+            return {"$tensor": self._named(value, place)}
+        if isinstance(value, dict):
+            return self._dict(value, place)
+        if isinstance(value, list | tuple):
+            items = [self(item, f"{place}/{index}") for index, item in enumerate(value)]
+            return {"$tuple": items} if isinstance(value, tuple) else items
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if type(value).__module__ == "numpy":
+            return self._of_numpy(value, place)
+        raise TypeError(
+            f"save: {place} is of {type(value)}; a checkpoint holds tensors, arrays, numbers, "
+            "texts, bytes, lists, tuples and dicts of them"
+        )
+
+    def _dict(self, value: dict[Any, Any], place: str) -> Any:
+        if all(isinstance(key, str) for key in value) and not any(
+            key.startswith("$") for key in value
+        ):
+            return {key: self(item, f"{place}/{key}") for key, item in value.items()}
+        pairs = [
+            [self(key, f"{place}, a key"), self(item, f"{place}/{key}")]
+            for key, item in value.items()
+        ]
+        return {"$dict": pairs}
+
+    def _of_numpy(self, value: Any, place: str) -> Any:
+        if isinstance(value, sys.modules["numpy"].generic):
+            return self(value.item(), place)
+        try:
+            tensor = torch.from_numpy(value.copy())
+        except TypeError as error:
+            raise TypeError(f"save: {place}: {error}") from None
+        return {"$array": self._named(tensor, place)}
+
+    def _named(self, tensor: Tensor, place: str) -> str:
+        """Return the name of a tensor, which is its first place."""
+        tensor = tensor.detach()
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
+        if not is_plain or tensor.dtype not in DTYPES:
+            kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, {tensor.device}"
+            raise TypeError(f"save: {place}: a tensor of this kind cannot be stored: {kind}")
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in self._names:
+            return self._names[key]
+        self._names[key] = place
+        # Tensors that share memory would share it in the file, so the second one is copied.
+        storage = tensor.untyped_storage().data_ptr()
+        self.tensors[place] = tensor.clone() if storage in self._storages else tensor
+        self._storages.add(storage)
+        return place
+
+
+def decoded(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    """Return the value that was encoded. `tensor_of` returns the tensor of a name."""
+    if isinstance(value, list):
+        return [decoded(item, tensor_of) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, item),) = value.items()
+        if kind in DECODERS:
+            return DECODERS[kind](item, tensor_of)
+    return {key: decoded(item, tensor_of) for key, item in value.items()}
+
+
+def tensors_of(value: Any) -> list[str]:
+    """Return the names of all tensors in an encoded value."""
+    names: list[str] = []
+
+    def note(name: str) -> Tensor:
+        names.append(name)
+        return torch.empty(0)
+
+    decoded(value, note)
+    return names
+
+
+def _constant_of_torch(name: str, kind: type) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, kind):
+        raise CheckpointError(f"torch has no {name}")
+    return found
+
+
+DECODERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
+    "$float": lambda item, _: float(item),
+    "$tensor": lambda item, tensor_of: tensor_of(item),
+    "$tuple": lambda item, tensor_of: tuple(decoded(item, tensor_of)),
+    "$dict": lambda item, tensor_of: {
+        decoded(key, tensor_of): decoded(value, tensor_of) for key, value in item
+    },
+    "$bytes": lambda item, _: base64.b64decode(item),
+    "$dtype": lambda item, _: _constant_of_torch(item, torch.dtype),
+    "$device": lambda item, _: torch.device(item),
+    "$array": lambda item, tensor_of: tensor_of(item).numpy(),
+}

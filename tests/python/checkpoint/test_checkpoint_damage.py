@@ -1,0 +1,163 @@
+"""Whatever happens to the files of a checkpoint, it is found, and nothing is loaded."""
+
+import json
+import random
+import shutil
+
+import ampfuse
+import ampfuse.checkpoint as checkpoint
+import pytest
+import torch
+from ampfuse.checkpoint import CheckpointError, _index
+from checkpointed import Training, same
+from torch import nn
+
+FLIPS = 10_000
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    training = Training.of(0)
+    training.run(3)
+    folder = tmp_path_factory.mktemp("run")
+    return training, checkpoint.save(folder, step=3, values={"epoch": 1}, **training.objects).path
+
+
+@pytest.fixture
+def path(saved, tmp_path):
+    return shutil.copytree(saved[1], tmp_path / "copy")
+
+
+def flip(file, bit):
+    with file.open("r+b") as opened:
+        opened.seek(bit // 8)
+        byte = opened.read(1)[0]
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ (1 << bit % 8)]))
+
+
+@pytest.mark.slow
+def test_10000_flipped_bits_are_all_found(saved, path):
+    files = sorted(path.iterdir())
+    sizes = [8 * file.stat().st_size for file in files]
+    chosen = random.Random(0)
+    for _ in range(FLIPS):
+        (file,) = chosen.choices(files, sizes)
+        bit = chosen.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        with pytest.raises(CheckpointError):
+            checkpoint.verify(path)
+        flip(file, bit)
+    assert checkpoint.verify(path) == path
+
+
+def test_tensor_of_a_flipped_bit_is_named_and_nothing_is_loaded(saved, path):
+    file = path / "tensors-00000.safetensors"
+    weights = saved[0].model[4].weight
+    place = file.read_bytes().index(weights.detach().numpy().tobytes())
+    flip(file, 8 * place + 3)
+    other = Training.of(1)
+    before = [tensor.clone() for tensor in other.tensors()]
+    message = "model/state/4.weight: the tensor has changed since it was written"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, **other.objects)
+    assert same(other.tensors(), before)
+    # A part that is intact can be loaded.
+    with pytest.warns(UserWarning, match="is not loaded"):
+        checkpoint.load(path, optimizer=other.optimizer)
+
+
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("length", [0, 7, 100, -1])
+def test_files_that_are_cut_short_are_found(path, name, length):
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:length])
+    expected = "the file has changed" if name == "checkpoint.json" else f"{len(content):,} bytes"
+    with pytest.raises(CheckpointError, match=expected):
+        checkpoint.verify(path)
+
+
+def test_missing_files_are_named(path):
+    (path / "tensors-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"tensors-00000.safetensors: this file is missing"):
+        checkpoint.verify(path)
+    (path / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint here"):
+        checkpoint.verify(path)
+
+
+def test_tensors_that_are_swapped_are_found(path):
+    """The files are those of another checkpoint, of which each tensor is intact."""
+    other = Training.of(1)
+    other.run(3)
+    second = checkpoint.save(path.parent / "run", step=3, **other.objects).path
+    shutil.copy(second / "tensors-00000.safetensors", path)
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        checkpoint.verify(path)
+
+
+def test_newer_format_is_refused(saved, path, monkeypatch):
+    content = json.loads((path / "checkpoint.json").read_text())
+    del content["hash"]
+    content |= {"format": 2, "ampfuse": "9.1"}
+    _index.write(path, content)
+    message = "written in format 2 by ampfuse 9.1; this version reads formats up to 1"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, model=saved[0].model)
+
+
+class Loud:
+    """A value whose unpickling would be noticed."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("it was executed",))
+
+
+def test_pickled_files_are_refused(path):
+    torch.save({"model": Loud()}, path / "checkpoint.json")
+    with pytest.raises(CheckpointError, match="has changed"):
+        checkpoint.load(path, model=nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda one: setattr(one, "model", nn.Linear(8, 16)),
+            "model: the checkpoint has 0.weight, which the model lacks",
+        ),
+        (
+            lambda one: one.model.append(nn.Linear(1, 1)),
+            "the model has 5.weight, which the checkpoint lacks",
+        ),
+        (
+            lambda one: one.model.__setitem__(4, nn.Linear(16, 5)),
+            r"4.weight is torch.float32 of shape \[4, 16\] in the checkpoint, and torch.float32 of "
+            r"shape \[5, 16\] in the model",
+        ),
+        (
+            lambda one: one.model[4].bfloat16(),
+            r"4.bias is torch.float32 of shape \[4\] in the checkpoint, and torch.bfloat16 of",
+        ),
+        (
+            lambda one: setattr(one, "optimizer", ampfuse.AdamW(list(one.model.parameters())[:5])),
+            r"optimizer: its groups have \[5\] parameters, those in the checkpoint \[6\]",
+        ),
+        (
+            lambda one: setattr(one, "optimizer", torch.optim.SGD(one.model.parameters())),
+            "optimizer: the checkpoint has the state of AdamW, not of SGD",
+        ),
+        (
+            lambda one: setattr(one, "loader", one.scheduler),
+            "it has no loader, only model, optimizer, scaler, scheduler",
+        ),
+    ],
+)
+def test_objects_that_do_not_fit_are_named_and_nothing_is_loaded(path, change, message):
+    other = Training.of(1)
+    other.run(1)
+    change(other)
+    before = [tensor.clone() for tensor in other.tensors()]
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, **other.objects)
+    assert same(other.tensors(), before)

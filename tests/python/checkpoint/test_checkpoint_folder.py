@@ -1,0 +1,201 @@
+"""The folder of a run: which checkpoints there are, which are kept, and who may write."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import ampfuse.checkpoint as checkpoint
+import pytest
+import torch
+from ampfuse.checkpoint import CheckpointError, _folder, _tensor_file, _write
+from torch import nn
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(3, 3)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def test_latest_is_the_highest_step_that_is_complete(tmp_path, model):
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "none") is None
+    for step in (9, 10, 100):
+        checkpoint.save(tmp_path, step=step, model=model)
+    (tmp_path / "step-00000200").mkdir()
+    (tmp_path / "step-00000300.txt").write_text("")
+    assert checkpoint.latest(tmp_path).name == "step-00000100"
+    assert checkpoint.load(str(tmp_path), model=model).step == 100
+    assert checkpoint.load(tmp_path / "step-00000009", model=model).step == 9
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_old_checkpoints_are_removed_after_the_new_one_is_there(tmp_path, model, keep):
+    for step in (1, 2, 3, 4):
+        checkpoint.save(tmp_path, step=step, model=model, keep=keep)
+    assert names(tmp_path) == [f"step-0000000{step}" for step in range(5 - keep, 5)]
+
+
+def test_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path, model):
+    first = checkpoint.save(tmp_path, step=1, model=model).path
+    with torch.no_grad():
+        model.weight.fill_(1)
+    second = checkpoint.save(tmp_path, step=1, model=model).path
+    assert names(tmp_path) == [second.name] != [first.name]
+    with torch.no_grad():
+        model.weight.fill_(2)
+    checkpoint.load(tmp_path, model=model)
+    assert (model.weight == 1).all()
+
+
+def test_step_that_is_saved_again_is_not_removed_with_old_ones(tmp_path, model):
+    for step in (1, 2, 3, 1):
+        path = checkpoint.save(tmp_path, step=step, model=model, keep=2).path
+    assert names(tmp_path) == [path.name, "step-00000003"]
+
+
+def test_unfinished_and_half_removed_folders_are_removed_by_the_next_save(tmp_path, model):
+    for name in (".unfinished-step-00000001", ".removed-step-00000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").write_text("{}")
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, step=1, model=model)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+SECOND_WRITER = """
+import sys
+import ampfuse.checkpoint
+ampfuse.checkpoint.save(sys.argv[1], step=2)
+"""
+
+
+def test_second_writer_is_refused_while_the_first_one_writes(tmp_path, model):
+    checkpoint.save(tmp_path, step=1, model=model)
+    file = _folder.lock(tmp_path)
+    command = [sys.executable, "-c", SECOND_WRITER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    message = f"CheckpointError: {tmp_path}: process {os.getpid()} writes a checkpoint here now"
+    assert done.stderr.splitlines()[-1].endswith(message)
+    os.close(file)
+    assert names(tmp_path) == ["step-00000001"]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.F_OK), reason="needs Linux")
+def test_folder_that_cannot_be_written_is_named():
+    with pytest.raises(CheckpointError, match=r"^/proc/run: cannot write here: "):
+        checkpoint.save("/proc/run", step=1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "ampfuse", tmp_path], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a disk")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_full_disk_is_named_and_the_last_checkpoint_stays(small_disk):
+    small, large = nn.Linear(100, 100), nn.Linear(1000, 1000)
+    checkpoint.save(small_disk, step=1, model=small, keep=1)
+    message = f"{small_disk}: the checkpoint of step 2 could not be written: .*[Nn]o space left"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.save(small_disk, step=2, model=large, keep=1)
+    assert names(small_disk) == ["step-00000001"]
+    checkpoint.load(small_disk, model=small)
+    assert checkpoint.save(small_disk, step=3, model=small, keep=1).path.name == "step-00000003"
+
+
+def test_failure_at_any_write_leaves_the_last_checkpoint(tmp_path, model, monkeypatch):
+    checkpoint.save(tmp_path, step=1, model=model)
+    calls = []
+
+    def flush(path, fails_at=None, flushed=_tensor_file.flush):
+        calls.append(path)
+        if len(calls) == fails_at:
+            raise OSError(28, "No space left on device")
+        flushed(path)
+
+    from ampfuse.checkpoint import _index
+
+    for fails_at in range(1, 5):
+        calls.clear()
+        for module in (_tensor_file, _index, _folder):
+            monkeypatch.setattr(module, "flush", lambda path, at=fails_at: flush(path, at))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpoint.save(tmp_path, step=2, model=model)
+        assert len(calls) == fails_at
+        assert checkpoint.verify(tmp_path).is_dir()
+
+
+def test_background_save_holds_what_was_there_when_it_was_called(tmp_path, model, monkeypatch):
+    go_on = threading.Event()
+    writes = _write.write_files
+    monkeypatch.setattr(_write, "write_files", lambda *args: go_on.wait() and writes(*args))
+    weights = model.weight.clone()
+    saving = checkpoint.save(tmp_path, step=1, model=model, background=True)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not saving.done()
+    assert checkpoint.latest(tmp_path) is None
+    go_on.set()
+    assert saving.wait() == checkpoint.latest(tmp_path)
+    assert saving.done()
+    checkpoint.load(tmp_path, model=model)
+    assert torch.equal(model.weight, weights)
+
+
+def test_saves_in_the_background_wait_for_each_other(tmp_path, model):
+    savings = [
+        checkpoint.save(tmp_path, step=step, model=model, background=True, keep=3)
+        for step in range(10)
+    ]
+    assert [saving.wait().name for saving in savings] == [
+        f"step-0000000{step}" for step in range(10)
+    ]
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (7, 8, 9)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_error_in_the_background_is_raised_by_wait(tmp_path, model, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_write, "write_files", fail)
+        saving = checkpoint.save(tmp_path, step=1, model=model, background=True)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                saving.wait()
+    checkpoint.save(tmp_path, step=1, model=model)
+
+
+def test_large_states_are_written_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(_write, "MOST_BYTES", 1000)
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(8)))
+    path = checkpoint.save(tmp_path, step=1, model=model, rng=False).path
+    assert len(list(path.glob("*.safetensors"))) == 4
+    other = nn.Sequential(*(nn.Linear(10, 10) for _ in range(8)))
+    checkpoint.load(tmp_path, model=other)
+    assert torch.equal(other[7].weight, model[7].weight)
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch):
+    for name in ("xxhash", "safetensors.torch"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            package = name.partition(".")[0]
+            message = f"ampfuse.checkpoint needs {package}: pip install ampfuse"
+            with pytest.raises(ImportError, match=message):
+                checkpoint.save(tmp_path / "run", step=1)
+    assert not (tmp_path / "run").exists()

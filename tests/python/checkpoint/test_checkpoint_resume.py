@@ -1,0 +1,196 @@
+"""Training goes on from a checkpoint as if it had never stopped, bit for bit."""
+
+import random
+
+import ampfuse
+import ampfuse.checkpoint as checkpoint
+import numpy as np
+import pytest
+import torch
+from checkpointed import Training, same
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+KINDS = {
+    "float32": {},
+    "torch's AdamW": {"make": torch.optim.AdamW},
+    "torch's SGD": {"make": torch.optim.SGD, "momentum": 0.9},
+    "amsgrad": {"make": ampfuse.Adam, "amsgrad": True},
+    "bfloat16 with masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "bfloat16 with remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},
+    "bfloat16 moments": {
+        "dtype": torch.bfloat16,
+        "master_weights": True,
+        "state_dtype": torch.bfloat16,
+    },
+    "float16 with masters": {"dtype": torch.float16, "master_weights": True},
+    "without a scaler": {"enabled": False},
+}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_state_after_resuming_are_the_same(tmp_path, kind, background):
+    first = Training.of(0, **KINDS[kind])
+    first.run(5)
+    saving = checkpoint.save(tmp_path, step=5, background=background, **first.objects)
+    losses = first.run(7)
+    saving.wait()
+    second = Training.of(1, **KINDS[kind])
+    second.run(2)
+    assert checkpoint.load(tmp_path, **second.objects).step == 5
+    assert second.run(7) == losses
+    assert same(second.tensors(), first.tensors())
+    assert second.scaler.state_dict() == first.scaler.state_dict()
+    assert second.scheduler.state_dict() == first.scheduler.state_dict()
+
+
+def test_training_goes_on_between_two_micro_batches(tmp_path):
+    first = Training.of(0)
+    first.run(2)
+    first.backward()
+    checkpoint.save(tmp_path, step=2, gradients=True, values={"micro_batch": 1}, **first.objects)
+    losses = [first.backward()]
+    first.step()
+    losses += first.run(3)
+    second = Training.of(1)
+    assert checkpoint.load(tmp_path, **second.objects).values == {"micro_batch": 1}
+    found = [second.backward()]
+    second.step()
+    found += second.run(3)
+    assert found == losses
+    assert same(second.tensors(), first.tensors())
+
+
+def test_history_of_a_scaler_goes_on(tmp_path):
+    first, second = Training.of(0), Training.of(1)
+    first.run(5)
+    first.model[0].weight.grad = torch.full_like(first.model[0].weight, torch.inf)
+    first.step()
+    checkpoint.save(tmp_path, step=6, **first.objects)
+    for used in (False, True):  # a scaler that has its counters on a device, too
+        checkpoint.load(tmp_path, **second.objects)
+        if not used:
+            assert second.scaler.history()[-1].skipped
+        first_records = [str(one) for one in first.scaler.history()]
+        assert [str(one) for one in second.scaler.history()] == first_records
+        second.run(3)
+        assert len(second.scaler.history()) == 8
+        assert [str(one) for one in second.scaler.history()][:5] == first_records[1:]
+
+
+def test_random_numbers_of_python_numpy_and_torch_go_on(tmp_path):
+    def draw():
+        return random.random(), float(np.random.standard_normal()), torch.rand(2).tolist()
+
+    checkpoint.save(tmp_path, step=0)
+    numbers = draw()
+    checkpoint.load(tmp_path)
+    assert draw() != numbers
+    checkpoint.load(tmp_path, rng=True)
+    assert draw() == numbers
+
+
+def test_random_numbers_stay_as_they_are_when_only_a_model_is_loaded(tmp_path):
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, step=0, model=model)
+    before = torch.get_rng_state()
+    torch.rand(1)
+    after = torch.get_rng_state()
+    checkpoint.load(tmp_path, model=model)
+    assert torch.equal(torch.get_rng_state(), after)
+    checkpoint.load(tmp_path, model=model, rng=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+    def tied():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[1].weight = model[0].weight
+        return model
+
+    model, other = tied(), tied()
+    path = checkpoint.save(tmp_path, step=0, model=model, rng=False).path
+    assert sum(file.stat().st_size for file in path.iterdir()) < 1.5 * 64 * 64 * 4
+    checkpoint.load(tmp_path, model=other)
+    assert other[1].weight is other[0].weight
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_wrappers_of_compile_and_ddp_do_not_change_names(tmp_path, single_process_group):
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    checkpoint.save(tmp_path, step=0, model=torch.compile(DistributedDataParallel(model)))
+    checkpoint.load(tmp_path, model=other)
+    assert torch.equal(other.weight, model.weight)
+    path = checkpoint.save(tmp_path, step=1, model=other).path
+    checkpoint.load(path, model=DistributedDataParallel(torch.compile(model)))
+
+
+@pytest.fixture
+def single_process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_optimizer_of_torch_goes_on_as_ours(tmp_path):
+    first = Training.of(0, make=torch.optim.AdamW)
+    first.run(3)
+    checkpoint.save(tmp_path, step=3, **first.objects)
+    losses = first.run(3)
+    second = Training.of(1)
+    checkpoint.load(tmp_path, **second.objects)
+    assert second.run(3) == pytest.approx(losses, rel=1e-5)
+
+
+def test_objects_have_any_names(tmp_path):
+    class Counter:
+        count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    counter = Counter()
+    counter.count = 3
+    checkpoint.save(tmp_path, step=0, generator=nn.Linear(1, 1), counter=counter)
+    other = Counter()
+    checkpoint.load(tmp_path, counter=other)
+    assert other.count == 3
+
+
+def test_what_is_left_out_of_a_resumed_training_is_named(tmp_path):
+    training = Training.of(0)
+    checkpoint.save(tmp_path, step=0, **training.objects)
+    with pytest.warns(UserWarning, match="has scaler, scheduler, too, which is not loaded"):
+        checkpoint.load(tmp_path, model=training.model, optimizer=training.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"step": -1}, ValueError, "save: step: expected 0 or more, got -1"),
+        ({"step": 1, "keep": 0}, ValueError, "save: keep: expected 1 or more, got 0"),
+        (
+            {"step": 1, "loader": []},
+            TypeError,
+            "save: loader: expected an object with state_dict and load_state_dict, got list; "
+            "torchdata.stateful_dataloader.StatefulDataLoader has them",
+        ),
+        ({"step": 1, "values": {"f": print}}, TypeError, "save: values/f is of <class 'builtin_"),
+        (
+            {"step": 1, "values": torch.eye(2).to_sparse()},
+            TypeError,
+            "save: values: a tensor of this kind cannot be stored: Tensor, torch.sparse_coo",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path, arguments, error, message):
+    with pytest.raises(error) as caught:
+        checkpoint.save(tmp_path / "run", **arguments)
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,94 @@
+"""Values of all kinds come back from a checkpoint as they were."""
+
+import json
+import math
+from collections import OrderedDict
+
+import ampfuse.checkpoint as checkpoint
+import numpy as np
+import pytest
+import torch
+from ampfuse.checkpoint._tree import DTYPES
+from checkpointed import same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+
+def there_and_back(folder, value):
+    checkpoint.save(folder, step=0, values=value, rng=False)
+    return checkpoint.load(folder).values
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1)]),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.sampled_from(["$tensor", "$dict"]), inner)
+        | st.dictionaries(st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(PLAIN)
+def test_plain_values_come_back_with_their_types(tmp_path, value):
+    assert repr(there_and_back(tmp_path, value)) == repr(value)
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path):
+    assert there_and_back(tmp_path, [math.inf, -math.inf, -0.0]) == [math.inf, -math.inf, 0.0]
+    assert math.isnan(there_and_back(tmp_path, math.nan))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3)])
+def test_tensors_of_all_kinds_come_back(tmp_path, dtype, shape):
+    tensor = torch.randint(0, 100, (*shape, 16), dtype=torch.uint8)
+    tensor = tensor.view(dtype)[..., 0] if dtype != torch.bool else tensor[..., 0] > 50
+    for expected in (tensor, tensor.movedim(-1, 0) if shape else tensor):
+        found = there_and_back(tmp_path, expected)
+        assert found.shape == expected.shape
+        assert same([found], [expected])
+
+
+def test_parts_of_one_tensor_come_back_as_tensors_of_their_own(tmp_path):
+    whole = torch.arange(10.0)
+    found = there_and_back(tmp_path, {"whole": whole, "part": whole[2:5], "again": whole})
+    assert torch.equal(found["part"], whole[2:5])
+    assert found["part"].untyped_storage().nbytes() == 12
+    assert torch.equal(found["again"], whole)
+
+
+def test_values_of_numpy_come_back(tmp_path):
+    array = np.arange(6, dtype=np.uint32).reshape(2, 3)
+    found = there_and_back(tmp_path, {"array": array, "number": np.float32(0.5), "int": np.int8(3)})
+    assert isinstance(found["array"], np.ndarray)
+    assert found["array"].dtype == np.uint32
+    assert (found["array"] == array).all()
+    assert (found["number"], found["int"]) == (0.5, 3)
+
+
+def test_ordered_dicts_keep_their_order_and_become_dicts(tmp_path):
+    found = there_and_back(tmp_path, OrderedDict([("b", 1), ("a", 2)]))
+    assert list(found) == ["b", "a"]
+
+
+def test_files_can_be_read_without_ampfuse(tmp_path):
+    from safetensors.torch import load_file
+
+    model = nn.Linear(3, 2)
+    path = checkpoint.save(tmp_path, step=7, model=model, values={"epoch": 2}).path
+    index = json.loads((path / "checkpoint.json").read_text())
+    assert (index["step"], index["parts"]["values"]) == (7, {"epoch": 2})
+    entry = index["tensors"]["model/state/weight"]
+    assert (entry["dtype"], entry["shape"]) == ("torch.float32", [2, 3])
+    assert torch.equal(load_file(path / entry["file"])["model/state/weight"], model.weight)

@@ -1,0 +1,74 @@
+"""A small training program, whose state is saved and loaded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ampfuse
+import torch
+from torch import nn
+
+
+@dataclass
+class Training:
+    """A model with dropout and batch norm, and all that has a state."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    scheduler: Any
+
+    @staticmethod
+    def of(seed, dtype=torch.float32, *, make=ampfuse.AdamW, enabled=True, **options):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 4)
+        ).to(dtype)
+        optimizer = make(model.parameters(), lr=0.05, **options)
+        scaler = ampfuse.GradScaler("cpu", enabled=enabled, growth_interval=3, history=8)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return Training(model, optimizer, scaler, scheduler)
+
+    @property
+    def objects(self):
+        return dict(vars(self))
+
+    def backward(self):
+        dtype = next(self.model.parameters()).dtype
+        output = self.model(torch.randn(16, 8).to(dtype))
+        loss = (output.float() - torch.rand(16, 4)).square().mean()
+        self.scaler.scale(loss).backward()
+        return loss.item()
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def run(self, steps):
+        losses = []
+        for _ in range(steps):
+            losses.append(self.backward())
+            self.step()
+        return losses
+
+    def tensors(self):
+        """Return all tensors of the state."""
+        state = self.optimizer.state_dict()["state"].values()
+        found = [*self.model.state_dict().values()]
+        found += [one for entries in state for one in entries.values()]
+        return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def same(one, other):
+    """Return True if two lists of tensors are the same, bit for bit."""
+    assert len(one) == len(other) > 0
+    return all(
+        a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def bytes_of(tensor):
+    """Return the bytes of a tensor as a tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
