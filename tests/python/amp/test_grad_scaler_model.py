@@ -179,6 +179,7 @@ SEQUENCES = given(
 )
 
 
+@pytest.mark.slow
 @EVERY_LANGUAGE
 @settings(
     max_examples=2000,

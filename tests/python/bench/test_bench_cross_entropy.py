@@ -59,6 +59,7 @@ def test_floors_match_a_hand_count() -> None:
         assert (case.traffic.read, case.traffic.written) == (read * size, written * size)
 
 
+@pytest.mark.slow
 def test_providers_agree_on_every_operation(run: Run) -> None:
     status, rows = run(cases())
 

@@ -186,6 +186,7 @@ def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, t
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_parts_are_chosen_with_only_and_without(programs):
     programs.write("train.py", TRAIN)
     only = programs.run("-m", "ampfuse", "--quiet", "--only", "scaler,clip_grad_norm", "train.py")

@@ -87,6 +87,7 @@ print(sum(scaler() is not None for scaler in alive))
 """
 
 
+@pytest.mark.slow
 def test_last_16_scalers_are_reported_and_none_is_kept_alive(programs, tmp_path):
     programs.write("many.py", MANY)
     done = programs.run("-m", "ampfuse", "--json", "told.json", "many.py")
@@ -111,6 +112,7 @@ ENDING_LATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ENDING_LATE.values(), ids=list(ENDING_LATE))
 def test_program_with_late_threads_ends_the_same_as_without_ampfuse(programs, text):
     programs.write("late.py", text)
@@ -201,6 +203,7 @@ def test_program_that_closes_stderr_ends_the_same_as_without_ampfuse(programs, t
     assert ("peak memory" in ours.stderr) == ("close()" not in text)
 
 
+@pytest.mark.slow
 def test_double_dash_and_a_module_named_env_work_as_without_ampfuse(programs):
     programs.write("args.py", "import sys\nprint(sys.argv[1:])").write("env.py", "print('own')")
     assert_same(*programs.both("-m", "args", "a", "--", "--lr", "1", "--quiet"))
@@ -216,11 +219,13 @@ def told_of(programs, text):
     return json.loads((programs.folder / "told.json").read_text())
 
 
+@pytest.mark.slow
 def test_scale_that_started_small_is_not_reported_as_collapsed(programs):
     told = told_of(programs, "scaler = torch.amp.GradScaler('cpu', 0.5)\nstep(scaler)")
     assert told["hints"] == []
 
 
+@pytest.mark.slow
 def test_hint_about_skipped_steps_states_only_what_has_happened(programs):
     new = "scaler = torch.amp.GradScaler('cpu', {})\n"
     once = "step(scaler, float('inf'))\nfor _ in range(20): step(scaler)"
@@ -230,6 +235,7 @@ def test_hint_about_skipped_steps_states_only_what_has_happened(programs):
     assert hint.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
 
 
+@pytest.mark.slow
 def test_hint_about_frequent_skips_tells_a_high_scale_from_bad_batches(programs):
     bad = "scaler = torch.amp.GradScaler('cpu', growth_interval=3)\n"
     bad += "for i in range(60): step(scaler, float('inf') if i % 5 == 4 else 1.0)"
@@ -241,6 +247,7 @@ def test_hint_about_frequent_skips_tells_a_high_scale_from_bad_batches(programs)
     assert "most of them after the scale had grown" in hint
 
 
+@pytest.mark.slow
 def test_report_counts_the_steps_of_a_scaler_since_it_was_loaded(programs):
     load = "scaler.load_state_dict({**scaler.state_dict(), 'updates': 1000})"
     new = "scaler = torch.amp.GradScaler('cpu')\n"
@@ -259,6 +266,7 @@ def test_plot_with_an_unknown_suffix_is_refused_before_the_program_runs(programs
     assert "--plot: expected a file that ends in .png, .pdf, .svg, got scale.xyz" in done.stderr
 
 
+@pytest.mark.slow
 def test_program_may_overwrite_attributes_of_its_scaler(programs, tmp_path):
     programs.write(
         "notes.py",

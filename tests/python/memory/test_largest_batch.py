@@ -28,6 +28,7 @@ def same_on_all_ranks(memory):
     return {"own": own, "agreed": agreed}
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_batch_that_fits_on_each_of_them():
     first, second = SCENARIOS.results("same_on_all_ranks", 64)
     assert second["own"] > 1.5 * first["own"]

@@ -96,6 +96,7 @@ def leaks(programs):
     return run
 
 
+@pytest.mark.slow
 def test_program_that_keeps_nothing_does_not_grow(leaks):
     growth, suspects, text = leaks("nothing")
     assert growth is None
@@ -103,6 +104,7 @@ def test_program_that_keeps_nothing_does_not_grow(leaks):
     assert text.splitlines()[1] == f"no growth over {STEPS} steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["list", "sum", "module"])
 def test_line_whose_memory_stays_is_found(leaks, kind):
     growth, suspects, text = leaks(kind)
@@ -114,6 +116,7 @@ def test_line_whose_memory_stays_is_found(leaks, kind):
     assert f"test_monitor.py:{LINE} in Model: 4,096 KiB a step" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("list", "kept of leaks.py"), ("module", "Model.cache"), ("bytes", "kept of leaks.py")],
@@ -131,6 +134,7 @@ def test_leaks_are_not_looked_for_on_request():
     assert monitor.suspects == []
 
 
+@pytest.mark.slow
 def test_training_is_the_same_while_leaks_are_looked_for():
     torch.manual_seed(0)
     losses, others = [], []
