@@ -4,11 +4,12 @@ A checkpoint is written into a folder whose name begins with a dot, flushed to t
 renamed. So it is complete or not there, whenever the process or the machine stops.
 """
 
-import errno
 import fcntl
 import os
 import re
 import shutil
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ LOCK = ".lock"
 UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 # A step that is saved again has a second number, since a folder cannot be replaced in one go.
-CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
+CHECKPOINT = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -50,31 +51,53 @@ def found(path: str | os.PathLike[str]) -> Path:
     return newest
 
 
-def lock(folder: Path) -> int:
-    """Return a file that keeps other processes from writing to a run until it is closed.
+class RunLock:
+    """Keeps others from writing to a run until it is released.
 
-    It waits for a save of this process that runs in the background.
+    One save of this process waits for another one. Saves of other processes are refused.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+
+    _in_process = threading.Lock()
+    _thread: int | None = None  # the thread that saves, unless that is a background thread
+
+    def __init__(self, folder: Path) -> None:
+        if RunLock._thread == threading.get_ident():  # a signal handler, for example
+            raise CheckpointError(f"{folder}: a save of this thread is under way")
+        RunLock._in_process.acquire()
+        RunLock._thread = threading.get_ident()
+        self._file: int | None = None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                raise
-            holder = os.pread(file, 100, 0).decode()
-            if holder != str(os.getpid()):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 raise CheckpointError(
-                    f"{folder}: process {holder} writes a checkpoint here now"
+                    f"{folder}: another process writes a checkpoint here now"
                 ) from None
-            fcntl.flock(file, fcntl.LOCK_EX)
-        os.truncate(file, 0)
-        os.pwrite(file, str(os.getpid()).encode(), 0)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+        except BaseException:
+            self.release()
+            raise
+
+    def hand_over(self) -> None:
+        """Let a background thread release it, for which this thread may wait."""
+        RunLock._thread = None
+
+    def release(self) -> None:
+        """Let others write."""
+        RunLock._thread = None
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open, too
+            os.close(self._file)
+        RunLock._in_process.release()
+
+
+def _forget_lock() -> None:
+    """Forget, in a forked process, a save that only its parent does."""
+    RunLock._in_process, RunLock._thread = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 def free_name(folder: Path, step: int) -> Path:
@@ -92,9 +115,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     for other in path.parent.iterdir():
         if other.name.startswith((UNFINISHED, REMOVED)):
-            shutil.rmtree(other)
+            remove(other)
     unfinished = path.parent / f"{UNFINISHED}{path.name}"
-    unfinished.mkdir()
+    unfinished.mkdir(exist_ok=True)
     try:
         yield unfinished
         flush(unfinished)
@@ -116,10 +139,23 @@ def of_step(folder: Path, step: int) -> list[tuple[int, Path]]:
 def remove_others(path: Path, step: int, keep: int | None) -> None:
     """Remove other checkpoints of a step, and all but `keep` of those with the highest steps."""
     folder = path.parent
+    every = checkpoints(folder)
     same = {other for _, other in of_step(folder, step)}
-    others = [other for other in checkpoints(folder) if other not in same]
+    others = [other for other in every if other not in same]
     old = [] if keep is None else others[: max(len(others) - (keep - 1), 0)]
-    for other in (*(same - {path}), *old):
+    for other in (*(other for other in every if other in same and other != path), *old):
         removed = folder / f"{REMOVED}{other.name}"
-        other.rename(removed)
-        shutil.rmtree(removed)
+        try:
+            other.rename(removed)
+        except OSError as error:
+            warnings.warn(f"save: {other} cannot be removed: {error}", stacklevel=2)
+        else:
+            remove(removed)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, or warn."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"save: {folder} cannot be removed: {error}", stacklevel=2)

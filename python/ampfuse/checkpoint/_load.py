@@ -81,14 +81,18 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     """
     check_parts(objects, ("state_dict", "load_state_dict"), "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
-    folder = from_rank_0(lambda: found(path))
+    folder = from_rank_0(lambda: found(Path(path).absolute()))
     reader, parts = on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
     if resumes and (left := reader.names() - objects.keys()):
         warnings.warn(
             f"load: {folder} has {', '.join(sorted(left))}, too, which is not loaded", stacklevel=2
         )
-    for name, value in objects.items():
-        load_state(value, parts[name], reader.value)
+
+    def load_all() -> None:
+        for name, value in objects.items():
+            load_state(value, parts[name], reader.value)
+
+    on_all_ranks(load_all)
     values = reader.value(parts["values"])
     if "rng" in parts:
         set_random_states(reader.value(parts["rng"]))

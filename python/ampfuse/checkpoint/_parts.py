@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ampfuse.amp import GradScaler, ScaleRecord
@@ -38,6 +38,8 @@ def check_parts(objects: dict[str, Any], methods: tuple[str, ...], function: str
 def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
     """Return the parts of the state of an object."""
     value = unwrapped(value)
+    if isinstance(value, nn.Module) and any(map(is_sharded, value.modules())):
+        raise TypeError("save: models of FullyShardedDataParallel are not supported")
     state = value.state_dict()
     parts = {"class": type(value).__name__, "state": state}
     if isinstance(value, GradScaler) and value.is_enabled():
@@ -51,6 +53,11 @@ def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
                 if param.grad is not None
             }
     return parts
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return True for FSDP1, whose shards look like whole tensors."""
+    return type(module).__name__ == "FullyShardedDataParallel"
 
 
 def mistakes(value: Any, shapes: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
@@ -74,9 +81,14 @@ def _mistakes_of_model(
             yield f"the model has {name}, which the checkpoint lacks"
             continue
         reference = stored[name]
-        if not hasattr(value, "dtype") or not isinstance(reference, dict):
+        if is_extra(name) or not isinstance(value, Tensor) or not isinstance(reference, dict):
             continue
-        dtype, shape = shapes[reference["$tensor"]]
+        if "$order" in reference:
+            order, of_tensor = reference["$order"]
+            dtype, permuted = shapes[of_tensor]
+            shape = [permuted[order.index(dim)] for dim in range(len(order))]
+        else:
+            dtype, shape = shapes[reference["$tensor"]]
         if (dtype, shape) != (str(value.dtype), list(value.shape)):
             yield (
                 f"{name} is {dtype} of shape {shape} in the checkpoint, and {value.dtype} of shape "
@@ -105,12 +117,19 @@ def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> No
 
 
 def _load_model(model: nn.Module, part: dict[str, Any], read: Callable[..., Any]) -> None:
-    state = StateDict(read(part["state"], mapped=True))
+    stored = part["state"].items()
+    state = StateDict((name, read(value, mapped=not is_extra(name))) for name, value in stored)
     setattr(state, METADATA, read(part[METADATA]))
     model.load_state_dict(state)
-    params = dict(model.named_parameters())
-    for name, grad in read(part.get("gradients", {})).items():
-        params[name].grad = grad.to(params[name].device)
+    if "gradients" in part:
+        grads = read(part["gradients"])
+        for name, param in model.named_parameters():
+            param.grad = grads[name].to(param.device) if name in grads else None
+
+
+def is_extra(name: str) -> bool:
+    """Return True for state that a module makes and reads itself."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 class StateDict(dict[str, Any]):

@@ -121,6 +121,6 @@ def of_this_rank(encoded: Any, what: str, folder: Path) -> Any:
     if len(saved) != size:
         raise CheckpointError(
             f"{folder}: {what} was saved by {len(saved)} processes, each with a state of its own; "
-            f"now there are {size}"
+            f"now there are {size}: load without it"
         )
     return saved[rank]

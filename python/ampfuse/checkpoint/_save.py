@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def save(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"save: keep: expected 1 or more, got {keep}")
+    step = index(step)
     if step < 0:
         raise ValueError(f"save: step: expected 0 or more, got {step}")
     check_parts(objects, ("state_dict", "load_state_dict"), "save")
@@ -101,7 +103,7 @@ def save(
     encode = Encoder()
     parts = _encoded(encode, objects, values, rng=rng, gradients=gradients)
     content = {"step": step, "parts": parts}
-    folder, tensors = Path(path), encode.tensors
+    folder, tensors = Path(path).absolute(), encode.tensors
     if not background:
 
         def write_now() -> Path:
@@ -110,12 +112,25 @@ def save(
             return claimed.path
 
         return Saving(from_rank_0(write_now))
-    claimed = from_rank_0(lambda: claim(folder, step))
-    saving = Saving(claimed.path)
-    if rank_and_size()[0] == 0:
+    is_writer = rank_and_size()[0] == 0
+    copies = {}
+    if is_writer:
         copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        saving.start(lambda: write(claimed, content, copies, keep))
-    return saving
+    saving: list[Saving] = []
+
+    def start() -> Path:
+        claimed = claim(folder, step)
+        try:
+            saving.append(Saving(claimed.path))
+            saving[0].start(lambda: write(claimed, content, copies, keep))
+        except BaseException:
+            claimed.lock.release()
+            raise
+        claimed.lock.hand_over()
+        return claimed.path
+
+    final = from_rank_0(start)
+    return saving[0] if is_writer else Saving(final)
 
 
 def _encoded(

@@ -7,6 +7,7 @@ is a dict with one key that begins with "$": {"$tensor": name}, {"$tuple": [...]
 import base64
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -41,7 +42,12 @@ class Encoder:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         if isinstance(value, Tensor):
+            order = order_in_memory(value)
+            if order != sorted(order):
+                return {"$order": [order, self._named(value.permute(order), place)]}
             return {"$tensor": self._named(value, place)}
+        if isinstance(value, Counter):
+            return {"$counter": self._dict(dict(value), place)}
         if isinstance(value, dict):
             return self._dict(value, place)
         if isinstance(value, list | tuple):
@@ -83,6 +89,8 @@ class Encoder:
     def _named(self, tensor: Tensor, place: str) -> str:
         """Return the name of a tensor, which is its first place."""
         tensor = tensor.detach()
+        if not tensor.is_meta and tensor.layout == torch.strided:
+            tensor = tensor.resolve_conj().resolve_neg()
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
         if not is_plain or tensor.dtype not in DTYPES:
             kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, {tensor.device}"
@@ -90,12 +98,32 @@ class Encoder:
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in self._names:
             return self._names[key]
+        while place in self.tensors:
+            place += "~"  # {"a/b": 1, "a": {"b": 2}} has two values at one place
         self._names[key] = place
         # Tensors that share memory would share it in the file, so the second one is copied.
         storage = tensor.untyped_storage().data_ptr()
         self.tensors[place] = tensor.clone() if storage in self._storages else tensor
         self._storages.add(storage)
         return place
+
+
+def order_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dimensions of a dense tensor, the one with the largest stride first.
+
+    Fused kernels of torch expect moments in the order of their parameter.
+    """
+    dims = list(range(tensor.dim()))
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return dims
+    strides = tensor.stride()
+    order = sorted(dims, key=lambda dim: (-strides[dim], dim))
+    return order if tensor.permute(order).is_contiguous() else dims
+
+
+def in_order(order: list[int], tensor: Tensor) -> Tensor:
+    """Return a tensor with the dimensions that it had before it was permuted to this order."""
+    return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
 def decoded(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
@@ -113,14 +141,16 @@ def decoded(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 def tensors_of(value: Any) -> list[str]:
     """Return the names of all tensors in an encoded value."""
-    names: list[str] = []
-
-    def note(name: str) -> Tensor:
-        names.append(name)
-        return torch.empty(0)
-
-    decoded(value, note)
-    return names
+    if isinstance(value, list):
+        return [name for item in value for name in tensors_of(item)]
+    if not isinstance(value, dict):
+        return []
+    for kind in ("$tensor", "$array"):
+        if kind in value:
+            return [value[kind]]
+    if "$order" in value:
+        return [value["$order"][1]]
+    return tensors_of(list(value.values()))
 
 
 def _constant_of_torch(name: str, kind: type) -> Any:
@@ -133,6 +163,8 @@ def _constant_of_torch(name: str, kind: type) -> Any:
 DECODERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$float": lambda item, _: float(item),
     "$tensor": lambda item, tensor_of: tensor_of(item),
+    "$order": lambda item, tensor_of: in_order(item[0], tensor_of(item[1])),
+    "$counter": lambda item, tensor_of: Counter(decoded(item, tensor_of)),
     "$tuple": lambda item, tensor_of: tuple(decoded(item, tensor_of)),
     "$dict": lambda item, tensor_of: {
         decoded(key, tensor_of): decoded(value, tensor_of) for key, value in item

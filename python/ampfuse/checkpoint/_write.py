@@ -1,6 +1,5 @@
 """Writes the files of a checkpoint."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from ampfuse.checkpoint import _index, _tensor_file
 from ampfuse.checkpoint._errors import CheckpointError, required
-from ampfuse.checkpoint._folder import free_name, lock, new_folder, remove_others
+from ampfuse.checkpoint._folder import RunLock, free_name, new_folder, remove_others
 
 # Tensors of a GPU are copied to the host a file at a time.
 MOST_BYTES = 2**32
@@ -20,22 +19,25 @@ class Claim(NamedTuple):
     path: Path
     """Its folder, once it is complete."""
     step: int
-    lock: int
-    """The file that keeps others from writing to the run."""
+    lock: RunLock
 
 
 def claim(folder: Path, step: int) -> Claim:
     """Lock a run, until `write` ends."""
     try:
-        file = lock(folder)
-        return Claim(free_name(folder, step), step, file)
+        lock = RunLock(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot write here: {error}") from error
+    try:
+        return Claim(free_name(folder, step), step, lock)
+    except BaseException:
+        lock.release()
+        raise
 
 
 def write(claimed: Claim, content: Any, tensors: dict[str, Tensor], keep: int | None) -> None:
     """Write a checkpoint, then remove old ones."""
-    path, step, file = claimed
+    path, step, lock = claimed
     safetensors_error = required("safetensors").SafetensorError
     try:
         with new_folder(path) as unfinished:
@@ -46,7 +48,7 @@ def write(claimed: Claim, content: Any, tensors: dict[str, Tensor], keep: int | 
             f"{path.parent}: the checkpoint of step {step} could not be written: {error}"
         ) from error
     finally:
-        os.close(file)
+        lock.release()
 
 
 def write_files(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:

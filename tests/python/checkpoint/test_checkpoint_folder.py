@@ -1,9 +1,11 @@
 """The folder of a run: which checkpoints there are, which are kept, and who may write."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import ampfuse.checkpoint as checkpoint
 import pytest
@@ -76,12 +78,12 @@ ampfuse.checkpoint.save(sys.argv[1], step=2)
 
 def test_second_writer_is_refused_while_the_first_one_writes(tmp_path, model):
     checkpoint.save(tmp_path, step=1, model=model)
-    file = _folder.lock(tmp_path)
+    lock = _folder.RunLock(tmp_path)
     command = [sys.executable, "-c", SECOND_WRITER, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    message = f"CheckpointError: {tmp_path}: process {os.getpid()} writes a checkpoint here now"
+    message = f"CheckpointError: {tmp_path}: another process writes a checkpoint here now"
     assert done.stderr.splitlines()[-1].endswith(message)
-    os.close(file)
+    lock.release()
     assert names(tmp_path) == ["step-00000001"]
     assert subprocess.run(command, check=False).returncode == 0
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
@@ -178,6 +180,87 @@ def test_error_in_the_background_is_raised_by_wait(tmp_path, model, monkeypatch)
             with pytest.raises(CheckpointError, match="No space left on device"):
                 saving.wait()
     checkpoint.save(tmp_path, step=1, model=model)
+
+
+def test_forked_process_does_not_keep_the_lock(tmp_path, model):
+    lock = _folder.RunLock(tmp_path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    lock.release()
+    checkpoint.save(tmp_path, step=1, model=model)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_save_in_a_signal_handler_during_a_save_is_refused(tmp_path, model, monkeypatch):
+    errors = []
+
+    def handle(*_):
+        with pytest.raises(CheckpointError, match="a save of this thread is under way") as error:
+            checkpoint.save(tmp_path, step=2, model=model)
+        errors.append(error)
+
+    writes = _write.write_files
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGUSR1)
+        return writes(*args)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    with monkeypatch.context() as patch:
+        patch.setattr(_write, "write_files", interrupted)
+        checkpoint.save(tmp_path, step=1, model=model)
+    signal.signal(signal.SIGUSR1, before)
+    assert len(errors) == 1
+    assert checkpoint.save(tmp_path, step=2, model=model).wait().is_dir()
+
+
+def test_interrupt_before_the_thread_starts_releases_the_lock(tmp_path, model, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, step=1, model=model, background=True)
+    checkpoint.save(tmp_path, step=1, model=model)
+
+
+def test_folders_of_others_are_left_alone(tmp_path, model):
+    for name in ("step-40", "step-00000040"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    path = checkpoint.save(tmp_path, step=40, model=model, keep=1).path
+    assert path.name == "step-00000040.1"
+    for name in ("step-40", "step-00000040"):
+        assert (tmp_path / name / "notes.txt").read_text() == "mine"
+
+
+def test_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, model, monkeypatch):
+    def fail(path):
+        raise OSError(16, "Device or resource busy")
+
+    checkpoint.save(tmp_path, step=1, model=model)
+    with monkeypatch.context() as patch:
+        patch.setattr(_folder.shutil, "rmtree", fail)
+        for step in (2, 3):
+            with pytest.warns(UserWarning, match="cannot be removed: .*busy"):
+                checkpoint.save(tmp_path, step=step, model=model, keep=1)
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
+
+
+def test_background_save_does_not_depend_on_the_working_folder(tmp_path, model, monkeypatch):
+    go_on = threading.Event()
+    writes = _write.write_files
+    monkeypatch.setattr(_write, "write_files", lambda *args: go_on.wait() and writes(*args))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    saving = checkpoint.save("run", step=1, model=model, background=True)
+    monkeypatch.chdir(tmp_path / "other")
+    go_on.set()
+    assert saving.wait() == tmp_path / "run" / "step-00000001"
 
 
 def test_large_states_are_written_in_several_files(tmp_path, monkeypatch):

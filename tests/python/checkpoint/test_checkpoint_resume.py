@@ -45,6 +45,56 @@ def test_losses_and_state_after_resuming_are_the_same(tmp_path, kind, background
     assert second.scheduler.state_dict() == first.scheduler.state_dict()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_of_torch_go_on_with_channels_last_weights(tmp_path, kind):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return model, kind(model.parameters(), lr=0.01, fused=True, **options)
+
+    def run(model, optimizer):
+        for _ in range(3):
+            model(torch.randn(4, 8, 5, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, second = made(0), made(1)
+    run(*first)
+    first[0](torch.randn(4, 8, 5, 5)).sum().backward()
+    checkpoint.save(tmp_path, step=3, model=first[0], optimizer=first[1], gradients=True)
+    run(*first)
+    checkpoint.load(tmp_path, model=second[0], optimizer=second[1])
+    run(*second)
+    assert torch.equal(second[0].weight, first[0].weight)
+
+
+def test_extra_state_of_modules_comes_back(tmp_path):
+    class Extra(nn.Module):
+        extra = None
+
+        def get_extra_state(self):
+            return self.extra
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    for value in ({"a": torch.ones(3)}, np.ones(2), torch.zeros(5, dtype=torch.uint8), None):
+        first, second = Extra(), Extra()
+        first.extra, second.extra = value, torch.zeros(0)
+        checkpoint.save(tmp_path, step=0, model=first)
+        checkpoint.load(tmp_path, model=second)
+        assert repr(second.extra) == repr(value)
+
+
+def test_models_of_fsdp_are_refused(tmp_path):
+    class FullyShardedDataParallel(nn.Linear):
+        pass
+
+    with pytest.raises(TypeError, match="save: models of FullyShardedDataParallel are not supp"):
+        checkpoint.save(tmp_path, step=0, model=nn.Sequential(FullyShardedDataParallel(1, 1)))
+
+
 def test_training_goes_on_between_two_micro_batches(tmp_path):
     first = Training.of(0)
     first.run(2)

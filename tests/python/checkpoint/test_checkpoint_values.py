@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import ampfuse.checkpoint as checkpoint
 import numpy as np
@@ -75,6 +75,30 @@ def test_values_of_numpy_come_back(tmp_path):
     assert found["array"].dtype == np.uint32
     assert (found["array"] == array).all()
     assert (found["number"], found["int"]) == (0.5, 3)
+
+
+def test_values_at_places_of_one_name_are_told_apart(tmp_path):
+    one, two, three = (torch.tensor(float(number)) for number in (1, 2, 3))
+    for value in ({"a/b": one, "a": {"b": two}, "a/b~": three}, {1: one, "1": two}):
+        assert repr(there_and_back(tmp_path, value)) == repr(value)
+
+
+def test_conjugated_and_negated_tensors_come_back(tmp_path):
+    tensor = torch.tensor([1 + 2j])
+    found = there_and_back(tmp_path, [tensor, tensor.conj(), tensor.conj().imag])
+    assert [one.tolist() for one in found] == [[1 + 2j], [1 - 2j], [-2.0]]
+
+
+def test_counters_come_back(tmp_path):
+    value = Counter({10: 1, 20: 2})
+    assert repr(there_and_back(tmp_path, value)) == repr(value)
+
+
+def test_strides_of_dense_tensors_come_back(tmp_path):
+    tensor = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    found = there_and_back(tmp_path, tensor)
+    assert found.stride() == tensor.stride()
+    assert torch.equal(found, tensor)
 
 
 def test_ordered_dicts_keep_their_order_and_become_dicts(tmp_path):
