@@ -1,7 +1,7 @@
 """The time that checkpoints of a model and its AdamW take, of ampfuse and of others.
 
-All write the same tensors and wait until the disk has them. Rounds are interleaved, and medians are
-printed, with the part that hashing takes.
+All write the same tensors under another name, wait until the disk has them, and replace the ones of
+the round before. Rounds are interleaved, and medians are printed, with the part that hashing takes.
 
     python benchmarks/checkpoint_speed.py [--megabytes 400] [--rounds 9] [--folder /tmp]
 """
@@ -62,19 +62,24 @@ def measured(
 ) -> dict[str, dict[str, float]]:
     """Return the median seconds of each provider."""
     tensors = tensors_of(model, optimizer)
-    pickled, plain, sharded, ours = (folder / name for name in ("a.pt", "a.st", "dcp", "ours"))
+    names = ("a.pt", "a.st", "dcp", "ours", "new")
+    pickled, plain, sharded, ours, new = (folder / name for name in names)
 
     def save_pickled() -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, pickled)
-        flush(pickled)
+        torch.save(state, new)
+        flush(new)
+        new.replace(pickled)
 
     def save_plain() -> None:
-        save_file(tensors, plain)
-        flush(plain)
+        save_file(tensors, new)
+        flush(new)
+        new.replace(plain)
 
     def save_sharded() -> None:
-        save_dcp(tensors, checkpoint_id=sharded, no_dist=True)
+        save_dcp(tensors, checkpoint_id=new, no_dist=True)
+        shutil.rmtree(sharded, ignore_errors=True)
+        new.rename(sharded)
 
     def save_ours() -> None:
         ampfuse.checkpoint.save(ours, step=1, keep=1, model=model, optimizer=optimizer)
