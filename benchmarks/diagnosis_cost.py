@@ -21,12 +21,12 @@ import ampfuse
 import torch
 from ampfuse.diagnosis import _clock
 from ampfuse.diagnosis._diagnosis import Diagnosis
+from harness.timing import cache_flusher
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 60
 FIRST = 25  # steps in which more is measured
-CACHES = 2**26  # bytes
 FOREVER = 10**9  # steps
 
 
@@ -53,13 +53,13 @@ def main() -> None:
                     exits.callback(Diagnosis().stop)
                 times[kind] = epoch()
         plain.append(times["plain"])
-        for kind, list_of_times in added.items():
-            list_of_times.append(times[kind] - times["plain"])
+        for kind, differences in added.items():
+            differences.append(times[kind] - times["plain"])
     step = median(plain)
     print(f"a step takes {1e3 * step:.2f} ms")
-    for kind, list_of_times in added.items():
-        print(f"{kind}: {with_range(list_of_times)} more")
-    middles = {kind: median(list_of_times) for kind, list_of_times in added.items()}
+    for kind, differences in added.items():
+        print(f"{kind}: {with_range(differences)} more")
+    middles = {kind: median(differences) for kind, differences in added.items()}
     mean = (run * middles["measured"] + pause * middles["pause"]) / (run + pause)
     print(f"mean of a long program: {1e6 * mean:.0f} µs more, {mean / step:.1%}")
 
@@ -79,12 +79,12 @@ def training(width: int) -> Callable[[], float]:
     optimizer = ampfuse.AdamW(model.parameters(), lr=1e-4)
     scaler = ampfuse.GradScaler("cpu")
     loader = DataLoader(TensorDataset(torch.zeros(STEPS * 64, width)), 64)
-    others = torch.zeros(CACHES // 4)
+    flush = cache_flusher(torch.device("cpu"))
 
     def epoch() -> float:
         seconds, batches = [], iter(loader)
         for _ in range(STEPS):
-            others.add_(1)
+            flush()
             begin = time.perf_counter()
             (batch,) = next(batches)
             scaler.scale(model(batch).square().mean()).backward()

@@ -144,18 +144,14 @@ def remove_others(path: Path, step: int, keep: int | None) -> None:
     others = [other for other in every if other not in same]
     old = [] if keep is None else others[: max(len(others) - (keep - 1), 0)]
     for other in (*(other for other in every if other in same and other != path), *old):
-        removed = folder / f"{REMOVED}{other.name}"
-        try:
-            other.rename(removed)
-        except OSError as error:
-            warnings.warn(f"save: {other} cannot be removed: {error}", stacklevel=2)
-        else:
-            remove(removed)
+        remove(other)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, or warn."""
+    """Remove a folder, or warn. A checkpoint is renamed first, so that it is never half there."""
     try:
+        if CHECKPOINT.fullmatch(folder.name):
+            folder = folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
         shutil.rmtree(folder)
     except OSError as error:
         warnings.warn(f"save: {folder} cannot be removed: {error}", stacklevel=2)

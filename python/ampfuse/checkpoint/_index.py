@@ -1,12 +1,12 @@
 """`checkpoint.json`: what a checkpoint holds, and the hashes of its files. It is written last."""
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import ampfuse
 from ampfuse.checkpoint._errors import CheckpointError
 from ampfuse.checkpoint._tensor_file import flush, hash_of
 
@@ -19,11 +19,8 @@ HASH = 32  # hexadecimal digits
 
 def write(folder: Path, content: dict[str, Any]) -> str:
     """Write the index to the disk, and return its hash, which covers the whole checkpoint."""
-    try:
-        ampfuse = version("ampfuse")
-    except PackageNotFoundError:
-        ampfuse = "from a checkout"
-    content = {"format": FORMAT, "ampfuse": ampfuse, "torch": str(torch.__version__), **content}
+    versions = {"ampfuse": ampfuse.__version__, "torch": str(torch.__version__)}
+    content = {"format": FORMAT, **versions, **content}
     rest = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()[1:] + b"\n"
     own = hash_of(rest)
     path = folder / NAME

@@ -14,7 +14,7 @@ from ampfuse.checkpoint._folder import found
 from ampfuse.checkpoint._parts import check_parts, load_state, mistakes
 from ampfuse.checkpoint._random import set_random_states
 from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
-from ampfuse.checkpoint._tensor_file import TensorFile, copied
+from ampfuse.checkpoint._tensor_file import TensorFile
 from ampfuse.checkpoint._tree import decoded, tensors_of
 
 MOST_MISTAKES = 5  # in a message
@@ -59,9 +59,9 @@ class Reader:
 
     def value(self, encoded: Any, *, mapped: bool = False) -> Any:
         """Return a value with its tensors. With `mapped`, they may be mapped from files."""
-        return decoded(encoded, self.tensor if mapped else lambda name: copied(self.tensor(name)))
+        return decoded(encoded, self.tensor if mapped else lambda name: self.tensor(name).clone())
 
-    def shapes(self) -> dict[str, tuple[str, list[int]]]:
+    def kinds(self) -> dict[str, tuple[str, list[int]]]:
         """Return the dtype and shape of each tensor."""
         entries = self.content["tensors"].items()
         return {name: (entry["dtype"], entry["shape"]) for name, entry in entries}
@@ -115,14 +115,14 @@ def _checked(
 ) -> tuple[Reader, dict[str, Any]]:
     """Return the parts to load, after they were compared with their hashes and with objects."""
     reader = Reader(folder)
-    stored, shapes = reader.content["parts"], reader.shapes()
+    stored, kinds = reader.content["parts"], reader.kinds()
     parts = {"values": stored["values"]}
     for name, value in objects.items():
         if name not in reader.names():
             names = ", ".join(sorted(reader.names()))
             raise CheckpointError(f"{folder}: it has no {name}, only {names or 'values'}")
         parts[name] = of_this_rank(stored[name], name, folder)
-        wrong = list(mistakes(value, shapes, parts[name]))
+        wrong = list(mistakes(value, kinds, parts[name]))
         if wrong:
             more = f"; and {len(wrong) - MOST_MISTAKES} more" if len(wrong) > MOST_MISTAKES else ""
             raise CheckpointError(f"{folder}: {name}: {'; '.join(wrong[:MOST_MISTAKES])}{more}")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ampfuse.amp import GradScaler, ScaleRecord
+from ampfuse.checkpoint._tree import kind_of
 
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 
@@ -60,11 +61,11 @@ def is_sharded(module: nn.Module) -> bool:
     return type(module).__name__ == "FullyShardedDataParallel"
 
 
-def mistakes(value: Any, shapes: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
+def mistakes(value: Any, kinds: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
     """Return why the parts, whose tensors have these dtypes and shapes, are not of an object."""
     value = unwrapped(value)
     if isinstance(value, nn.Module):
-        yield from _mistakes_of_model(value.state_dict(), shapes, parts["state"])
+        yield from _mistakes_of_model(value.state_dict(), kinds, parts["state"])
     elif type(value).__name__ != parts["class"]:
         yield f"the checkpoint has the state of {parts['class']}, not of {type(value).__name__}"
     elif hasattr(value, "param_groups"):
@@ -72,7 +73,7 @@ def mistakes(value: Any, shapes: dict[str, Any], parts: dict[str, Any]) -> Itera
 
 
 def _mistakes_of_model(
-    state: dict[str, Any], shapes: dict[str, Any], stored: dict[str, Any]
+    state: dict[str, Any], kinds: dict[str, Any], stored: dict[str, Any]
 ) -> Iterator[str]:
     for name in (name for name in stored if name not in state):
         yield f"the checkpoint has {name}, which the model lacks"
@@ -83,12 +84,7 @@ def _mistakes_of_model(
         reference = stored[name]
         if is_extra(name) or not isinstance(value, Tensor) or not isinstance(reference, dict):
             continue
-        if "$order" in reference:
-            order, of_tensor = reference["$order"]
-            dtype, permuted = shapes[of_tensor]
-            shape = [permuted[order.index(dim)] for dim in range(len(order))]
-        else:
-            dtype, shape = shapes[reference["$tensor"]]
+        dtype, shape = kind_of(reference, kinds)
         if (dtype, shape) != (str(value.dtype), list(value.shape)):
             yield (
                 f"{name} is {dtype} of shape {shape} in the checkpoint, and {value.dtype} of shape "

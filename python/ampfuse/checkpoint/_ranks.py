@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ampfuse._dtensors import is_distributed
 from ampfuse.checkpoint._errors import CheckpointError
 from ampfuse.checkpoint._tensor_file import hash_of_tensor
 from ampfuse.checkpoint._tree import Encoder, decoded, tensors_of
@@ -23,7 +24,7 @@ Result = TypeVar("Result")
 
 def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of processes."""
-    if dist.is_available() and dist.is_initialized():
+    if is_distributed():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
@@ -75,16 +76,12 @@ def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -
     A part that is the same on all ranks is stored once.
     """
     rank, size = rank_and_size()
-    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    gathered = [(parts, on_cpu)] * size
-    if size > 1:
-        packed = parts, {name: pack(tensor) for name, tensor in on_cpu.items()}
-        received = [packed] * size
-        dist.gather_object(packed, received if rank == 0 else None)
-        gathered = [
-            (part, {name: unpack(*one) for name, one in tensors.items()})
-            for part, tensors in received
-        ]
+    packed = parts, {name: pack(tensor) for name, tensor in tensors.items()}
+    received = [packed] * size
+    dist.gather_object(packed, received if rank == 0 else None)
+    gathered = [
+        (part, {name: unpack(*one) for name, one in tensors.items()}) for part, tensors in received
+    ]
     result = {}
     for name in parts:
         values = [decoded(part[name], tensors.__getitem__) for part, tensors in gathered]
@@ -98,7 +95,7 @@ def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -
 
 def pack(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
     """Return a tensor as bytes, since pickle does not support all dtypes."""
-    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8)
+    return tensor.dtype, tensor.shape, tensor.cpu().reshape(-1).view(torch.uint8)
 
 
 def unpack(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:

@@ -137,7 +137,8 @@ def _encoded(
     encode: Encoder, objects: dict[str, Any], values: Any, *, rng: bool, gradients: bool
 ) -> dict[str, Any]:
     """Encode all that is saved. The result counts on rank 0."""
-    of_ranks = Encoder()
+    is_alone = rank_and_size()[1] == 1
+    of_ranks = encode if is_alone else Encoder()
 
     def on_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
         shared, own = {"values": encode(values, "values")}, {}
@@ -152,4 +153,4 @@ def _encoded(
         return shared, own
 
     shared, own = on_all_ranks(on_this_rank)
-    return shared | merged(encode, own, of_ranks.tensors)
+    return shared | (own if is_alone else merged(encode, own, of_ranks.tensors))

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampfuse.checkpoint._errors import CheckpointError, required
@@ -76,8 +75,3 @@ class TensorFile:
                 f"{self._path}: {name}: the tensor has changed since it was written"
             )
         return tensor
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """Return a tensor that is not mapped from a file."""
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -126,6 +126,17 @@ def in_order(order: list[int], tensor: Tensor) -> Tensor:
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
+def kind_of(
+    encoded: dict[str, Any], kinds: dict[str, tuple[str, list[int]]]
+) -> tuple[str, list[int]]:
+    """Return the dtype and shape of an encoded tensor. `kinds`: those of stored tensors."""
+    if "$tensor" in encoded:
+        return kinds[encoded["$tensor"]]
+    order, name = encoded["$order"]
+    dtype, shape = kinds[name]
+    return dtype, [shape[order.index(dim)] for dim in range(len(order))]
+
+
 def decoded(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
     """Return the value that was encoded. `tensor_of` returns the tensor of a name."""
     if isinstance(value, list):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ampfuse.memory import Monitor, Suspect, _step_memory
-from ampfuse.memory._step_memory import slope
+from ampfuse.memory import Monitor, Suspect
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -144,16 +143,6 @@ def test_training_is_the_same_while_leaks_are_looked_for():
     assert [loss.item() for loss in losses] == [loss.item() for loss in others]
 
 
-def test_samples_after_steps_have_their_numbers_when_some_are_left_out(monkeypatch):
-    monkeypatch.setattr(_step_memory, "LEAST_SPACING", 0)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    memory = _step_memory.StepMemory()
-    for steps in (1, 2, 500, 501):
-        memory.end_step(optimizer, steps)
-    assert [end.step for end in memory.ends] == [0, 1, 499, 500]
-    assert memory.steps == 501
-
-
 def test_samples_have_steps_and_phases():
     monitor = train(Monitor(0.001), lambda _: time.sleep(0.003))
     assert {one.phase for one in monitor.samples} >= {"forward", "backward"}
@@ -252,20 +241,6 @@ def test_monitor_needs_psutil_except_on_linux(monkeypatch):
         ImportError, match=r"Monitor needs psutil here: pip install ampfuse\[tools\]"
     ):
         Monitor()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "growth"),
-    [
-        (range(0, 40 * 2**20, 2**20), 2**20),
-        ([5 * 2**20] * 40, None),
-        (range(40 * 2**20, 0, -(2**20)), None),
-        (range(0, 40 * 100, 100), None),  # too little
-        ([2**22 * (i % 2) for i in range(40)], None),  # up and down
-    ],
-)
-def test_growth_is_steady_and_large(sizes, growth):
-    assert slope(list(range(40)), list(sizes)) == growth
 
 
 def test_monitor_costs_less_than_1_percent_of_a_5_ms_step():

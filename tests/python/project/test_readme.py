@@ -9,12 +9,12 @@ import pytest
 from packaging_tools import PACKAGE, ROOT, environment, run
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def code_blocks(language: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def code_block(language: str) -> str:
-    (block,) = code_blocks(language)
+def code_block(language: str, page: str = "README.md") -> str:
+    (block,) = code_blocks(language, page)
     return block
 
 
@@ -30,8 +30,7 @@ def test_python_examples_run(tmp_path: Path, number: int, tensors: int) -> None:
 
 
 def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "memory.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = code_blocks("python", "docs/memory.md")
     (tmp_path / "example.py").write_text("\n".join(blocks))
     package = environment(PYTHONPATH=str(PACKAGE.parent))
     printed = run(sys.executable, "example.py", cwd=tmp_path, env=package)
@@ -42,9 +41,8 @@ def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
 def test_python_example_of_the_page_about_checkpoints_goes_on_where_it_stopped(
     tmp_path: Path,
 ) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.S)
     script = tmp_path / "example.py"
-    script.write_text(block + "print(start, loss.item())")
+    script.write_text(code_block("python", "docs/checkpoints.md") + "print(start, loss.item())")
     package = environment(PYTHONPATH=str(PACKAGE.parent))
     first, last = run(sys.executable, script, cwd=tmp_path, env=package).split()
     assert first == "0"
