@@ -7,11 +7,10 @@ renamed. So it is complete or not there, whenever the process or the machine sto
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ampfuse.checkpoint import _index
@@ -107,25 +106,25 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"{name}.{max(numbers) + 1}" if numbers else name)
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Return a folder to write into, which has its name after the end of the context.
+def unfinished_folder(path: Path) -> Path:
+    """Return a new folder to write into, which will be renamed to `path`.
 
-    The caller has locked the run.
+    The caller has locked the run. Each try has a name of its own, so that a slow process that
+    writes for an earlier one does not write into a later one.
     """
     for other in path.parent.iterdir():
         if other.name.startswith((UNFINISHED, REMOVED)):
             remove(other)
-    unfinished = path.parent / f"{UNFINISHED}{path.name}"
-    unfinished.mkdir(exist_ok=True)
-    try:
-        yield unfinished
-        flush(unfinished)
-        unfinished.rename(path)
-        flush(path.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    unfinished = path.parent / f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}"
+    unfinished.mkdir()
+    return unfinished
+
+
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Give a folder its name, after all of its content is on the disk."""
+    flush(unfinished)
+    unfinished.rename(path)
+    flush(path.parent)
 
 
 def of_step(folder: Path, step: int) -> list[tuple[int, Path]]:

@@ -2,20 +2,24 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ampfuse._dtensors import sharded_like
 from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError, required
 from ampfuse.checkpoint._folder import found
-from ampfuse.checkpoint._parts import check_parts, load_state, mistakes
+from ampfuse.checkpoint._parts import check_parts, load_state, mistakes, shardings
 from ampfuse.checkpoint._random import set_random_states
 from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
+from ampfuse.checkpoint._shards import Region, assembled, shard_of
 from ampfuse.checkpoint._tensor_file import TensorFile
-from ampfuse.checkpoint._tree import decoded, tensors_of
+from ampfuse.checkpoint._tree import constant_of_torch, decoded, in_order, tensors_of
 
 MOST_MISTAKES = 5  # in a message
 
@@ -47,19 +51,53 @@ class Reader:
         """Return the names of the objects in the checkpoint."""
         return set(self.content["parts"]) - {"rng", "values"}
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, which may be mapped from its file."""
+    def verify(self, name: str, like: Tensor | None = None) -> None:
+        """Compare a tensor with its hashes; of a tensor like a DTensor, what this rank needs."""
+        for _ in self._pieces(name, self._region(name, like)):
+            pass
+
+    def tensor(
+        self, name: str, order: list[int] | None, like: Tensor | None, *, mapped: bool
+    ) -> Tensor:
+        """Return a tensor, which was permuted to this order. `like`: a DTensor."""
+        entry, region = self.content["tensors"][name], self._region(name, like)
+        if "pieces" in entry:
+            dtype = constant_of_torch(entry["dtype"].removeprefix("torch."), torch.dtype)
+            shard = assembled(region, self._pieces(name, region), dtype)
+        else:
+            ((_, shard),) = self._pieces(name, region)
+            shard = shard if order is None else in_order(order, shard)
+            if like is not None:
+                shard = shard[region.slices()].contiguous()
+            elif not mapped:
+                shard = shard.clone()
+        return shard if like is None else sharded_like(like, shard)
+
+    def value(
+        self, encoded: Any, *, likes: dict[str, Tensor] | None = None, mapped: bool = False
+    ) -> Any:
+        """Return a value with its tensors. With `mapped`, they may be mapped from files.
+
+        likes: DTensors, by names of stored tensors which are to be sharded like them.
+        """
+        likes = likes or {}
+        return decoded(
+            encoded, lambda name, order: self.tensor(name, order, likes.get(name), mapped=mapped)
+        )
+
+    def _region(self, name: str, like: Tensor | None) -> Region:
+        if like is not None:
+            return shard_of(like).region
+        shape = self.content["tensors"][name]["shape"]
+        return Region([0] * len(shape), shape)
+
+    def _pieces(self, name: str, region: Region) -> Iterator[tuple[Region, Tensor]]:
+        """Return what is stored of a region, mapped from files: the whole tensor, or pieces."""
         entry = self.content["tensors"][name]
-        return self._files[entry["file"]].read(name, entry["hash"])
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Compare tensors with their hashes."""
-        for name in names:
-            self.tensor(name)
-
-    def value(self, encoded: Any, *, mapped: bool = False) -> Any:
-        """Return a value with its tensors. With `mapped`, they may be mapped from files."""
-        return decoded(encoded, self.tensor if mapped else lambda name: self.tensor(name).clone())
+        for piece in entry.get("pieces", [entry]):
+            where = Region(piece.get("start", [0] * len(piece["shape"])), piece["shape"])
+            if "pieces" not in entry or all(where.overlap(region).shape):
+                yield where, self._files[piece["file"]].read(name, piece["hash"])
 
     def kinds(self) -> dict[str, tuple[str, list[int]]]:
         """Return the dtype and shape of each tensor."""
@@ -71,7 +109,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     """Load a checkpoint into objects, and return its step and values.
 
     path: a checkpoint, or the folder of a run, whose newest checkpoint is loaded.
-    rng: set the states of random number generators; by default if an optimizer is loaded.
+    rng: set the states of random number generators; by default if an optimizer is loaded. Those
+        of another number of processes are an error, or by default a warning.
     objects: see `save`. Each must be in the checkpoint. A warning says what is in the checkpoint
         and was not asked for, if an optimizer is loaded.
 
@@ -82,7 +121,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     check_parts(objects, ("state_dict", "load_state_dict"), "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
     folder = from_rank_0(lambda: found(Path(path).absolute()))
-    reader, parts = on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
+    reader, parts, likes = on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
     if resumes and (left := reader.names() - objects.keys()):
         warnings.warn(
             f"load: {folder} has {', '.join(sorted(left))}, too, which is not loaded", stacklevel=2
@@ -90,7 +129,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
 
     def load_all() -> None:
         for name, value in objects.items():
-            load_state(value, parts[name], reader.value)
+            load_state(value, parts[name], partial(reader.value, likes=likes))
 
     on_all_ranks(load_all)
     values = reader.value(parts["values"])
@@ -106,17 +145,22 @@ def verify(path: str | os.PathLike[str]) -> Path:
     """
     folder = found(path)
     reader = Reader(folder)
-    reader.verify(reader.content["tensors"])
+    for name in reader.content["tensors"]:
+        reader.verify(name)
     return folder
 
 
 def _checked(
     folder: Path, objects: dict[str, Any], resumes: bool, rng: bool | None
-) -> tuple[Reader, dict[str, Any]]:
-    """Return the parts to load, after they were compared with their hashes and with objects."""
+) -> tuple[Reader, dict[str, Any], dict[str, Tensor]]:
+    """Return the parts to load, after they were compared with their hashes and with objects.
+
+    Return, too, a DTensor for the name of each stored tensor that is to be sharded.
+    """
     reader = Reader(folder)
     stored, kinds = reader.content["parts"], reader.kinds()
     parts = {"values": stored["values"]}
+    likes: dict[str, Tensor] = {}
     for name, value in objects.items():
         if name not in reader.names():
             names = ", ".join(sorted(reader.names()))
@@ -126,9 +170,16 @@ def _checked(
         if wrong:
             more = f"; and {len(wrong) - MOST_MISTAKES} more" if len(wrong) > MOST_MISTAKES else ""
             raise CheckpointError(f"{folder}: {name}: {'; '.join(wrong[:MOST_MISTAKES])}{more}")
+        likes |= shardings(value, kinds, parts[name])
     if rng and "rng" not in stored:
         raise CheckpointError(f"{folder}: it was saved with rng=False")
     if "rng" in stored and (resumes if rng is None else rng):
-        parts["rng"] = of_this_rank(stored["rng"], "rng", folder)
-    reader.verify(tensors_of(list(parts.values())))
-    return reader, parts
+        try:
+            parts["rng"] = of_this_rank(stored["rng"], "rng", folder)
+        except CheckpointError as error:
+            if rng:
+                raise
+            warnings.warn(f"load: {error}, so it is not loaded", stacklevel=4)
+    for name in tensors_of(list(parts.values())):
+        reader.verify(name, likes.get(name))
+    return reader, parts, likes

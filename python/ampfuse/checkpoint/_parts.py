@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ampfuse._dtensors import is_dtensor
 from ampfuse.amp import GradScaler, ScaleRecord
-from ampfuse.checkpoint._tree import kind_of
+from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 
@@ -40,8 +41,13 @@ def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
     """Return the parts of the state of an object."""
     value = unwrapped(value)
     if isinstance(value, nn.Module) and any(map(is_sharded, value.modules())):
-        raise TypeError("save: models of FullyShardedDataParallel are not supported")
+        raise TypeError(
+            "save: models of FullyShardedDataParallel are not supported; those of "
+            "torch.distributed.fsdp.fully_shard are"
+        )
     state = value.state_dict()
+    if hasattr(value, "param_groups"):
+        check_shards(value)
     parts = {"class": type(value).__name__, "state": state}
     if isinstance(value, GradScaler) and value.is_enabled():
         parts["history"] = value._history.records()
@@ -54,6 +60,18 @@ def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
                 if param.grad is not None
             }
     return parts
+
+
+def check_shards(optimizer: Any) -> None:
+    """Refuse sharded state that could not be sharded again, since only parameters are there."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and is_dtensor(value) and value.shape != param.shape:
+                raise TypeError(
+                    f"save: {name} of {type(optimizer).__name__} is a DTensor of shape "
+                    f"{list(value.shape)}, and its parameter has {list(param.shape)}; sharded "
+                    "state of another shape is not supported"
+                )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -97,6 +115,32 @@ def _mistakes_of_optimizer(groups: list[Any], stored: dict[str, Any]) -> Iterato
     stored_sizes = [len(group["params"]) for group in stored["param_groups"]]
     if sizes != stored_sizes:
         yield f"its groups have {sizes} parameters, those in the checkpoint {stored_sizes}"
+
+
+def shardings(
+    value: Any, kinds: dict[str, tuple[str, list[int]]], parts: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return, for the name of each stored tensor that is to be sharded, a DTensor like it."""
+    value = unwrapped(value)
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(value, nn.Module):
+        state = parts["state"]
+        pairs = [(current, state.get(name)) for name, current in value.state_dict().items()]
+        grads = parts.get("gradients", {})
+        pairs += [(param, grads.get(name)) for name, param in value.named_parameters()]
+    elif hasattr(value, "param_groups"):
+        params = [param for group in value.param_groups for param in group["params"]]
+        for number, state in parts["state"]["state"].get("$dict", ()):
+            pairs += [(params[number], entry) for entry in state.values()]
+    return {
+        tensors_of(stored)[0]: like
+        for like, stored in pairs
+        if isinstance(like, Tensor)
+        and is_dtensor(like)
+        and like.dim()
+        and is_tensor(stored)
+        and kind_of(stored, kinds)[1] == list(like.shape)
+    }
 
 
 def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> None:

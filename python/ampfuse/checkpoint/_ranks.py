@@ -1,6 +1,6 @@
 """Lets the processes of a group write one checkpoint, and load it together.
 
-All ranks call `save` and `load`. Rank 0 writes. States that differ between the ranks, as those of
+All ranks call `save` and `load`. States that differ between the ranks, as those of
 random numbers and loaders do, are stored for each of them.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ampfuse._dtensors import is_distributed
 from ampfuse.checkpoint._errors import CheckpointError
-from ampfuse.checkpoint._tensor_file import hash_of_tensor
-from ampfuse.checkpoint._tree import Encoder, decoded, tensors_of
+from ampfuse.checkpoint._tensor_file import hash_of, hash_of_tensor
+from ampfuse.checkpoint._tree import Encoder, TensorOf, decoded, in_order, tensors_of
 
 OF_RANKS = "$ranks"  # {"$ranks": [a state for each rank]}
 Result = TypeVar("Result")
@@ -70,27 +70,64 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
     return result  # type: ignore[no-any-return]
 
 
+def gathered(value: Result) -> list[Result]:
+    """Return the values of all ranks on rank 0; return this rank's value on others."""
+    rank, size = rank_and_size()
+    values = [value] * size
+    if size > 1:
+        dist.gather_object(value, values if rank == 0 else None)
+    return values if rank == 0 else [value]
+
+
+def check_same(encode: Encoder) -> None:
+    """Raise an error on all ranks if models or optimizers have other tensors on some rank."""
+    _, size = rank_and_size()
+    if size == 1:
+        return
+    lines = []
+    for name, tensor in encode.tensors.items():
+        if not name.startswith(("values/", "values~")) and name != "values":  # those are of rank 0
+            shape = encode.shards[name].shape if name in encode.shards else tensor.shape
+            lines.append(f"{name}: {tensor.dtype} of shape {list(shape)}")
+    own = hash_of("\n".join(lines).encode())
+    hashes = [own] * size
+    dist.all_gather_object(hashes, own)
+    others = [number for number in range(size) if hashes[number] != hashes[0]]
+    if others:
+        raise CheckpointError(
+            f"save: ranks {others} have other models or optimizers than rank 0; all ranks must "
+            "have the same, whole or sharded"
+        )
+
+
 def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Encode the encoded parts of all ranks on rank 0, where they are gathered.
 
     A part that is the same on all ranks is stored once.
     """
-    rank, size = rank_and_size()
     packed = parts, {name: pack(tensor) for name, tensor in tensors.items()}
-    received = [packed] * size
-    dist.gather_object(packed, received if rank == 0 else None)
-    gathered = [
-        (part, {name: unpack(*one) for name, one in tensors.items()}) for part, tensors in received
+    of_ranks = [
+        (part, {name: unpack(*one) for name, one in tensors.items()})
+        for part, tensors in gathered(packed)
     ]
     result = {}
     for name in parts:
-        values = [decoded(part[name], tensors.__getitem__) for part, tensors in gathered]
-        if len({identity(part[name], tensors) for part, tensors in gathered}) == 1:
+        values = [decoded(part[name], in_memory(tensors)) for part, tensors in of_ranks]
+        if len({identity(part[name], tensors) for part, tensors in of_ranks}) == 1:
             result[name] = encode(values[0], name)
         else:
-            places = (f"{name}/rank-{number}" for number in range(size))
+            places = (f"{name}/rank-{number}" for number in range(len(of_ranks)))
             result[name] = {OF_RANKS: list(map(encode, values, places))}
     return result
+
+
+def in_memory(tensors: dict[str, Tensor]) -> TensorOf:
+    """Return the function that decodes with these tensors."""
+
+    def tensor_of(name: str, order: list[int] | None) -> Tensor:
+        return tensors[name] if order is None else in_order(order, tensors[name])
+
+    return tensor_of
 
 
 def pack(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
@@ -118,6 +155,6 @@ def of_this_rank(encoded: Any, what: str, folder: Path) -> Any:
     if len(saved) != size:
         raise CheckpointError(
             f"{folder}: {what} was saved by {len(saved)} processes, each with a state of its own; "
-            f"now there are {size}: load without it"
+            f"now there are {size}"
         )
     return saved[rank]

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,23 @@ from torch import nn
 from ampfuse.checkpoint._errors import required
 from ampfuse.checkpoint._parts import check_parts, state_of, unwrapped
 from ampfuse.checkpoint._random import random_states
-from ampfuse.checkpoint._ranks import from_rank_0, merged, on_all_ranks, rank_and_size
+from ampfuse.checkpoint._ranks import (
+    check_same,
+    from_rank_0,
+    gathered,
+    merged,
+    on_all_ranks,
+    rank_and_size,
+)
 from ampfuse.checkpoint._tree import Encoder
-from ampfuse.checkpoint._write import claim, write
+from ampfuse.checkpoint._write import (
+    Writing,
+    Written,
+    leave_note,
+    note_of,
+    write_files,
+    writing,
+)
 
 
 class Saving:
@@ -29,7 +43,7 @@ class Saving:
     def wait(self) -> Path:
         """Wait until the checkpoint is on the disk, and return its folder, or raise the error.
 
-        A save in the background is waited for on rank 0 only, which writes it.
+        A save in the background is waited for on rank 0. Other ranks wait for what they write.
         """
         if self._thread is not None:
             self._thread.join()
@@ -85,8 +99,9 @@ def save(
     background: return when all tensors are copied, and write in a thread. The next save waits for
         it. An error is printed, and raised by `wait()` of the result.
 
-    All processes of a group call it, and rank 0 writes. Models and optimizers are those of rank 0;
-    other states that differ, as those of loaders and random numbers do, are stored for each rank.
+    All processes of a group call it. Each rank writes its shards of DTensors (FSDP2, tensor
+    parallel), and rank 0 the rest of models and optimizers. Other states that differ, as those of
+    loaders and random numbers do, are stored for each rank.
 
     The checkpoint is complete or not there, whenever the process is killed. It holds tensors as
     safetensors and the rest as JSON. Nothing is executed when it is loaded. If it cannot be
@@ -100,37 +115,78 @@ def save(
     check_parts(objects, ("state_dict", "load_state_dict"), "save")
     for module in ("safetensors.torch", "xxhash"):
         required(module)
+    folder, (rank, size) = Path(path).absolute(), rank_and_size()
     encode = Encoder()
-    parts = _encoded(encode, objects, values, rng=rng, gradients=gradients)
-    content = {"step": step, "parts": parts}
-    folder, tensors = Path(path).absolute(), encode.tensors
+    content = {
+        "step": step,
+        "parts": _encoded(encode, objects, values, rng=rng, gradients=gradients),
+    }
+    tensors = {
+        name: tensor
+        for name, tensor in encode.tensors.items()
+        if (encode.shards[name].is_first if name in encode.shards else rank == 0)
+    }
+    if background:
+        tensors = {name: one.to("cpu", copy=True) for name, one in tensors.items()}
+    opened: list[Writing] = []  # on rank 0
+
+    def begin() -> tuple[Path, Path]:
+        opened.append(Writing(folder, step))
+        return opened[0].path, opened[0].unfinished
+
+    def write() -> Written:
+        with writing(folder, step):
+            return write_files(unfinished, tensors, encode.shards, rank)
+
+    def write_part() -> None:
+        with writing(folder, step):
+            _write_part(unfinished, write, rank)
+
+    final, unfinished = from_rank_0(begin)
+    saving = Saving(final)
     if not background:
-
-        def write_now() -> Path:
-            claimed = claim(folder, step)
-            write(claimed, content, tensors, keep)
-            return claimed.path
-
-        return Saving(from_rank_0(write_now))
-    is_writer = rank_and_size()[0] == 0
-    copies = {}
-    if is_writer:
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    saving: list[Saving] = []
-
-    def start() -> Path:
-        claimed = claim(folder, step)
         try:
-            saving.append(Saving(claimed.path))
-            saving[0].start(lambda: write(claimed, content, copies, keep))
+            parts = gathered(on_all_ranks(write))
+            from_rank_0(lambda: opened[0].finish(content, parts, keep))
+        finally:
+            for one in opened:
+                one.close()
+    elif rank == 0:
+        others = range(1, size if encode.shards else 1)
+        try:
+            saving.start(lambda: _write_all(opened[0], content, write, others, keep))
         except BaseException:
-            claimed.lock.release()
+            opened[0].close()
             raise
-        claimed.lock.hand_over()
-        return claimed.path
+        opened[0].hand_over()
+    elif encode.shards:
+        saving.start(write_part)
+    return saving
 
-    final = from_rank_0(start)
-    return saving[0] if is_writer else Saving(final)
+
+def _write_all(
+    opened: Writing,
+    content: dict[str, Any],
+    write: Callable[[], Written],
+    others: Iterable[int],
+    keep: int | None,
+) -> None:
+    """Write what rank 0 has, wait for other ranks, and finish the checkpoint, in a thread."""
+    try:
+        parts = [write(), *(note_of(opened.unfinished, other) for other in others)]
+        opened.finish(content, parts, keep)
+    finally:
+        opened.close()
+
+
+def _write_part(unfinished: Path, write: Callable[[], Written], rank: int) -> None:
+    """Write what another rank has, in a thread, and let rank 0 know."""
+    try:
+        written = write()
+    except Exception as error:
+        leave_note(unfinished, rank, None, str(error))
+        raise
+    leave_note(unfinished, rank, written)
 
 
 def _encoded(
@@ -138,7 +194,7 @@ def _encoded(
 ) -> dict[str, Any]:
     """Encode all that is saved. The result counts on rank 0."""
     is_alone = rank_and_size()[1] == 1
-    of_ranks = encode if is_alone else Encoder()
+    of_ranks = encode if is_alone else Encoder(refuses_shards=True)
 
     def on_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
         shared, own = {"values": encode(values, "values")}, {}
@@ -153,4 +209,5 @@ def _encoded(
         return shared, own
 
     shared, own = on_all_ranks(on_this_rank)
+    check_same(encode)
     return shared | (own if is_alone else merged(encode, own, of_ranks.tensors))

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse._dtensors import is_dtensor, local
 from ampfuse.checkpoint._errors import CheckpointError
+from ampfuse.checkpoint._shards import Shard, shard_of
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -24,12 +26,17 @@ DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
+TensorOf = Callable[[str, list[int] | None], Tensor]
+
 
 class Encoder:
     """Collects the tensors of one or more states, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses_shards: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.shards: dict[str, Shard] = {}
+        """What this rank holds of DTensors, whose local tensors are in `tensors`."""
+        self._refuses_shards = refuses_shards
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
 
@@ -42,7 +49,7 @@ class Encoder:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         if isinstance(value, Tensor):
-            order = order_in_memory(value)
+            order = [] if is_dtensor(value) else order_in_memory(value)
             if order != sorted(order):
                 return {"$order": [order, self._named(value.permute(order), place)]}
             return {"$tensor": self._named(value, place)}
@@ -88,24 +95,38 @@ class Encoder:
 
     def _named(self, tensor: Tensor, place: str) -> str:
         """Return the name of a tensor, which is its first place."""
-        tensor = tensor.detach()
+        shard = self._shard(tensor, place)
+        tensor = local(tensor.detach())
         if not tensor.is_meta and tensor.layout == torch.strided:
             tensor = tensor.resolve_conj().resolve_neg()
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
         if not is_plain or tensor.dtype not in DTYPES:
             kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, {tensor.device}"
             raise TypeError(f"save: {place}: a tensor of this kind cannot be stored: {kind}")
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and key in self._names:
+        storage = tensor.untyped_storage().data_ptr()
+        view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        key = (tensor.device, storage, view, shard)
+        if storage and key in self._names:
             return self._names[key]
         while place in self.tensors:
             place += "~"  # {"a/b": 1, "a": {"b": 2}} has two values at one place
         self._names[key] = place
         # Tensors that share memory would share it in the file, so the second one is copied.
-        storage = tensor.untyped_storage().data_ptr()
         self.tensors[place] = tensor.clone() if storage in self._storages else tensor
         self._storages.add(storage)
+        if shard is not None:
+            self.shards[place] = shard
         return place
+
+    def _shard(self, tensor: Tensor, place: str) -> Shard | None:
+        if not is_dtensor(tensor):
+            return None
+        try:
+            if self._refuses_shards:
+                raise TypeError("only models and optimizers may have DTensors")
+            return shard_of(tensor)
+        except TypeError as error:
+            raise TypeError(f"save: {place}: {error}") from None
 
 
 def order_in_memory(tensor: Tensor) -> list[int]:
@@ -137,8 +158,16 @@ def kind_of(
     return dtype, [shape[order.index(dim)] for dim in range(len(order))]
 
 
-def decoded(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Return the value that was encoded. `tensor_of` returns the tensor of a name."""
+def is_tensor(encoded: Any) -> bool:
+    """Return True for an encoded tensor."""
+    return isinstance(encoded, dict) and ("$tensor" in encoded or "$order" in encoded)
+
+
+def decoded(value: Any, tensor_of: TensorOf) -> Any:
+    """Return the value that was encoded.
+
+    `tensor_of` returns the tensor of a name, with its dimensions in this order in memory.
+    """
     if isinstance(value, list):
         return [decoded(item, tensor_of) for item in value]
     if not isinstance(value, dict):
@@ -164,24 +193,24 @@ def tensors_of(value: Any) -> list[str]:
     return tensors_of(list(value.values()))
 
 
-def _constant_of_torch(name: str, kind: type) -> Any:
+def constant_of_torch(name: str, kind: type) -> Any:
     found = getattr(torch, name, None)
     if not isinstance(found, kind):
         raise CheckpointError(f"torch has no {name}")
     return found
 
 
-DECODERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
+DECODERS: dict[str, Callable[[Any, TensorOf], Any]] = {
     "$float": lambda item, _: float(item),
-    "$tensor": lambda item, tensor_of: tensor_of(item),
-    "$order": lambda item, tensor_of: in_order(item[0], tensor_of(item[1])),
+    "$tensor": lambda item, tensor_of: tensor_of(item, None),
+    "$order": lambda item, tensor_of: tensor_of(item[1], item[0]),
     "$counter": lambda item, tensor_of: Counter(decoded(item, tensor_of)),
     "$tuple": lambda item, tensor_of: tuple(decoded(item, tensor_of)),
     "$dict": lambda item, tensor_of: {
         decoded(key, tensor_of): decoded(value, tensor_of) for key, value in item
     },
     "$bytes": lambda item, _: base64.b64decode(item),
-    "$dtype": lambda item, _: _constant_of_torch(item, torch.dtype),
+    "$dtype": lambda item, _: constant_of_torch(item, torch.dtype),
     "$device": lambda item, _: torch.device(item),
-    "$array": lambda item, tensor_of: tensor_of(item).numpy(),
+    "$array": lambda item, tensor_of: tensor_of(item, None).numpy(),
 }

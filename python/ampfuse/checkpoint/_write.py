@@ -1,72 +1,122 @@
-"""Writes the files of a checkpoint."""
+"""Writes the files of a checkpoint: each rank its tensors, and rank 0 the index."""
 
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ampfuse.checkpoint import _index, _tensor_file
 from ampfuse.checkpoint._errors import CheckpointError, required
-from ampfuse.checkpoint._folder import RunLock, free_name, new_folder, remove_others
+from ampfuse.checkpoint._folder import (
+    RunLock,
+    free_name,
+    put_in_place,
+    remove_others,
+    unfinished_folder,
+)
+from ampfuse.checkpoint._shards import Shard
 
 # Tensors of a GPU are copied to the host a file at a time.
 MOST_BYTES = 2**32
+LONGEST_WAIT = 1800.0  # seconds for what another rank writes in the background
+PAUSE = 0.05
+
+Written = tuple[dict[str, Any], dict[str, Any]]
+"""What the index says of files and of tensors."""
 
 
-class Claim(NamedTuple):
-    """The right to write a checkpoint."""
+class Writing:
+    """A checkpoint that rank 0 writes. Others cannot write to the run until it is closed."""
 
-    path: Path
-    """Its folder, once it is complete."""
-    step: int
-    lock: RunLock
+    def __init__(self, folder: Path, step: int) -> None:
+        self._step = step
+        try:
+            self._lock = RunLock(folder)
+            try:
+                self.path = free_name(folder, step)
+                self.unfinished = unfinished_folder(self.path)
+            except BaseException:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot write here: {error}") from error
+
+    def hand_over(self) -> None:
+        """Let a background thread finish and close it."""
+        self._lock.hand_over()
+
+    def finish(self, content: dict[str, Any], parts: Iterable[Written], keep: int | None) -> None:
+        """Write the index of what all ranks have written, and remove old checkpoints."""
+        with writing(self.path.parent, self._step):
+            _index.write(self.unfinished, content | joined(parts))
+            put_in_place(self.unfinished, self.path)
+            remove_others(self.path, self._step, keep)
+
+    def close(self) -> None:
+        """Remove what is unfinished, and let others write."""
+        if self.unfinished.exists():
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+        self._lock.release()
 
 
-def claim(folder: Path, step: int) -> Claim:
-    """Lock a run, until `write` ends."""
-    try:
-        lock = RunLock(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot write here: {error}") from error
-    try:
-        return Claim(free_name(folder, step), step, lock)
-    except BaseException:
-        lock.release()
-        raise
-
-
-def write(claimed: Claim, content: Any, tensors: dict[str, Tensor], keep: int | None) -> None:
-    """Write a checkpoint, then remove old ones."""
-    path, step, lock = claimed
+@contextmanager
+def writing(folder: Path, step: int) -> Iterator[None]:
+    """Raise errors of the system as CheckpointError."""
     safetensors_error = required("safetensors").SafetensorError
     try:
-        with new_folder(path) as unfinished:
-            _index.write(unfinished, content | write_files(unfinished, tensors))
-        remove_others(path, step, keep)
+        yield
     except (OSError, safetensors_error) as error:
         raise CheckpointError(
-            f"{path.parent}: the checkpoint of step {step} could not be written: {error}"
+            f"{folder}: the checkpoint of step {step} could not be written: {error}"
         ) from error
-    finally:
-        lock.release()
 
 
-def write_files(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Write tensors into files of some GiB, and return what the index says of files and tensors."""
+def write_files(
+    folder: Path, tensors: dict[str, Tensor], shards: dict[str, Shard], rank: int
+) -> Written:
+    """Write tensors into files of some GiB."""
     files, entries = {}, {}
+    kind = f"rank-{rank:05}" if rank else "tensors"
     for number, names in enumerate(batches(tensors)):
-        file = f"tensors-{number:05}.safetensors"
+        file = f"{kind}-{number:05}.safetensors"
         files[file], hashes = _tensor_file.write(
             folder / file, {name: tensors[name] for name in names}
         )
         for name in names:
-            entries[name] = {
-                "dtype": str(tensors[name].dtype),
-                "shape": list(tensors[name].shape),
-                "file": file,
-                "hash": hashes[name],
-            }
-    return {"files": files, "tensors": entries}
+            entry: dict[str, Any] = {"dtype": str(tensors[name].dtype)}
+            stored = {"file": file, "hash": hashes[name]}
+            if shard := shards.get(name):
+                region = {"start": list(shard.region.start), "shape": list(shard.region.shape)}
+                entry |= {"shape": list(shard.shape), "pieces": [stored | region]}
+            else:
+                entry |= {"shape": list(tensors[name].shape), **stored}
+            entries[name] = entry
+    return files, entries
+
+
+def joined(parts: Iterable[Written]) -> dict[str, Any]:
+    """Return what the index says of the files and tensors of all ranks."""
+    all_files: dict[str, Any] = {}
+    all_entries: dict[str, Any] = {}
+    for files, entries in parts:
+        all_files |= files
+        for name, entry in entries.items():
+            if name in all_entries:
+                all_entries[name]["pieces"] += entry["pieces"]
+            else:
+                all_entries[name] = entry
+    for name, entry in all_entries.items():
+        if "pieces" in entry:
+            size = sum(prod(piece["shape"]) for piece in entry["pieces"])
+            if size < prod(entry["shape"]):
+                raise CheckpointError(f"save: no rank has the rest of {name}")
+    return {"files": all_files, "tensors": all_entries}
 
 
 def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
@@ -80,3 +130,31 @@ def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
             size = tensor.nbytes
         result[-1].append(name)
     return result
+
+
+def leave_note(folder: Path, rank: int, written: Written | None, error: str = "") -> None:
+    """Write for rank 0 what this rank has written in the background, or its error.
+
+    Collective calls in a thread would mix with those of the training, so a file is used.
+    """
+    note = folder / f".rank-{rank}"
+    beside = note.with_suffix(".new")
+    beside.write_text(json.dumps([written, error]))
+    beside.rename(note)
+
+
+def note_of(folder: Path, rank: int) -> Written:
+    """Wait for what another rank has written in the background."""
+    note = folder / f".rank-{rank}"
+    end = time.monotonic() + LONGEST_WAIT
+    while not note.exists():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{folder}: rank {rank} has not written its part in {LONGEST_WAIT:.0f} seconds"
+            )
+        time.sleep(PAUSE)
+    written, error = json.loads(note.read_text())
+    note.unlink()
+    if error:
+        raise CheckpointError(f"rank {rank}: {error}")
+    return written[0], written[1]

@@ -10,7 +10,7 @@ import time
 import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
-from ampfuse.checkpoint import CheckpointError, _folder, _tensor_file, _write
+from ampfuse.checkpoint import CheckpointError, _folder, _save, _tensor_file, _write
 from torch import nn
 
 
@@ -142,8 +142,8 @@ def test_failure_at_any_write_leaves_the_last_checkpoint(tmp_path, model, monkey
 
 def test_background_save_holds_what_was_there_when_it_was_called(tmp_path, model, monkeypatch):
     go_on = threading.Event()
-    writes = _write.write_files
-    monkeypatch.setattr(_write, "write_files", lambda *args: go_on.wait() and writes(*args))
+    writes = _save.write_files
+    monkeypatch.setattr(_save, "write_files", lambda *args: go_on.wait() and writes(*args))
     weights = model.weight.clone()
     saving = checkpoint.save(tmp_path, step=1, model=model, background=True)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_error_in_the_background_is_raised_by_wait(tmp_path, model, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_write, "write_files", fail)
+        patch.setattr(_save, "write_files", fail)
         saving = checkpoint.save(tmp_path, step=1, model=model, background=True)
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No space left on device"):
@@ -202,7 +202,7 @@ def test_save_in_a_signal_handler_during_a_save_is_refused(tmp_path, model, monk
             checkpoint.save(tmp_path, step=2, model=model)
         errors.append(error)
 
-    writes = _write.write_files
+    writes = _save.write_files
 
     def interrupted(*args):
         signal.raise_signal(signal.SIGUSR1)
@@ -210,7 +210,7 @@ def test_save_in_a_signal_handler_during_a_save_is_refused(tmp_path, model, monk
 
     before = signal.signal(signal.SIGUSR1, handle)
     with monkeypatch.context() as patch:
-        patch.setattr(_write, "write_files", interrupted)
+        patch.setattr(_save, "write_files", interrupted)
         checkpoint.save(tmp_path, step=1, model=model)
     signal.signal(signal.SIGUSR1, before)
     assert len(errors) == 1
@@ -253,8 +253,8 @@ def test_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, model, monkeyp
 
 def test_background_save_does_not_depend_on_the_working_folder(tmp_path, model, monkeypatch):
     go_on = threading.Event()
-    writes = _write.write_files
-    monkeypatch.setattr(_write, "write_files", lambda *args: go_on.wait() and writes(*args))
+    writes = _save.write_files
+    monkeypatch.setattr(_save, "write_files", lambda *args: go_on.wait() and writes(*args))
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     saving = checkpoint.save("run", step=1, model=model, background=True)

@@ -1,7 +1,6 @@
 """The README's quick starts run as they are printed."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -36,24 +35,6 @@ def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
     printed = run(sys.executable, "example.py", cwd=tmp_path, env=package)
     assert printed.startswith("peak of a training step on a GPU: ")
     assert (tmp_path / "memory.png").is_file()
-
-
-def test_python_example_of_the_page_about_checkpoints_goes_on_where_it_stopped(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(code_block("python", "docs/checkpoints.md") + "print(start, loss.item())")
-    package = environment(PYTHONPATH=str(PACKAGE.parent))
-    first, last = run(sys.executable, script, cwd=tmp_path, env=package).split()
-    assert first == "0"
-    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == [
-        "step-00000060",
-        "step-00000080",
-        "step-00000100",
-    ]
-    for removed in (80, 100):
-        shutil.rmtree(tmp_path / "run" / f"step-{removed:08}")
-    assert run(sys.executable, script, cwd=tmp_path, env=package).split() == ["60", last]
 
 
 @pytest.mark.slow

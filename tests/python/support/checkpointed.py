@@ -1,10 +1,14 @@
 """A small training program, whose state is saved and loaded."""
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ampfuse
+import ampfuse.checkpoint
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -72,3 +76,19 @@ def same(one, other):
 def bytes_of(tensor):
     """Return the bytes of a tensor as a tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def shared_folder():
+    """Return the same new folder on all ranks."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def error_of(function):
+    """Return the message of a checkpoint's error, or of a refused kind of object."""
+    try:
+        function()
+    except (ampfuse.checkpoint.CheckpointError, TypeError) as error:
+        return str(error)
+    return ""

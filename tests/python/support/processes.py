@@ -1,6 +1,6 @@
-"""Scenarios that two ranks run together.
+"""Scenarios that two or more ranks run together.
 
-Processes are slow to start, so one pair runs all scenarios of a test module, and each test checks
+Processes are slow to start, so one group runs all scenarios of a test module, and each test checks
 one result.
 """
 
@@ -18,12 +18,13 @@ import torch.distributed as dist
 class Scenarios:
     """The scenarios of a module: functions of one argument that return a dictionary."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 2) -> None:
+        self._ranks = ranks
         self._functions: dict[tuple[str, Any], Callable[[Any], dict[str, Any]]] = {}
         self._results: list[dict[tuple[str, Any], Any]] = []  # of each rank
 
     def __call__(self, *arguments: Any) -> Callable[[Any], Any]:
-        """Return a decorator. Both ranks will call its function with each of the arguments."""
+        """Return a decorator. All ranks will call its function with each of the arguments."""
 
         def register(function: Any) -> Any:
             for argument in arguments:
@@ -34,8 +35,11 @@ class Scenarios:
 
     def play(self, folder: Path) -> None:
         """Run all scenarios, with files in the folder."""
-        torch.multiprocessing.spawn(_play, (str(folder), self._functions), nprocs=2)
-        self._results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+        arguments = (str(folder), self._functions, self._ranks)
+        torch.multiprocessing.spawn(_play, arguments, nprocs=self._ranks)
+        self._results = [
+            torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(self._ranks)
+        ]
 
     def results(self, name: str, argument: Any) -> list[dict[str, Any]]:
         """Return each rank's result. Fail if there was an error or a warning of stale masters."""
@@ -46,8 +50,9 @@ class Scenarios:
         return results
 
 
-def _play(rank: int, folder: str, functions: dict[tuple[str, Any], Any]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+def _play(rank: int, folder: str, functions: dict[tuple[str, Any], Any], ranks: int) -> None:
+    start = f"file://{folder}/init"
+    dist.init_process_group("gloo", init_method=start, rank=rank, world_size=ranks)
     results: dict[tuple[str, Any], Any] = {}
     for (name, argument), function in functions.items():
         try:

@@ -1,0 +1,83 @@
+"""The programs of the page about checkpoints go on where they stopped, with the same losses."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from packaging_tools import PACKAGE, ROOT, environment, run
+
+PLAIN, TRAINER, DISTRIBUTED = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.DOTALL
+)
+PACKAGES = environment(PYTHONPATH=str(PACKAGE.parent))
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("run/step-*"))
+
+
+def forget(folder: Path, *removed: int) -> None:
+    for step in removed:
+        shutil.rmtree(folder / "run" / f"step-{step:08}")
+
+
+def test_loop_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN + "print(start, loss.item())")
+    first, last = run(sys.executable, script, cwd=tmp_path, env=PACKAGES).split()
+    assert first == "0"
+    assert steps(tmp_path) == [60, 80, 100]
+    forget(tmp_path, 80, 100)
+    assert run(sys.executable, script, cwd=tmp_path, env=PACKAGES).split() == ["60", last]
+
+
+@pytest.mark.slow
+def test_trainer_saves_when_it_is_told_to_stop_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+    expected = run(sys.executable, "train.py", cwd=tmp_path, env=PACKAGES)
+    assert expected.startswith("step 2000: loss ")
+    shutil.rmtree(tmp_path / "run")
+
+    program = subprocess.Popen(
+        [sys.executable, "train.py"], cwd=tmp_path, env=PACKAGES, stdout=subprocess.PIPE, text=True
+    )
+    while not steps(tmp_path):
+        assert program.poll() is None
+        time.sleep(0.01)
+    program.send_signal(signal.SIGTERM)
+    text, _ = program.communicate(timeout=60)
+    assert program.returncode == 1
+    stopped = steps(tmp_path)[-1]
+    assert text.startswith(f"step {stopped}: ")
+    assert 100 <= stopped < 2000
+    assert run(sys.executable, "train.py", cwd=tmp_path, env=PACKAGES) == expected
+
+
+@pytest.mark.slow
+def test_distributed_program_goes_on_with_the_same_and_with_another_number_of_processes(
+    tmp_path: Path,
+) -> None:
+    shown = "print('rank', dist.get_rank(), start, loss.item())\n"
+    program = DISTRIBUTED.replace("dist.barrier()", f"{shown}dist.barrier()")
+    (tmp_path / "train.py").write_text(program)
+
+    def train(processes: int) -> list[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        output = run(
+            *command, "--nproc-per-node", str(processes), "train.py", cwd=tmp_path, env=PACKAGES
+        )
+        return sorted(line for line in output.splitlines() if line.startswith("rank"))
+
+    first = train(2)
+    assert [line.split()[:3] for line in first] == [["rank", "0", "0"], ["rank", "1", "0"]]
+    forget(tmp_path, 40, 60)
+    assert train(2) == [line.replace(" 0 0", " 0 20").replace(" 1 0", " 1 20") for line in first]
+    forget(tmp_path, 40, 60)
+    (alone,) = train(1)
+    assert alone.startswith("rank 0 20 ")
+    assert steps(tmp_path) == [20, 40, 60]
