@@ -53,7 +53,7 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-one bench wheel lint format build catch2 clean
+.PHONY: help demo test test-fast test-one bench wheel lint format build cpp-headers clean
 
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,7 +70,7 @@ demo: build  ## train a language model in float32, with torch.amp and with ampfu
 	@echo "demo: training a small language model four times (2 minutes on 2 cores)"
 	@$(BIN)/python examples/demo.py
 
-test: catch2 build  ## run every test
+test: cpp-headers build  ## run every test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 ifneq ($(AVX512),)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST_FLAGS) \
@@ -79,7 +79,7 @@ ifneq ($(AVX512),)
 endif
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
 
-test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
+test-fast: cpp-headers build  ## leave out the slow tests and the sanitizer builds
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
 
@@ -87,7 +87,7 @@ test-fast: catch2 build  ## leave out the slow tests and the sanitizer builds
 # an edit to one .cpp is tested in seconds.
 HAS_TESTS := $(filter 2,$(shell cat $(BUILD)/CMakeCache.txt 2>/dev/null | \
 	grep -c -E '^AMPFUSE_BUILD_(TESTS|CUDA_HOST):BOOL=ON'))
-test-one: $(if $(HAS_TESTS),,catch2 build)  ## run one test, T=tests/python/optim or T=test_cpp, after compiling what it needs
+test-one: $(if $(HAS_TESTS),,cpp-headers build)  ## run one test, T=tests/python/optim or T=test_cpp, after compiling what it needs
 	$(if $(TORCH),$(error test-one: only for the torch in .venv; use make test-fast TORCH=$(TORCH)))
 	$(if $(T),,$(error test-one: T: expected a test, as in make test-one T=tests/python/optim))
 ifneq ($(findstring tests/python,$(T)),)
@@ -114,8 +114,8 @@ format: $(READY)  ## format the sources
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-catch2:
-	@$(PYTHON) tools/environment.py catch2
+cpp-headers:
+	@$(PYTHON) tools/environment.py cpp-headers
 
 # $(call make_wheel,build folder,folder of the wheel). setuptools writes everything to the build
 # folder. Beside the sources, its files would count as the installation for the default torch.

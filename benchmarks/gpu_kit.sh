@@ -42,7 +42,7 @@ for named in "$@"; do
   esac
 done
 rm -rf "$kit" "$objects"/*/dist
-make --no-print-directory "$(basename "$venv")/.ready" catch2
+make --no-print-directory "$(basename "$venv")/.ready" cpp-headers
 "$venv/bin/python" --version | grep -q "$("$PYTHON" --version)" || {
   echo "gpu_kit: $venv has another Python than $PYTHON: remove it" >&2
   exit 1

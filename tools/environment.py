@@ -17,7 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / os.environ.get("VENV", ".venv")
-CATCH2 = ROOT / ".venv" / "catch2"
+CPP_HEADERS = ROOT / ".venv" / "cpp-headers"
+# Debian's packages of headers for the C++ tests, and a header or folder of each.
+DEBIAN = {"catch2": "catch2", "libxxhash-dev": "xxhash.h", "nlohmann-json3-dev": "nlohmann"}
 PINNED = "2.11.0"
 REQUESTED_TORCH = os.environ.get("TORCH", "")
 BUILD = ["setuptools>=77,<82", "wheel", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]
@@ -107,23 +109,29 @@ def install_packages(python: Path) -> None:
     run(*pip, *packages)
 
 
-def install_catch2() -> None:
-    """Download and unpack Catch2 for the C++ tests of all builds, which does not need root."""
-    folders = [*SYSTEM_INCLUDES, CATCH2 / "usr" / "include"]
-    if any(Path(folder, "catch2").is_dir() for folder in folders):
+def install_cpp_headers() -> None:
+    """Download and unpack headers for the C++ tests of all builds, which does not need root."""
+    folders = [*SYSTEM_INCLUDES, CPP_HEADERS / "usr" / "include"]
+    missing = [
+        package
+        for package, header in DEBIAN.items()
+        if not any(Path(folder, header).exists() for folder in folders)
+    ]
+    if not missing:
         return
-    say("fetching Catch2")
-    CATCH2.mkdir(parents=True, exist_ok=True)  # dpkg-deb does not create parent folders
+    say(f"fetching {', '.join(missing)}")
+    CPP_HEADERS.mkdir(parents=True, exist_ok=True)  # dpkg-deb does not create parent folders
     with tempfile.TemporaryDirectory() as download:
-        fetch = ["apt-get", "-qq", "-o=APT::Sandbox::User=root", "download", "catch2"]
+        fetch = ["apt-get", "-qq", "-o=APT::Sandbox::User=root", "download", *missing]
         if not succeeds(fetch, download):
             # A new machine has no package lists yet; only root can fetch them.
             succeeds(["apt-get", "-qq", "update"], download)
             succeeds(fetch, download)
-        packages = list(Path(download).glob("catch2*.deb"))
-        if packages and succeeds(["dpkg-deb", "-x", packages[0], CATCH2]):
-            return
-    say("no Catch2: install it, or the tests fail (Debian, Ubuntu: apt install catch2)")
+        packages = list(Path(download).glob("*.deb"))
+        unpacked = [succeeds(["dpkg-deb", "-x", package, CPP_HEADERS]) for package in packages]
+    if sum(unpacked) < len(missing):
+        names = " ".join(missing)
+        say(f"no {names}: install them, or the tests fail (Debian, Ubuntu: apt install {names})")
 
 
 def succeeds(command: list[str | Path], folder: str | None = None) -> bool:
@@ -135,9 +143,9 @@ def succeeds(command: list[str | Path], folder: str | None = None) -> bool:
 
 
 def main() -> None:
-    """Prepare everything; with the argument `catch2`, only install Catch2."""
-    if sys.argv[1:] == ["catch2"]:
-        install_catch2()
+    """Prepare everything; with the argument `cpp-headers`, only install those."""
+    if sys.argv[1:] == ["cpp-headers"]:
+        install_cpp_headers()
         return
     if sys.version_info < (3, 10):  # noqa: UP036 (any Python may start this script)
         sys.exit(f"ampfuse needs Python 3.10 or newer, this is {sys.version.split()[0]}")

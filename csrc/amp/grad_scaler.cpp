@@ -266,6 +266,10 @@ bool GradScaler::was_skipped() {
   return state_->history.was_skipped();
 }
 
+void GradScaler::load_history(std::vector<ScaleRecord> records) {
+  state_->history.put_records(std::move(records));
+}
+
 std::vector<ScaleRecord> GradScaler::history() const {
   return state_->history.records();
 }

@@ -21,10 +21,13 @@ constexpr size_t kRemembered = 16;  // number of steps that a report can look ba
 const at::Tensor& ScalerHistory::counters(at::Device device) {
   if (!counters_.defined() || counters_.device() != device) {
     const Counts now = counts();
+    std::vector<ScaleRecord> first = counters_.defined() ? decltype(first){} : first_records_;
     const auto options = at::TensorOptions(device);
     counters_ = at::zeros({static_cast<int64_t>(now.size())}, options.dtype(at::kLong));
     set_counts(now);
-    if (length_ > 0) updates_ = at::zeros({length_, math::kScaleRecord}, options.dtype(at::kFloat));
+    updates_.reset();
+    put_records(std::move(first));
+    if (length_ > 0) updates_ = with_first_records().to(device);
   }
   return counters_;
 }
@@ -42,6 +45,7 @@ void ScalerHistory::set_counts(const Counts& counts) {
   counters_copy_ = HostCopy();
   skips_in_a_row_ = counts[math::kConsecutiveSkips];
   recorded_from_ = counts[math::kUpdates];
+  first_records_.clear();
   for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
     counters_[static_cast<int64_t>(i)].fill_(counts[i]);
   }
@@ -77,7 +81,7 @@ int64_t ScalerHistory::skips_in_a_row() {
 }
 
 std::vector<ScaleRecord> ScalerHistory::records() const {
-  if (!updates_) return {};
+  if (!updates_) return first_records_;
   const at::Tensor copied =
       at::cat({updates_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
   const double* const numbers = copied.const_data_ptr<double>();
@@ -88,6 +92,27 @@ std::vector<ScaleRecord> ScalerHistory::records() const {
     records.push_back({record[0], record[1] != 0, record[2]});
   }
   return records;
+}
+
+void ScalerHistory::put_records(std::vector<ScaleRecord> records) {
+  const int64_t most = std::min(length_, first_counts_[math::kUpdates]);
+  const int64_t extra = static_cast<int64_t>(records.size()) - most;
+  if (extra > 0) records.erase(records.begin(), records.begin() + extra);
+  first_records_ = std::move(records);
+  recorded_from_ = first_counts_[math::kUpdates] - static_cast<int64_t>(first_records_.size());
+  if (updates_) updates_->copy_(with_first_records());
+}
+
+at::Tensor ScalerHistory::with_first_records() const {
+  const at::Tensor rows = at::zeros({length_, math::kScaleRecord}, at::kFloat);
+  int64_t update = recorded_from_;
+  for (const auto& [scale, skipped, norm] : first_records_) {
+    float* const row = rows.mutable_data_ptr<float>() + update++ % length_ * math::kScaleRecord;
+    row[0] = static_cast<float>(scale);
+    row[1] = skipped;
+    row[2] = static_cast<float>(norm);
+  }
+  return rows;
 }
 
 std::vector<at::Tensor> ScalerHistory::offenders() const {

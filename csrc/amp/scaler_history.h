@@ -40,6 +40,9 @@ class ScalerHistory {
 
   std::vector<ScaleRecord> records() const;
 
+  /// Puts records in front of those to come, after the counters were set.
+  void put_records(std::vector<ScaleRecord> records);
+
   /// Returns the parameters with non-finite gradients in the last skipped step that is remembered.
   /// Parameters that were deleted since are left out.
   std::vector<at::Tensor> offenders() const;
@@ -50,7 +53,10 @@ class ScalerHistory {
     Inspection inspection;
   };
 
+  at::Tensor with_first_records() const;  // a history on the CPU that holds only these
+
   Counts first_counts_;
+  std::vector<ScaleRecord> first_records_;
   int64_t length_;
   at::Tensor counters_;
   std::optional<at::Tensor> updates_;

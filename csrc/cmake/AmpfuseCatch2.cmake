@@ -1,7 +1,7 @@
 # Defines the target ampfuse::catch2: Catch2 of major version 2 or 3, with a main(). Sets
 # AMPFUSE_CATCH2 to true if Catch2 was found.
 
-find_package(Catch2 QUIET HINTS ${PROJECT_SOURCE_DIR}/.venv/catch2/usr)
+find_package(Catch2 QUIET HINTS ${PROJECT_SOURCE_DIR}/.venv/cpp-headers/usr)
 set(AMPFUSE_CATCH2 ${Catch2_FOUND})
 if(Catch2_FOUND AND Catch2_VERSION VERSION_GREATER_EQUAL 3)
   add_library(ampfuse_catch2 INTERFACE)

@@ -132,6 +132,9 @@ class AMPFUSE_API GradScaler {
 
   std::vector<ScaleRecord> history() const;  ///< oldest first; makes one copy to the host
 
+  /// Puts records of another scaler, whose state was loaded before, in front of those to come.
+  void load_history(std::vector<ScaleRecord> records);
+
   /// Names of the parameters with non-finite gradients in the last skipped step. The scaler
   /// remembers 16 steps, so call this when was_skipped(). The host waits.
   std::vector<std::string> overflow_report(const torch::nn::Module& model) const;

@@ -14,7 +14,7 @@ from ampfuse._dtensors import sharded_like
 from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError, required
 from ampfuse.checkpoint._folder import found
-from ampfuse.checkpoint._parts import check_parts, load_state, mistakes, shardings
+from ampfuse.checkpoint._parts import check_parts, is_model, load_state, mistakes, shardings
 from ampfuse.checkpoint._random import set_random_states
 from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
 from ampfuse.checkpoint._shards import Region, assembled, shard_of
@@ -128,7 +128,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
         )
 
     def load_all() -> None:
-        for name, value in objects.items():
+        # Models come last, since only the states of others can still be refused.
+        for name, value in sorted(objects.items(), key=lambda item: is_model(item[1])):
             load_state(value, parts[name], partial(reader.value, likes=likes))
 
     on_all_ranks(load_all)

@@ -24,6 +24,11 @@ def unwrapped(value: Any) -> Any:
             return value
 
 
+def is_model(value: Any) -> bool:
+    """Return True for a module, also inside of torch.compile and DistributedDataParallel."""
+    return isinstance(unwrapped(value), nn.Module)
+
+
 def check_parts(objects: dict[str, Any], methods: tuple[str, ...], function: str) -> None:
     """Refuse objects that have no state."""
     for name, value in objects.items():

@@ -18,9 +18,13 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set the states. GPUs that this machine does not have are left out."""
-    random.setstate(states["python"])
+    """Set the states. GPUs that this machine does not have are left out.
+
+    A C++ program has saved only those of torch.
+    """
     torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
     if "numpy" in states:
         from numpy.random import set_state
 

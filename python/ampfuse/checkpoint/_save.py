@@ -7,10 +7,8 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ampfuse.checkpoint._errors import required
-from ampfuse.checkpoint._parts import check_parts, state_of, unwrapped
+from ampfuse.checkpoint._parts import check_parts, is_model, state_of
 from ampfuse.checkpoint._random import random_states
 from ampfuse.checkpoint._ranks import (
     check_same,
@@ -200,7 +198,7 @@ def _encoded(
         shared, own = {"values": encode(values, "values")}, {}
         for name, value in objects.items():
             state = state_of(value, gradients=gradients)
-            if isinstance(unwrapped(value), nn.Module) or hasattr(value, "param_groups"):
+            if is_model(value) or hasattr(value, "param_groups"):
                 shared[name] = encode(state, name)
             else:
                 own[name] = of_ranks(state, name)

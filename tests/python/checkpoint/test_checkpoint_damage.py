@@ -161,3 +161,19 @@ def test_objects_that_do_not_fit_are_named_and_nothing_is_loaded(path, change, m
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(path, **other.objects)
     assert same(other.tensors(), before)
+
+
+def test_model_is_not_loaded_if_a_scheduler_refuses_its_state(tmp_path):
+    def made(parts):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rates = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(parts)]
+        rate = torch.optim.lr_scheduler.SequentialLR(optimizer, rates, [5, 9][: parts - 1])
+        return {"model": model, "scheduler": rate}
+
+    checkpoint.save(tmp_path, step=1, **made(2))
+    other = made(1)
+    weight = other["model"].weight.clone()
+    with pytest.raises(IndexError):
+        checkpoint.load(tmp_path, **other)
+    assert torch.equal(other["model"].weight, weight)

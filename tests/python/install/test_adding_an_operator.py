@@ -64,7 +64,7 @@ def copy() -> Path:
     options = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_INSTALL_PREFIX": COPY / "python" / "ampfuse",
-        "CMAKE_PREFIX_PATH": ROOT / ".venv" / "catch2" / "usr",
+        "CMAKE_PREFIX_PATH": ROOT / ".venv" / "cpp-headers" / "usr",
         "AMPFUSE_TORCH_ROOT": SITE / "torch",
         "AMPFUSE_WITH_CUDA": "OFF",
         "AMPFUSE_BUILD_PYTHON": "ON",

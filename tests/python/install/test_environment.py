@@ -9,13 +9,16 @@ from types import ModuleType
 import pytest
 
 ENVIRONMENT = Path(__file__).parents[3] / "tools" / "environment.py"
-# Like the real `apt-get download`, this leaves a package in the current folder, with one header.
+# Like the real `apt-get download`, this leaves packages in the current folder, with a header each.
 APT_GET = """#!/bin/sh
-mkdir -p package/DEBIAN package/usr/include/catch2
-touch package/usr/include/catch2/catch.hpp
-printf 'Package: catch2\nVersion: 2\nArchitecture: all\nMaintainer: a\nDescription: b\n' \
-    > package/DEBIAN/control
-dpkg-deb -b package catch2_2_all.deb
+shift 3
+for name in "$@"; do
+    mkdir -p $name/DEBIAN $name/usr/include/$name
+    touch $name/usr/include/$name/header.h
+    echo "Package: $name" > $name/DEBIAN/control
+    printf 'Version: 2\\nArchitecture: all\\nMaintainer: a\\nDescription: b\\n' >> $name/DEBIAN/control
+    dpkg-deb -b $name ${name}_2_all.deb
+done
 """
 
 
@@ -56,8 +59,11 @@ def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(
 
 
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not Debian's kind of system")
-def test_catch2_is_unpacked_before_the_environment_exists(
-    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_headers_are_unpacked_before_the_environment_exists(
+    environment: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     apt_get = tmp_path / "bin" / "apt-get"
     apt_get.parent.mkdir()
@@ -65,6 +71,10 @@ def test_catch2_is_unpacked_before_the_environment_exists(
     apt_get.chmod(0o755)
     monkeypatch.setenv("PATH", f"{apt_get.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(environment, "SYSTEM_INCLUDES", [])
-    monkeypatch.setattr(environment, "CATCH2", tmp_path / ".venv" / "catch2")
-    environment.install_catch2()
-    assert (tmp_path / ".venv" / "catch2" / "usr" / "include" / "catch2" / "catch.hpp").exists()
+    monkeypatch.setattr(environment, "CPP_HEADERS", tmp_path / ".venv" / "headers")
+    monkeypatch.setattr(environment, "DEBIAN", {"catch2": "catch2", "json-dev": "json-dev"})
+    for _ in range(2):
+        environment.install_cpp_headers()
+        for name in ("catch2", "json-dev"):
+            assert (tmp_path / ".venv/headers/usr/include" / name / "header.h").exists()
+    assert capsys.readouterr().out == "environment: fetching catch2, json-dev\n"

@@ -14,6 +14,7 @@ from packaging_tools import PACKAGE, ROOT, environment, run
 PLAIN, TRAINER, DISTRIBUTED = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.DOTALL
 )
+(CPP,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.DOTALL)
 PACKAGES = environment(PYTHONPATH=str(PACKAGE.parent))
 
 
@@ -81,3 +82,21 @@ def test_distributed_program_goes_on_with_the_same_and_with_another_number_of_pr
     (alone,) = train(1)
     assert alone.startswith("rank 0 20 ")
     assert steps(tmp_path) == [20, 40, 60]
+
+
+@pytest.mark.slow
+def test_cpp_program_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "main.cpp").write_text(CPP)
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(train CXX)\nfind_package(ampfuse REQUIRED)\n"
+        "add_executable(train main.cpp)\ntarget_link_libraries(train ampfuse::ampfuse)\n"
+    )
+    headers = ROOT / ".venv" / "cpp-headers" / "usr" / "include"
+    options = [f"-DCMAKE_PREFIX_PATH={PACKAGE}", f"-DCMAKE_CXX_FLAGS=-isystem {headers}"]
+    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *options)
+    run("cmake", "--build", tmp_path / "build")
+    program = tmp_path / "build" / "train"
+    first, last = run(program, cwd=tmp_path, env=environment()).split()
+    assert first == "0"
+    forget(tmp_path, 60)
+    assert run(program, cwd=tmp_path, env=environment()).split() == ["40", last]

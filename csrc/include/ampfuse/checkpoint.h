@@ -1,0 +1,137 @@
+/// Checkpoints that Python's ampfuse.checkpoint reads and writes, too: safetensors and JSON, with a
+/// hash for each tensor. They are complete or not there, whenever the process is killed.
+///
+/// Programs that include this header need xxhash.h and nlohmann/json.hpp (Debian, Ubuntu: apt
+/// install libxxhash-dev nlohmann-json3-dev). The library does not, so ampfuse.h does not include
+/// it.
+///
+///     ampfuse::checkpoint::save("run", step, {{"model", model}, {"optimizer", optimizer}});
+///     const auto loaded =
+///         ampfuse::checkpoint::load("run", {{"model", model}, {"optimizer", optimizer}});
+#pragma once
+
+#include <ampfuse/checkpoint/folder.h>
+#include <ampfuse/checkpoint/objects.h>
+
+namespace ampfuse::checkpoint {
+
+using Objects = std::vector<std::pair<std::string, Object>>;
+
+struct SaveOptions {
+  /// Numbers, texts, tensors, lists, tuples and dicts of them, which load() returns.
+  TORCH_ARG(at::IValue, values);
+  TORCH_ARG(bool, rng) = true;              // store the states of torch's random number generators
+  TORCH_ARG(bool, gradients) = false;       // of models, for a save between two micro-batches
+  TORCH_ARG(std::optional<int64_t>, keep);  // remove older checkpoints, so that this many are left
+};
+
+/// The result of load().
+struct Loaded {
+  std::filesystem::path path;
+  int64_t step;
+  at::IValue values;
+};
+
+/// Returns the newest complete checkpoint of a run's folder.
+inline std::optional<std::filesystem::path> latest(const std::filesystem::path& run) {
+  return detail::latest_of(run);
+}
+
+/// Writes a checkpoint of this step into the folder of a run, and returns its path. If that fails,
+/// throws an Error, and earlier checkpoints are as they were.
+///
+/// Objects are models, ampfuse::Adam, AdamW and GradScaler, by any name. Optimizers are saved with
+/// masters, scalers with their history.
+inline std::filesystem::path save(const std::filesystem::path& run, int64_t step,
+                                  const Objects& objects, const SaveOptions& options = {}) {
+  using namespace detail;
+  if (step < 0) throw Error("save: step: expected 0 or more, got " + std::to_string(step));
+  if (options.keep() && *options.keep() < 1) {
+    throw Error("save: keep: expected 1 or more, got " + std::to_string(*options.keep()));
+  }
+  const c10::NoGradGuard no_grad;
+  Encoder encode;
+  Json parts = {{"values", encode(options.values(), "values")}};
+  for (const auto& [name, object] : objects) {
+    const Dict state = std::visit(
+        [&](auto* one) {
+          if constexpr (std::is_same_v<decltype(one), torch::nn::Module*>) {
+            return state_of(*one, options.gradients());
+          } else {
+            return state_of(*one);
+          }
+        },
+        object.get());
+    parts[name] = encode(state, name);
+  }
+  if (options.rng()) parts["rng"] = encode(random_states(), "rng");
+  const std::filesystem::path folder = std::filesystem::absolute(run);
+  try {
+    Writing writing(folder, step);
+    Json index = {{"step", step}, {"parts", std::move(parts)}};
+    write_all_tensors(writing.folder(), encode.tensors(), index);
+    write_index(writing.folder(), index);
+    return writing.finish(options.keep());
+  } catch (const fs::filesystem_error& error) {
+    throw Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
+                " could not be written: " + error.what());
+  }
+}
+
+/// Compares a checkpoint, or the newest one of a run, with its hashes, and returns its path. Throws
+/// an Error that names the file or tensor that differs.
+inline std::filesystem::path verify(const std::filesystem::path& path) {
+  const detail::Reader reader(detail::found(path));
+  for (const auto& [name, entry] : reader.content()["tensors"].items()) reader.tensor(name);
+  return reader.folder();
+}
+
+/// Loads a checkpoint, or the newest one of a run, into objects, each of which must be in it.
+///
+/// All that is loaded is compared with its hashes first, and models and optimizers with what was
+/// saved. If anything differs, throws an Error that names it, and loads nothing.
+///
+/// rng: set the states of random number generators; by default if an optimizer is loaded.
+inline Loaded load(const std::filesystem::path& path, const Objects& objects,
+                   std::optional<bool> rng = std::nullopt) {
+  using namespace detail;
+  const Reader reader(found(path));
+  const Json& stored = reader.content()["parts"];
+  std::set<std::string> needed;
+  add_tensors_of(stored["values"], needed);
+  bool resumes = false;
+  for (const auto& [name, object] : objects) {
+    if (!stored.contains(name) || name == "rng" || name == "values") {
+      throw Error(reader.folder().string() + ": it has no " + name);
+    }
+    Mistakes mistakes;
+    std::visit(
+        [&](const auto* one) { check(*one, stored[name], reader.content()["tensors"], mistakes); },
+        object.get());
+    if (!mistakes.empty()) {
+      throw Error(reader.folder().string() + ": " + name + ": " + text_of(mistakes));
+    }
+    add_tensors_of(stored[name], needed);
+    resumes |= std::holds_alternative<Adam*>(object.get());
+  }
+  const bool sets_rng = stored.contains("rng") && rng.value_or(resumes);
+  if (sets_rng) add_tensors_of(stored["rng"], needed);
+
+  std::map<std::string, at::Tensor> tensors;
+  for (const std::string& name : needed) tensors[name] = reader.tensor(name);
+  const auto value = [&](const Json& encoded) {
+    return decoded(encoded, [&](const std::string& name) { return tensors.at(name); });
+  };
+  // Models come last, since only the states of others can still be refused.
+  for (const bool is_model : {false, true}) {
+    for (const auto& [name, object] : objects) {
+      if (std::holds_alternative<torch::nn::Module*>(object.get()) != is_model) continue;
+      const Dict state = value(stored[name]).toGenericDict();
+      std::visit([&](auto* one) { detail::load(*one, state); }, object.get());
+    }
+  }
+  if (sets_rng) set_random_states(value(stored["rng"]).toGenericDict());
+  return {reader.folder(), reader.content()["step"].get<int64_t>(), value(stored["values"])};
+}
+
+}  // namespace ampfuse::checkpoint

@@ -1,0 +1,142 @@
+"""Checkpoints of C++ programs are read and written by Python, and the reverse."""
+
+import json
+
+import ampfuse.checkpoint as checkpoint
+import pytest
+import torch
+from ampfuse.checkpoint import CheckpointError
+from checkpointed import Training, same
+
+cpp = pytest.importorskip("ampfuse_cpp_checkpoint")
+KINDS = {
+    "float32": {},
+    "masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},
+}
+
+
+class Python:
+    """A training like that of C++, which has no scheduler."""
+
+    def __init__(self, seed, kind):
+        self.training = Training.of(seed, **KINDS[kind])
+        self.objects = self.training.objects
+        del self.objects["scheduler"]
+
+    def backward(self):
+        return self.training.backward()
+
+    def run(self, steps):
+        losses = []
+        for _ in range(steps):
+            losses.append(self.backward())
+            self.training.scaler.step(self.training.optimizer)
+            self.training.scaler.update()
+            self.training.optimizer.zero_grad()
+        return losses
+
+    def tensors(self):
+        model, optimizer = self.training.model, self.training.optimizer
+        state = [optimizer.state[param] for param in model.parameters()]
+        names = ("step", "exp_avg", "exp_avg_sq", "master_param")
+        found = [value for _, value in sorted(model.state_dict().items())]
+        return found + [one[name] for one in state for name in names if name in one]
+
+    def history(self):
+        return [tuple(record) for record in self.training.scaler.history()]
+
+    def save(self, folder, step, *, gradients=False):
+        checkpoint.save(folder, step=step, gradients=gradients, values="Python", **self.objects)
+
+    def load(self, folder):
+        return checkpoint.load(folder, **self.objects).step
+
+
+LANGUAGES = {"Python": Python, "C++": cpp.Training}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("writer", "reader"), [("Python", "C++"), ("C++", "Python")])
+def test_training_goes_on_in_the_other_language_bit_for_bit(
+    tmp_path, writer, reader, kind, accumulates
+):
+    folder = str(tmp_path)
+    first = LANGUAGES[writer](0, kind)
+    first.run(5)
+    if accumulates:
+        first.backward()
+    first.save(folder, 5, gradients=accumulates)
+    losses = first.run(4)
+    second = LANGUAGES[reader](1, kind)
+    second.run(2)
+    assert second.load(folder) == 5
+    assert second.run(4) == losses
+    assert same(second.tensors(), first.tensors())
+    assert second.history() == first.history()
+    assert len(first.history()) == 8
+
+    # The first language goes on from what the other one saves.
+    second.save(folder, 9)
+    losses = second.run(3)
+    third = LANGUAGES[writer](2, kind)
+    assert third.load(folder) == 9
+    assert third.run(3) == losses
+
+
+def test_each_language_verifies_the_files_of_the_other(tmp_path):
+    cpp.Training(0, "masters").save(str(tmp_path / "cpp"), 3)
+    path = checkpoint.verify(tmp_path / "cpp")
+    assert path == tmp_path / "cpp" / "step-00000003"
+    file = path / "tensors-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="the tensor has changed since it was written"):
+        checkpoint.verify(tmp_path / "cpp")
+    checkpoint.save(tmp_path / "python", step=4, values=torch.zeros(3))
+    assert cpp.verify(str(tmp_path / "python")).endswith("step-00000004")
+
+
+def test_values_of_python_survive_a_cpp_program(tmp_path):
+    image = torch.arange(24.0).reshape(1, 2, 3, 4)
+    values = {
+        "numbers": [1, -2.5, float("inf"), True, None, 2**62],
+        "text": "Größe",
+        "tuple": (torch.arange(3, dtype=torch.int16), torch.ones(2, dtype=torch.bfloat16)),
+        "dict": {1: "a", "$b": [torch.zeros(0, 3)]},
+        "channels last": image.to(memory_format=torch.channels_last),
+    }
+    checkpoint.save(tmp_path / "a", step=1, values=values)
+    cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
+    found = checkpoint.load(tmp_path / "b").values
+    assert list(found) == list(values)
+    for name in ("numbers", "text"):
+        assert found[name] == values[name]
+    assert same(list(found["tuple"]), list(values["tuple"]))
+    assert found["dict"][1] == "a"
+    assert found["dict"]["$b"][0].shape == (0, 3)
+    assert torch.equal(found["channels last"], values["channels last"])
+
+
+def test_cpp_assembles_what_several_ranks_have_saved_in_pieces(tmp_path):
+    """Cut a tensor of a checkpoint in two, as two ranks would have written it."""
+    from ampfuse.checkpoint import _index
+    from ampfuse.checkpoint._shards import Region, Shard
+    from ampfuse.checkpoint._write import joined, write_files
+
+    whole = torch.arange(12.0).reshape(3, 4)
+    path = checkpoint.save(tmp_path / "a", step=1, values=whole, rng=False).path
+    index = json.loads((path / _index.NAME).read_text())
+    parts = []
+    for rank, (start, stop) in enumerate([(0, 3), (3, 4)]):
+        shard = Shard((3, 4), Region((0, start), (3, stop - start)), True)
+        parts.append(
+            write_files(path, {"values": whole[:, start:stop]}, {"values": shard}, rank)
+        )
+    content = {name: index[name] for name in ("step", "parts")}
+    _index.write(path, content | joined(parts))
+    cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert torch.equal(checkpoint.load(tmp_path / "b").values, whole)
+    assert torch.equal(checkpoint.load(tmp_path / "a").values, whole)
