@@ -16,7 +16,8 @@ for name in "$@"; do
     mkdir -p $name/DEBIAN $name/usr/include/$name
     touch $name/usr/include/$name/header.h
     echo "Package: $name" > $name/DEBIAN/control
-    printf 'Version: 2\\nArchitecture: all\\nMaintainer: a\\nDescription: b\\n' >> $name/DEBIAN/control
+    echo "Version: 2" >> $name/DEBIAN/control
+    printf 'Architecture: all\\nMaintainer: a\\nDescription: b\\n' >> $name/DEBIAN/control
     dpkg-deb -b $name ${name}_2_all.deb
 done
 """
