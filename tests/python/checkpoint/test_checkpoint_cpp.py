@@ -132,9 +132,7 @@ def test_cpp_assembles_what_several_ranks_have_saved_in_pieces(tmp_path):
     parts = []
     for rank, (start, stop) in enumerate([(0, 3), (3, 4)]):
         shard = Shard((3, 4), Region((0, start), (3, stop - start)), True)
-        parts.append(
-            write_files(path, {"values": whole[:, start:stop]}, {"values": shard}, rank)
-        )
+        parts.append(write_files(path, {"values": whole[:, start:stop]}, {"values": shard}, rank))
     content = {name: index[name] for name in ("step", "parts")}
     _index.write(path, content | joined(parts))
     cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
