@@ -7,6 +7,7 @@ from ampfuse import _library
 _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
+from ampfuse._accumulate import accumulate  # noqa: E402
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from ampfuse.cpp_archive import (  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "ScaleCollapseError",
     "ScaleRecord",
+    "accumulate",
     "build_info",
     "check_targets",
     "clip_grad_norm_",

@@ -66,9 +66,7 @@ def largest_batch(
     >>> ampfuse.memory.largest_batch(model, optimizer, step, memory="64MiB", effective=10_000)
     BatchSize(largest=7912, batch=5000, accumulation=2)
 
-    Each micro-batch is to have its part in the mean over the whole step: pass the number of targets
-    in the whole step as `denominator` to ampfuse's losses. If all micro-batches are equal, dividing
-    their losses by `accumulation` does the same.
+    `ampfuse.accumulate` gives micro-batches the gradients of the whole batch.
     """
     if effective is not None and effective < 1:
         raise ValueError(f"effective: expected at least 1, got {effective}")

@@ -37,6 +37,13 @@ def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").is_file()
 
 
+def test_python_example_of_the_page_about_accumulation_runs(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(code_block("python", "docs/accumulation.md") + "print(loss)")
+    package = environment(PYTHONPATH=str(PACKAGE.parent))
+    assert run(sys.executable, script, cwd=tmp_path, env=package).startswith("tensor(2.")
+
+
 @pytest.mark.slow
 def test_cpp_quick_start_builds_and_runs(tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(code_block("cpp"))

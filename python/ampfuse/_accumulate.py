@@ -1,0 +1,110 @@
+"""`accumulate`: the gradients of a large batch from several small ones."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # targets that torch's cross-entropy leaves out by default
+
+
+def accumulate(
+    step: Callable[[Any, Any], Tensor],
+    micro_batches: Iterable[Any],
+    *,
+    count: Callable[[Any], Tensor | float] | None = None,
+    scaler: Any = None,
+    model: Any = None,
+    process_group: Any = None,
+) -> Tensor:
+    """Add up the gradients of micro-batches, and return the loss of the whole batch.
+
+    The gradients are those of the mean loss over all targets of all micro-batches, up to rounding,
+    however many each micro-batch has. A mean of the micro-batches' means is something else.
+
+    step: `step(micro_batch, denominator)` computes the loss of a micro-batch, which is a sum
+        divided by `denominator`, and returns it. ampfuse's losses take `denominator=`; of others,
+        divide a sum. It does not call `backward`.
+    count: returns the number of targets in a micro-batch, or their total weight. By default a
+        micro-batch is a pair of inputs and integer targets, of which those that are not -100 count.
+    scaler: scales the losses before `backward`. Unscaling, `scaler.step(optimizer)` and
+        `scaler.update()` come once, after `accumulate`.
+    model: a DistributedDataParallel, whose gradients are averaged once, in the last micro-batch.
+        The batch is that of all ranks, and its loss is the mean of the ranks' results.
+    process_group: the ranks over which gradients are averaged; by default those of `model`. Pass
+        it for models of `fully_shard`: `mesh.get_group()` of the mesh they were sharded with. Their
+        gradients are averaged in each micro-batch, which takes no further memory.
+
+    >>> import torch, ampfuse
+    >>> model = torch.nn.Linear(4, 3)
+    >>> inputs, targets = torch.randn(6, 4), torch.tensor([0, 2, 1, 1, -100, 2])
+    >>> def step(part, denominator):
+    ...     return ampfuse.cross_entropy(model(part[0]), part[1], denominator=denominator)
+    >>> parts = list(zip(inputs.split(2), targets.split(2)))
+    >>> loss = ampfuse.accumulate(step, parts)
+    >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
+    """
+    parts = list(micro_batches)
+    if not parts:
+        raise ValueError("accumulate: micro_batches: expected at least one, got none")
+    denominator: Any = sum((count or targets_in)(part) for part in parts)
+    group = group_of(model) if process_group is None else process_group
+    if group is not None:
+        denominator = mean_of_ranks(denominator, model, group)
+    total: Tensor | None = None
+    for number, part in enumerate(parts, 1):
+        averages = number == len(parts) or not hasattr(model, "no_sync")
+        with nullcontext() if averages else model.no_sync():
+            loss = step(part, denominator)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise TypeError(f"accumulate: step: expected a loss, got {described(loss)}")
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def targets_in(micro_batch: Any) -> Tensor:
+    """Return how many targets a pair of inputs and integer targets has."""
+    if isinstance(micro_batch, list | tuple) and len(micro_batch) == 2:
+        target = micro_batch[1]
+        if isinstance(target, Tensor) and not target.is_floating_point():
+            return (target != IGNORED).sum()
+    kind = described(micro_batch)
+    raise TypeError(
+        "accumulate: expected micro-batches (inputs, integer targets), got "
+        f"{kind}; pass count=, a function that returns how many targets a micro-batch has"
+    )
+
+
+def described(value: Any) -> str:
+    """Return the type of a value, and of the items of a short tuple or list."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} of shape {list(value.shape)}"
+    if isinstance(value, list | tuple) and len(value) <= 4:
+        return f"{type(value).__name__} of {', '.join(map(described, value)) or 'nothing'}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with {', '.join(map(str, value))}"
+    return type(value).__name__
+
+
+def group_of(model: Any) -> Any:
+    """Return the process group of DistributedDataParallel or FullyShardedDataParallel."""
+    if hasattr(model, "set_requires_gradient_sync"):  # fully_shard; its mesh may have more parts
+        raise ValueError(
+            "accumulate: model: pass process_group=mesh.get_group() for a model of fully_shard, "
+            "with the mesh that it was sharded with"
+        )
+    return getattr(model, "process_group", None)
+
+
+def mean_of_ranks(count: Tensor | float, model: Any, group: Any) -> Tensor:
+    """Return the mean of the ranks' counts. Their gradients are averaged, too, so it is exact."""
+    device = count.device if isinstance(count, Tensor) else torch.device("cpu")
+    if model is not None:
+        device = next(model.parameters()).device
+    total = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
+    torch.distributed.all_reduce(total, group=group)
+    return total / torch.distributed.get_world_size(group)
