@@ -3,7 +3,9 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/gt.h>
 #include <ATen/ops/le.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
@@ -66,6 +68,19 @@ void inspect_scaled(ScalerState& state, OptimizerState& of_optimizer) {
       amp::inspect(*of_optimizer.optimizer, at::ones_like(state.scale), found_inf,
                    /*allow_fp16=*/true, state.options.process_group());
   of_optimizer.inspection.is_scaled = true;
+}
+
+// Returns a flag: 1 if the norm of the gradients is an outlier, else 0.
+at::Tensor outlier(ScalerState& state) {
+  TORCH_CHECK_VALUE(state.optimizers.size() == 1,
+                    "skip_outliers: expected one optimizer between two updates, got ",
+                    state.optimizers.size());
+  const auto norm = state.unscaled_norm();
+  const at::Tensor& scale = state.scale;
+  if (!norm && state.optimizers[0].inspection.total_norms.empty()) return at::zeros_like(scale);
+  TORCH_CHECK_VALUE(norm, "skip_outliers: the norm of the gradients is not known, since some of ",
+                    "them are sparse or occur twice");
+  return norm->gt(state.history.norms(scale.device())[math::kNormLimit]).to(at::kFloat);
 }
 
 void raise_if_collapsed(ScalerState& state) {
@@ -161,8 +176,9 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
               "gradient. Did you call scaler.scale(loss).backward()? If it is intended, set "
               "allow_no_grads");
   // Without gradients nothing can overflow.
-  const at::Tensor found_inf =
+  at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
+  if (state_->options.skip_outliers()) found_inf = at::maximum(found_inf, outlier(*state_));
   state_->history.note_step(found_inf, of_optimizer.inspection);
   at::Tensor loss;
   if (takes_tensors) {
@@ -222,8 +238,10 @@ void GradScaler::update() {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->history.counters(device);
     const auto& updates = state_->history.updates();
-    if (updates) policy.norm = state_->unscaled_norm();
-    update_scale({state_->scale, state_->growth_tracker, counters, updates}, found_infs, policy);
+    ScaleTensors tensors = {state_->scale, state_->growth_tracker, counters, updates};
+    if (updates || policy.skip_outliers) policy.norm = state_->unscaled_norm();
+    if (policy.skip_outliers && policy.norm) tensors.norms = state_->history.norms(device);
+    update_scale(tensors, found_infs, policy);
   }
   state_->optimizers.clear();
   raise_if_collapsed(*state_);

@@ -3,6 +3,7 @@
 #include <ampfuse/grad_scaler.h>
 #include <torch/serialize/archive.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -19,11 +20,28 @@ StateDict empty_state_dict() {
   return StateDict(c10::StringType::get(), c10::AnyType::get());
 }
 
-constexpr auto kKeys = {"scale",           "growth_factor",       "backoff_factor",
-                        "growth_interval", "_growth_tracker",     "min_scale",
-                        "max_scale",       "hysteresis",          "hysteresis_refill",
-                        "dynamic",         "_hysteresis_tracker", "_consecutive_skips",
-                        "_updates"};
+constexpr auto kKeys = {"scale",
+                        "growth_factor",
+                        "backoff_factor",
+                        "growth_interval",
+                        "_growth_tracker",
+                        "min_scale",
+                        "max_scale",
+                        "hysteresis",
+                        "hysteresis_refill",
+                        "dynamic",
+                        "skip_outliers",
+                        "_hysteresis_tracker",
+                        "_consecutive_skips",
+                        "_updates",
+                        "_norms",
+                        "_norm_mean",
+                        "_norm_variance",
+                        "_norm_limit"};
+
+// The entries of the statistics of norms, in their order.
+constexpr std::array kNormKeys = {"_norms", "_norm_mean", "_norm_variance", "_norm_limit"};
+static_assert(kNormKeys.size() == math::kNormStatistics);
 
 void refuse(const char* key, const char* expected, const at::IValue& got) {
   TORCH_CHECK_VALUE(false, "GradScaler's state: ", key, ": expected ", expected, ", got ", got);
@@ -69,6 +87,12 @@ std::optional<double> limit(const char* key, const at::IValue& value) {
   return number(key, value);
 }
 
+double finite(const char* key, const at::IValue& value) {
+  const double found = number(key, value);
+  if (!std::isfinite(found)) refuse(key, "a finite number", value);
+  return found;
+}
+
 GradScalerOptions loaded_options(GradScalerOptions options, const Reader& state) {
   options.growth_factor(number("growth_factor", state.required("growth_factor")));
   options.backoff_factor(number("backoff_factor", state.required("backoff_factor")));
@@ -87,6 +111,8 @@ GradScalerOptions loaded_options(GradScalerOptions options, const Reader& state)
     if (!value.isBool()) refuse(key, "true or false", value);
     options.dynamic(value.toBool());
   });
+  state.if_present("skip_outliers",
+                   [&](auto key, auto& value) { options.skip_outliers(limit(key, value)); });
   amp::check_options(options);
   return options;
 }
@@ -108,9 +134,12 @@ StateDict GradScaler::state_dict() const {
   entries.insert("hysteresis", options.hysteresis());
   entries.insert("hysteresis_refill", options.hysteresis_refill());
   entries.insert("dynamic", options.dynamic());
+  entries.insert("skip_outliers", options.skip_outliers());
   entries.insert("_hysteresis_tracker", hysteresis);
   entries.insert("_consecutive_skips", skips);
   entries.insert("_updates", updates);
+  const auto norms = state_->history.norm_statistics();
+  for (size_t i = 0; i < norms.size(); ++i) entries.insert(kNormKeys[i], norms[i]);
   return entries;
 }
 
@@ -134,10 +163,15 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   load("_hysteresis_tracker", math::kHysteresisTracker);
   load("_consecutive_skips", math::kConsecutiveSkips);
   load("_updates", math::kUpdates);
+  amp::ScalerHistory::Norms norms = state_->history.norm_statistics();
+  for (size_t i = 0; i < norms.size(); ++i) {
+    state.if_present(kNormKeys[i], [&](auto key, auto& value) { norms[i] = finite(key, value); });
+  }
 
   state_->options = options;
   state_->set_scale(scale, growth_tracker);
   state_->history.set_counts(counts);
+  state_->history.set_norm_statistics(norms);
 }
 
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {

@@ -38,6 +38,9 @@ void check_initial_options(const GradScalerOptions& options) {
 void check_options(const GradScalerOptions& options) {
   check_scale("init_scale", options.init_scale());
   checked_scale_policy("", update_options(options));
+  TORCH_CHECK_VALUE(!options.skip_outliers() || !options.process_group(),
+                    "skip_outliers: expected None with a process_group, whose ranks have different "
+                    "gradients");
   const auto skips = options.max_consecutive_skips();
   if (skips) check("max_consecutive_skips", *skips, *skips >= 1, "None or at least 1");
   check("history", options.history(), options.history() >= 0, "at least 0");
@@ -51,7 +54,8 @@ UpdateScaleOptions update_options(const GradScalerOptions& options) {
           .max_scale = options.max_scale(),
           .hysteresis = options.hysteresis(),
           .hysteresis_refill = options.hysteresis_refill(),
-          .dynamic = options.dynamic()};
+          .dynamic = options.dynamic(),
+          .skip_outliers = options.skip_outliers()};
 }
 
 }  // namespace ampfuse::amp

@@ -1,6 +1,7 @@
 #include "scaler_history.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
@@ -48,6 +49,30 @@ void ScalerHistory::set_counts(const Counts& counts) {
   first_records_.clear();
   for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
     counters_[static_cast<int64_t>(i)].fill_(counts[i]);
+  }
+}
+
+const at::Tensor& ScalerHistory::norms(at::Device device) {
+  if (!norms_.defined() || norms_.device() != device) {
+    const Norms now = norm_statistics();
+    norms_ = at::empty({math::kNormStatistics}, at::TensorOptions(device).dtype(at::kDouble));
+    set_norm_statistics(now);
+  }
+  return norms_;
+}
+
+ScalerHistory::Norms ScalerHistory::norm_statistics() const {
+  if (!norms_.defined()) return first_norms_;
+  const at::Tensor on_host = norms_.cpu();
+  Norms norms;
+  std::copy_n(on_host.const_data_ptr<double>(), norms.size(), norms.begin());
+  return norms;
+}
+
+void ScalerHistory::set_norm_statistics(const Norms& norms) {
+  first_norms_ = norms;
+  for (size_t i = 0; i < norms.size() && norms_.defined(); ++i) {
+    norms_[static_cast<int64_t>(i)].fill_(norms[i]);
   }
 }
 

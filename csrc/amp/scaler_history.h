@@ -25,6 +25,14 @@ class ScalerHistory {
   const at::Tensor& counters(at::Device device);
   const std::optional<at::Tensor>& updates() const { return updates_; }
 
+  /// Statistics of the norms, indexed by math::NormStatistic.
+  using Norms = std::array<double, math::kNormStatistics>;
+
+  /// Returns the statistics on `device`. Creates them on first use.
+  const at::Tensor& norms(at::Device device);
+  Norms norm_statistics() const;  // the host waits for the device
+  void set_norm_statistics(const Norms& norms);
+
   Counts counts() const;                  // the host waits for the device
   void set_counts(const Counts& counts);  // discards the history
 
@@ -60,6 +68,8 @@ class ScalerHistory {
   int64_t length_;
   at::Tensor counters_;
   std::optional<at::Tensor> updates_;
+  Norms first_norms_ = {0, 0, 0, math::kNoNormLimit};
+  at::Tensor norms_;
   int64_t recorded_from_ = 0;  // number of the first update in the history
   at::Tensor found_inf_;       // flag of the last step
   bool is_replayed_ = false;   // a CUDA graph captured the last step

@@ -7,8 +7,14 @@
 //
 // Products are rounded once, from double, as in torch. If growth would give a non-finite float, the
 // scale stays as it is.
+//
+// A finite gradient whose norm is above a limit is an outlier, whose step is skipped, too. For the
+// scale its step counts as clean. The limit comes from a running mean and variance of the norms'
+// logarithms, since norms spread like a log-normal distribution.
 #pragma once
 
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
 
 #include "host_device.h"
@@ -27,7 +33,8 @@ struct ScalePolicy {
   double max_scale;    // growth stops here; a scale already above it stays
   int64_t hysteresis;  // the first hysteresis − 1 overflows after a reset leave the scale alone
   HysteresisRefill refill;
-  bool dynamic;  // false: the scale never changes
+  bool dynamic;          // false: the scale never changes
+  double skip_outliers;  // the standard deviations between the mean and the limit
 };
 
 struct ScaleState {
@@ -79,8 +86,39 @@ AMPFUSE_HOST_DEVICE ScaleState update_scale(ScaleState state, const ScalePolicy&
 // Indices in `counters`: the hysteresis tracker, consecutive skips, and updates so far.
 enum ScaleCounter { kHysteresisTracker, kConsecutiveSkips, kUpdates, kScaleCounters };
 
-// Floats per step in the history: the scale of the step, 1 if it was skipped or else 0, and the
-// norm of its gradients, or NaN if unknown.
+// Indices in `norms`: how many there were so far, the mean and the variance of their logarithms,
+// and the limit above which the next one is an outlier.
+enum NormStatistic { kNorms, kMeanOfLogs, kVarianceOfLogs, kNormLimit, kNormStatistics };
+
+inline constexpr double kNoNormLimit = DBL_MAX;  // above all floats
+inline constexpr double kNormWindow = 128;       // norms that the mean and the variance remember
+inline constexpr double kFirstNorms = 64;        // until so many were seen there is no limit
+// The least standard deviation: where all norms are nearly the same, 10 % more is no outlier.
+inline constexpr double kLeastDeviation = 0.1;
+
+AMPFUSE_HOST_DEVICE bool is_outlier(const double* norms, float norm) {
+  return norm > norms[kNormLimit];
+}
+
+// Adds a norm. One above the limit counts as the limit: a single one hardly changes the statistics,
+// but if all later norms are as large, the variance grows until they are no longer outliers.
+AMPFUSE_HOST_DEVICE void update_norms(double* norms, float norm, double skip_outliers) {
+  if (!(norm > 0) || !(norm - norm == 0)) return;
+  const double limit = norms[kNormLimit];
+  norms[kNorms] += 1;
+  const double weight = 1 / (norms[kNorms] < kNormWindow ? norms[kNorms] : kNormWindow);
+  const double difference = std::log(norm < limit ? norm : limit) - norms[kMeanOfLogs];
+  norms[kMeanOfLogs] += weight * difference;
+  norms[kVarianceOfLogs] =
+      (1 - weight) * (norms[kVarianceOfLogs] + weight * difference * difference);
+  const double deviation = std::sqrt(norms[kVarianceOfLogs]);
+  const double above = skip_outliers * (deviation > kLeastDeviation ? deviation : kLeastDeviation);
+  norms[kNormLimit] =
+      norms[kNorms] < kFirstNorms ? kNoNormLimit : std::exp(norms[kMeanOfLogs] + above);
+}
+
+// Floats per step in the history: the scale of the step, 1 if it has overflowed, 2 if it was
+// skipped as an outlier, else 0, and the norm of its gradients, or NaN if unknown.
 inline constexpr int kScaleRecord = 3;
 
 // Pointers to the tensors that hold a scale and its counters.
@@ -91,18 +129,21 @@ struct ScaleMemory {
   float* history;  // or null
   int64_t history_rows;
   const float* norm;  // or null
+  double* norms;      // or null: no step is an outlier
 };
 
 AMPFUSE_HOST_DEVICE void update_scale(const ScaleMemory& memory, const ScalePolicy& policy,
                                       bool overflow) {
   int64_t* const counters = memory.counters;
+  const bool skips_outlier = memory.norms != nullptr && is_outlier(memory.norms, *memory.norm);
+  if (memory.norms != nullptr) update_norms(memory.norms, *memory.norm, policy.skip_outliers);
   if (memory.history != nullptr) {
     // Unsigned: the row stays inside the history whatever the counter holds.
     const auto row =
         static_cast<uint64_t>(counters[kUpdates]) % static_cast<uint64_t>(memory.history_rows);
     float* const record = memory.history + row * kScaleRecord;
     record[0] = *memory.scale;
-    record[1] = overflow ? 1.0f : 0.0f;
+    record[1] = overflow ? 1.0f : skips_outlier ? 2.0f : 0.0f;
     record[2] = memory.norm != nullptr ? *memory.norm : __builtin_nanf("");
   }
   const ScaleState state =

@@ -61,6 +61,9 @@ math::ScalePolicy checked_scale_policy(const char* prefix, const UpdateScaleOpti
   TORCH_CHECK_VALUE(low <= high, prefix, "max_scale: expected at least min_scale=", low, ", got ",
                     high);
   check("hysteresis", options.hysteresis, options.hysteresis >= 1, "at least 1");
+  check("skip_outliers", options.skip_outliers.value_or(1),
+        options.skip_outliers.value_or(1) > 0 && options.skip_outliers.value_or(1) < kInfinity,
+        "None or a finite number above 0");
   const bool is_clean_step = refill == "clean_step";
   check("hysteresis_refill", refill, is_clean_step || refill == "growth",
         "\"growth\" or \"clean_step\"");
@@ -72,7 +75,8 @@ math::ScalePolicy checked_scale_policy(const char* prefix, const UpdateScaleOpti
           .hysteresis = options.hysteresis,
           .refill =
               is_clean_step ? math::HysteresisRefill::kCleanStep : math::HysteresisRefill::kGrowth,
-          .dynamic = options.dynamic};
+          .dynamic = options.dynamic,
+          .skip_outliers = options.skip_outliers.value_or(0)};
 }
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
@@ -83,14 +87,16 @@ UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
                                       .max_scale = named["max_scale"].toOptional<double>(),
                                       .hysteresis = named["hysteresis"].toInt(),
                                       .hysteresis_refill = named["hysteresis_refill"].toStringRef(),
-                                      .dynamic = named["dynamic"].toBool()};
+                                      .dynamic = named["dynamic"].toBool(),
+                                      .skip_outliers = named["skip_outliers"].toOptional<double>()};
   const UpdateScaleArguments arguments = {.scale = named.tensor("scale"),
                                           .growth_tracker = named.tensor("growth_tracker"),
                                           .counters = named.tensor("counters"),
                                           .found_infs = named["found_infs"].toListRef(),
                                           .policy = checked_scale_policy("update_scale: ", options),
                                           .history = named.optional_tensor("history"),
-                                          .norm = named.optional_tensor("norm")};
+                                          .norm = named.optional_tensor("norm"),
+                                          .norms = named.optional_tensor("norms")};
   TORCH_CHECK_TYPE(arguments.scale.defined(), kUpdateScale, ": scale: expected a tensor, got none");
   const at::Tensor& scale = arguments.scale;
   check_state("scale", scale, at::kFloat, 1, scale);
@@ -102,14 +108,22 @@ UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
   }
   if (arguments.history) check_history(*arguments.history, scale);
   if (arguments.norm) check_state("norm", *arguments.norm, at::kFloat, 1, scale);
+  if (arguments.norms) {
+    check_state("norms", *arguments.norms, at::kDouble, math::kNormStatistics, scale);
+    TORCH_CHECK_VALUE(arguments.norm && options.skip_outliers, kUpdateScale,
+                      ": norms: expected norm and skip_outliers beside it");
+  }
   return arguments;
 }
 
 math::ScaleMemory UpdateScaleArguments::memory() const {
-  return {
-      scale.mutable_data_ptr<float>(),      growth_tracker.mutable_data_ptr<int32_t>(),
-      counters.mutable_data_ptr<int64_t>(), history ? history->mutable_data_ptr<float>() : nullptr,
-      history ? history->size(0) : 0,       norm ? norm->const_data_ptr<float>() : nullptr};
+  return {scale.mutable_data_ptr<float>(),
+          growth_tracker.mutable_data_ptr<int32_t>(),
+          counters.mutable_data_ptr<int64_t>(),
+          history ? history->mutable_data_ptr<float>() : nullptr,
+          history ? history->size(0) : 0,
+          norm ? norm->const_data_ptr<float>() : nullptr,
+          norms ? norms->mutable_data_ptr<double>() : nullptr};
 }
 
 void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
@@ -128,8 +142,10 @@ void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
                     {"hysteresis", options.hysteresis},
                     {"hysteresis_refill", options.hysteresis_refill},
                     {"dynamic", options.dynamic},
+                    {"skip_outliers", options.skip_outliers},
                     {"history", tensors.history},
-                    {"norm", options.norm}});
+                    {"norm", options.norm},
+                    {"norms", tensors.norms}});
 }
 
 namespace {
@@ -145,8 +161,8 @@ AMPFUSE_OPERATORS(m) {
       "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) counters, "
       "Tensor[] found_infs, *, float growth_factor, float backoff_factor, int growth_interval, "
       "float? min_scale=None, float? max_scale=None, int hysteresis=1, "
-      "str hysteresis_refill=\"growth\", bool dynamic=True, Tensor(d!)? history=None, "
-      "Tensor? norm=None) -> ()",
+      "str hysteresis_refill=\"growth\", bool dynamic=True, float? skip_outliers=None, "
+      "Tensor(d!)? history=None, Tensor? norm=None, Tensor(e!)? norms=None) -> ()",
       {at::Tag::pt2_compliant_tag});
 }
 

@@ -23,6 +23,7 @@ struct UpdateScaleArguments {
   math::ScalePolicy policy;
   std::optional<at::Tensor> history;
   std::optional<at::Tensor> norm;
+  std::optional<at::Tensor> norms;
 
   math::ScaleMemory memory() const;
 };

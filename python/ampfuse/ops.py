@@ -229,8 +229,10 @@ def update_scale(
     hysteresis: int = 1,
     hysteresis_refill: str = "growth",
     dynamic: bool = True,
+    skip_outliers: float | None = None,
     history: Tensor | None = None,
     norm: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> None:
     """Update a loss scale in place. `ampfuse.GradScaler` calls this, and explains the options.
 
@@ -239,9 +241,12 @@ def update_scale(
     tracker is past the growth interval already. `scale`: float32 scalar. `growth_tracker`: int32
     scalar. `counters`: int64 tensor of the hysteresis left (initially `hysteresis`), the skips in a
     row, and the number of updates. `history`: float32 tensor (n, 3) with a row for each of the last
-    n updates: the scale before it, 1 if it was skipped, and `norm`, a float32 scalar. Update i is
-    in row i mod n. `growth_factor` is at least 1, `backoff_factor` is above 0 and at most 1, and
-    the limits are above 0.
+    n updates: the scale before it, 1 if it has overflowed or 2 if it was skipped as an outlier, and
+    `norm`, a float32 scalar. Update i is in row i mod n. `norms`: float64 tensor of the number of
+    norms so far, the mean and the variance of their logarithms, and the limit above which a norm is
+    an outlier, which is `skip_outliers` standard deviations above the mean. It begins as 0, 0, 0
+    and the largest float64. `growth_factor` is at least 1, `backoff_factor` is above 0 and at most
+    1, and the limits are above 0.
 
     >>> import torch, ampfuse
     >>> scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
@@ -265,8 +270,10 @@ def update_scale(
             hysteresis=hysteresis,
             hysteresis_refill=hysteresis_refill,
             dynamic=dynamic,
+            skip_outliers=skip_outliers,
             history=history,
             norm=norm,
+            norms=norms,
         )
     except RuntimeError as error:
         explain("update_scale", error, found_infs=found_infs)

@@ -25,7 +25,9 @@ struct FakeScale {
                               std::numeric_limits<double>::infinity(),
                               1,
                               math::HysteresisRefill::kGrowth,
-                              true};
+                              true,
+                              6};
+  std::vector<double> norms;
 
   explicit FakeScale(float scale, int64_t hysteresis = 1)
       : scale{scale}, counters{hysteresis, 0, 0} {
@@ -40,7 +42,8 @@ struct FakeScale {
                                       counters.data(),
                                       history.empty() ? nullptr : history.data(),
                                       static_cast<int64_t>(history.size()) / math::kScaleRecord,
-                                      norm};
+                                      norm,
+                                      norms.empty() ? nullptr : norms.data()};
     simt::launch(ampfuse::update_scale_kernel, 1, ampfuse::kThreads, 0, found_infs, policy, memory);
     return scale[0];
   }
@@ -121,4 +124,28 @@ TEST_CASE("the growth tracker does not exceed the largest int32") {
   scale.growth_tracker[0] = std::numeric_limits<int32_t>::max();
   CHECK(scale.update({0}) == 8);
   CHECK(scale.growth_tracker[0] == std::numeric_limits<int32_t>::max());
+}
+
+TEST_CASE("a norm far above the last ones is an outlier, which does not change the scale") {
+  FakeScale scale(8);
+  scale.norms = {0, 0, 0, math::kNoNormLimit};
+  scale.history.assign(math::kScaleRecord, -1);
+  scale.policy.growth_interval = 1000;
+  for (int i = 0; i < 100; ++i) {
+    const float norm = i % 2 == 0 ? 2.0f : 3.0f;
+    CHECK(scale.update({0}, &norm) == 8);
+    CHECK(scale.history[1] == 0);
+  }
+  const double mean = std::log(6.0) / 2;
+  const double deviation = std::log(1.5) / 2;
+  CHECK(scale.norms[math::kNorms] == 100);
+  CHECK(scale.norms[math::kNormLimit] == Approx(std::exp(mean + 6 * deviation)));
+  const float outlier = 10;
+  CHECK(scale.update({0}, &outlier) == 8);
+  CHECK(scale.history[1] == 2);
+  CHECK(scale.update({1}, &outlier) == 4);
+  CHECK(scale.history[1] == 1);
+  const float infinite = INFINITY;
+  CHECK(scale.update({1}, &infinite) == 2);
+  CHECK(scale.norms[math::kNorms] == 102);
 }

@@ -47,6 +47,10 @@ struct AMPFUSE_API GradScalerOptions {
   /// update() throws ScaleCollapseError after this many skips in a row. On a GPU it reads the last
   /// count that has reached the host, so it may throw late, or miss skips that have ended by then.
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
+  /// Also skips steps with finite gradients whose norm is an outlier: its logarithm is more than so
+  /// many standard deviations above a running mean, for example 6. The first 64 steps are taken.
+  /// There may be one optimizer.
+  TORCH_ARG(std::optional<double>, skip_outliers) = std::nullopt;
   TORCH_ARG(int64_t, history) = 0;  // number of updates that history() returns
   /// The ranks that skip a step together, although their gradients differ. The type must be
   /// c10d::ProcessGroup, whose header is not included because it is slow to compile.
@@ -65,7 +69,7 @@ class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
 /// One update of the scale.
 struct ScaleRecord {
   double scale;  ///< the scale of the step
-  bool skipped;  ///< true if a gradient was NaN or infinite
+  bool skipped;  ///< true if a gradient was NaN or infinite, or if the norm was an outlier
   double norm;   ///< norm of all unscaled gradients; NaN if it was not measured
 };
 

@@ -14,9 +14,13 @@ struct ScaleTensors {
   at::Tensor growth_tracker;  ///< int, one element: clean steps since the last overflow or growth
   at::Tensor counters;        ///< long, 3 elements: number of overflows until one lowers the scale
                               ///< (initially `hysteresis`), skips in a row, updates
-  /// Float, [n, 3]: for each of the last n updates the scale before it, 1 if the step was skipped
-  /// (else 0), and `norm`. Update i is in row i mod n.
+  /// Float, [n, 3]: for each of the last n updates the scale before it, 1 if the step has
+  /// overflowed, 2 if it was skipped as an outlier (else 0), and `norm`. Update i is in row i mod
+  /// n.
   std::optional<at::Tensor> history = std::nullopt;
+  /// Double, 4 elements: the number of norms so far, the mean and variance of their logarithms, and
+  /// the limit of the next one. Initially 0, 0, 0 and the largest double.
+  std::optional<at::Tensor> norms = std::nullopt;
 };
 
 struct UpdateScaleOptions {
@@ -29,7 +33,9 @@ struct UpdateScaleOptions {
   std::string hysteresis_refill = "growth";  ///< the event that restores the hysteresis: "growth"
                                              ///< of the scale, or any "clean_step"
   bool dynamic = true;                       ///< false: the scale never changes
-  std::optional<at::Tensor> norm = std::nullopt;  ///< float, one element, for the history
+  /// Standard deviations by which the logarithm of `norm` may be above its mean; with `norms`.
+  std::optional<double> skip_outliers = std::nullopt;
+  std::optional<at::Tensor> norm = std::nullopt;  ///< float, one element, for history and norms
 };
 
 /// Updates the loss scale once, on the device. A nonzero tensor in `found_infs` (float, one element

@@ -14,7 +14,7 @@ from ampfuse import _C, ops
 from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse._graphs import traced_as
-from ampfuse.optim._grad_norm import found_by_any, rounded
+from ampfuse.optim._grad_norm import found_by_any, norm_of_shards, rounded
 from ampfuse.optim._traced import groups_of
 
 
@@ -64,6 +64,7 @@ class Inspection:
     total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
     are_whole: bool  # True if the total norms cover every element of every gradient
     is_scaled: bool = False  # True if the gradients were still scaled
+    unscaled_norm: Tensor | None = None  # set if the norm of shards was computed
 
 
 def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
@@ -182,12 +183,35 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
     """Return the norm of all optimizers' unscaled gradients, or None if it is not known."""
     norms = []
     for inspection in inspections:
+        if inspection.unscaled_norm is not None:
+            norms.append(inspection.unscaled_norm)
+            continue
         if not inspection.are_whole:
             return None
         for norm in inspection.total_norms.values():
             norm = on_device(norm, scale.device)
             norms.append(norm / scale if inspection.is_scaled else norm)
     return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
+
+
+def norm_or_refuse(optimizer: Optimizer, inspection: Inspection, scale: Tensor) -> Tensor | None:
+    """Return the norm of an optimizer's unscaled gradients, or None if it has none.
+
+    For shards of DTensors this takes one more read, and all ranks.
+    """
+    params = [param for group in groups_of(optimizer) for param in group["params"]]
+    if inspection.are_whole or not is_distributed() or not any(map(is_dtensor, params)):
+        norm = unscaled_norm([inspection], scale)
+        if norm is None and inspection.norms:
+            raise ValueError(
+                "skip_outliers: the norm of the gradients is not known, since some of them are "
+                "sparse or occur twice"
+            )
+        return norm
+    found = norm_of_shards([param.grad for param in params if param.grad is not None])
+    found = on_device(found, scale.device).float()
+    inspection.unscaled_norm = found / scale if inspection.is_scaled else found
+    return inspection.unscaled_norm
 
 
 def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:

@@ -1,6 +1,7 @@
 """A scaler's history on the device: its counters, the last updates and the last steps."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from ampfuse._graphs import eager_only, is_capturing, is_in_graph
 from ampfuse._host_copy import HostCopy
 from ampfuse.amp._gradients import Inspection
 
+# The number of norms, the mean and variance of their logarithms, and the limit of the next one.
+NO_NORMS = [0.0, 0.0, 0.0, sys.float_info.max]
 REPORTED_STEPS = 16  # number of last steps that an overflow report searches
 
 
@@ -30,7 +33,7 @@ class ScaleRecord(NamedTuple):
     scale: float
     """The scale before the update."""
     skipped: bool
-    """True if a gradient was non-finite, so the step was skipped."""
+    """True if a gradient was non-finite, or if the norm was an outlier, so the step was skipped."""
     norm: float
     """Norm of all unscaled gradients; NaN if it was not computed."""
 
@@ -49,8 +52,12 @@ class LastStep(NamedTuple):
 class ScalerHistory:
     """The record of a scaler, except its scale and growth tracker, which torch's class stores."""
 
-    def __init__(self, counters: Sequence[int], history: int) -> None:
+    def __init__(
+        self, counters: Sequence[int], history: int, norms: Sequence[float] = NO_NORMS
+    ) -> None:
         self._first_counters = list(counters)
+        self._first_norms = list(norms)
+        self._norms: Tensor | None = None
         self.length = history
         self._counters: Tensor | None = None
         self._records: Tensor | None = None
@@ -76,6 +83,23 @@ class ScalerHistory:
             if self.length:
                 self._records = self._with_first_records().to(device)
         return self._counters, self._records
+
+    def statistics(self, device: torch.device) -> Tensor:
+        """Return the statistics of norms; create them on the device if needed."""
+        if self._norms is None or self._norms.device != device:
+            self._norms = torch.tensor(self.norms(), dtype=torch.float64, device=device)
+        return self._norms
+
+    def norms(self) -> list[float]:
+        """Return the number of norms, mean and variance of their logarithms, and the limit."""
+        found: list[float] = self._first_norms if self._norms is None else self._norms.tolist()
+        return found
+
+    def set_norms(self, norms: Sequence[float]) -> None:
+        """Set the statistics of norms, in place if they are on a device already."""
+        self._first_norms = list(norms)
+        if self._norms is not None:
+            self._norms.copy_(torch.tensor(self._first_norms, dtype=torch.float64))
 
     def counts(self) -> list[int]:
         """Return the hysteresis left, the skips in a row and the number of updates."""

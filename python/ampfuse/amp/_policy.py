@@ -1,5 +1,6 @@
 """The options of a loss scale: types are checked here, and most ranges by the op."""
 
+import math
 import numbers
 import operator
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ def checked_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     return float(value)
+
+
+def checked_finite(name: str, value: Any) -> float:
+    """Convert a number; raise if it is NaN or infinite."""
+    number = checked_number(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return number
 
 
 def checked_count(name: str, value: Any, least: int, most: int = 2**62) -> int:
@@ -55,9 +64,10 @@ class Policy:
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
     dynamic: bool = True
+    skip_outliers: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_scale", "max_scale"):
+        for name in ("min_scale", "max_scale", "skip_outliers"):
             limit = getattr(self, name)
             object.__setattr__(self, name, None if limit is None else checked_number(name, limit))
         hysteresis = checked_count("hysteresis", self.hysteresis, least=1)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ampfuse.amp import _policy
+from ampfuse.amp._history import NO_NORMS
 from ampfuse.amp._policy import Policy, torchs_options
 
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 COUNTERS = ("_hysteresis_tracker", "_consecutive_skips", "_updates")
-
-
-ENTRIES = (*TORCHS, *(field.name for field in fields(Policy)), *COUNTERS)
+NORMS = ("_norms", "_norm_mean", "_norm_variance", "_norm_limit")
+ENTRIES = (*TORCHS, *(field.name for field in fields(Policy)), *COUNTERS, *NORMS)
 
 
 @dataclass
@@ -21,18 +21,22 @@ class Loaded:
     torchs: dict[str, Any]
     policy: Policy
     counts: list[int]
+    norms: list[float]
 
     def entries(self) -> dict[str, Any]:
         """Return all entries, converted to the types in which they are saved."""
         counts = dict(zip(COUNTERS, self.counts, strict=True))
-        return {**self.torchs, **self.policy.options, **counts}
+        norms = dict(zip(NORMS, self.norms, strict=True))
+        return {**self.torchs, **self.policy.options, **counts, **norms}
 
 
-def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Loaded:
+def loaded(
+    state: dict[str, Any], policy: Policy, counts: Sequence[int], norms: Sequence[float]
+) -> Loaded:
     """Parse a state dict of our scaler or torch's.
 
-    A state of torch's scaler lacks our options and counters. What is missing is taken from `policy`
-    and `counts`.
+    A state of torch's scaler lacks our options, counters and statistics of norms. What is missing
+    is taken from the last arguments.
     """
 
     def entry(name: str) -> Any:
@@ -54,14 +58,16 @@ def loaded(state: dict[str, Any], policy: Policy, counts: Sequence[int]) -> Load
         **dict(zip(given, torchs_options(policy, **given), strict=True)),
         "_growth_tracker": tracker,
     }
-    pairs = zip(COUNTERS, counts, strict=True)
-    ours = [_policy.checked_count(name, state.get(name, here), least=0) for name, here in pairs]
-    return Loaded(torchs, policy, ours)
+    counters = zip(COUNTERS, counts, strict=True)
+    ours = [_policy.checked_count(name, state.get(name, here), least=0) for name, here in counters]
+    pairs = zip(NORMS, norms, strict=True)
+    statistics = [_policy.checked_finite(name, state.get(name, here)) for name, here in pairs]
+    return Loaded(torchs, policy, ours, statistics)
 
 
 def loadable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the same entries, in the types that are saved; raise if no scaler can load them."""
-    entries = loaded(state, Policy(), [1, 0, 0]).entries()
+    entries = loaded(state, Policy(), [1, 0, 0], NO_NORMS).entries()
     return {name: value for name, value in entries.items() if name in state}
 
 

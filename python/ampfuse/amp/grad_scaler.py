@@ -16,10 +16,17 @@ from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
 from ampfuse._mistakes import Watch
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
-from ampfuse.amp._gradients import Inspection, gradients_of, inspect, norm_for, unscaled_norm
+from ampfuse.amp._gradients import (
+    Inspection,
+    gradients_of,
+    inspect,
+    norm_for,
+    norm_or_refuse,
+    unscaled_norm,
+)
 from ampfuse.amp._history import ScaleRecord, ScalerHistory, names_of
 from ampfuse.amp._policy import Policy, torchs_options
-from ampfuse.amp._saved import COUNTERS, check_pickled, loaded
+from ampfuse.amp._saved import COUNTERS, NORMS, check_pickled, loaded
 from ampfuse.amp._tensor_step import (
     skips_unseen,
     step_with_tensors,
@@ -64,6 +71,9 @@ class GradScaler(TorchGradScaler):
     - `min_scale`, `max_scale`: the limits of backing off and growing.
     - `hysteresis`: how many overflows it takes to lower the scale (1: every overflow lowers it).
     - `dynamic`: False keeps the scale constant; steps that overflow are still skipped.
+    - `skip_outliers`: also skip steps whose norm of finite gradients is an outlier: its logarithm is
+      more than so many standard deviations above a running mean, for example 6. The first 64 steps
+      are taken. Outliers do not change the scale. There may be one optimizer.
     - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` after this many skipped steps
       in a row. On a GPU it checks the last count that has arrived on the host. So the error may
       come some steps late, or not at all if a step was taken since. The scale has been updated
@@ -98,6 +108,7 @@ class GradScaler(TorchGradScaler):
         hysteresis: int = 1,
         hysteresis_refill: str = "growth",
         dynamic: bool = True,
+        skip_outliers: float | None = None,
         max_consecutive_skips: int | None = None,
         history: int = 0,
         process_group: Any = None,
@@ -114,7 +125,14 @@ class GradScaler(TorchGradScaler):
         if not self._enabled:
             self._policy = Policy()  # set_growth_factor() etc. read it
             return
-        self._policy = Policy(min_scale, max_scale, hysteresis, hysteresis_refill, dynamic)
+        self._policy = Policy(
+            min_scale, max_scale, hysteresis, hysteresis_refill, dynamic, skip_outliers
+        )
+        if skip_outliers is not None and process_group is not None:
+            raise ValueError(
+                "skip_outliers: expected None with a process_group, whose ranks have different "
+                "gradients"
+            )
         self._init_scale = _policy.checked_scale("init_scale", init_scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
             self._policy, growth_factor, backoff_factor, growth_interval
@@ -179,6 +197,8 @@ class GradScaler(TorchGradScaler):
                 "missing?"
             )
         if takes_tensors(optimizer) and wants_the_scaler(optimizer):
+            if self._policy.skip_outliers is not None:
+                raise TypeError("skip_outliers: this optimizer takes the scaler, and ignores it")
             result = super().step(optimizer, *args, **kwargs)
             self._note_step(optimizer, state)
             return result
@@ -267,6 +287,9 @@ class GradScaler(TorchGradScaler):
             )
         if found_infs:
             counters, history = self._history.tensors(scale.device)
+            norm, norms = None, self._norm_statistics(scale.device)
+            if history is not None or norms is not None:
+                norm = unscaled_norm(self._inspections.values(), scale)
             ops.update_scale(
                 scale,
                 growth_tracker,
@@ -276,7 +299,8 @@ class GradScaler(TorchGradScaler):
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
                 history=history,
-                norm=None if history is None else unscaled_norm(self._inspections.values(), scale),
+                norm=norm,
+                norms=None if norm is None else norms,
                 **self._policy.options,
             )
         self._per_optimizer_states.clear()
@@ -347,8 +371,9 @@ class GradScaler(TorchGradScaler):
         """Return torch's five entries, which torch's scaler can load, and ours; not the history."""
         if not self._enabled:
             return {}
-        own = dict(zip(COUNTERS, self._history.counts(), strict=True))
+        own: dict[str, float] = dict(zip(COUNTERS, self._history.counts(), strict=True))
         with self._watch.unnoticed():
+            own |= zip(NORMS, self._history.norms(), strict=True)
             return {**super().state_dict(), **self._policy.options, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -358,9 +383,11 @@ class GradScaler(TorchGradScaler):
         """
         torchs = state_dict
         if self._enabled and state_dict:
-            state = loaded(state_dict, self._policy, self._history.counts())
+            here = self._policy, self._history.counts(), self._history.norms()
+            state = loaded(state_dict, *here)
             self._policy, torchs = state.policy, state.torchs
             self._history.set_counts(state.counts)
+            self._history.set_norms(state.norms)
         super().load_state_dict(torchs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -369,7 +396,9 @@ class GradScaler(TorchGradScaler):
             return super().__getstate__()
         with self._watch.unnoticed():
             state = super().__getstate__()
-            state["_history"] = ScalerHistory(self._history.counts(), self._history.length)
+            state["_history"] = ScalerHistory(
+                self._history.counts(), self._history.length, self._history.norms()
+            )
             state["_inspections"] = {}
             del state["_watch"]
         return state
@@ -409,6 +438,7 @@ class GradScaler(TorchGradScaler):
             super()._lazy_init_scale_growth_tracker(dev)
             assert self._scale is not None
             self._history.tensors(self._scale.device)
+            self._norm_statistics(self._scale.device)
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return torch's record of what was done with the optimizer since the last update."""
@@ -427,7 +457,9 @@ class GradScaler(TorchGradScaler):
         """Create the scale, the counters and the history before a graph reads them."""
         self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        make_static([self._scale, self._growth_tracker, *self._history.tensors(self._scale.device)])
+        norms = self._norm_statistics(device)
+        tensors = self._history.tensors(self._scale.device)
+        make_static([self._scale, self._growth_tracker, *tensors, norms])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker like torch's method of this name.
@@ -478,8 +510,31 @@ class GradScaler(TorchGradScaler):
             found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
         else:  # no gradients, so no overflow
             found_inf = torch.zeros_like(self._scale)
+        norms = self._norm_statistics(self._scale.device)
+        if norms is not None:
+            state["outlier"] = self._outlier(optimizer, norms)
+            found_inf = torch.maximum(found_inf, state["outlier"])
         self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
         return found_inf
+
+    def _norm_statistics(self, device: torch.device) -> Tensor | None:
+        if self._policy.skip_outliers is None:
+            return None
+        return self._history.statistics(device)
+
+    def _outlier(self, optimizer: Optimizer, norms: Tensor) -> Tensor:
+        """Return a flag on the scale's device: 1 if the norm of the gradients is an outlier."""
+        assert self._scale is not None
+        if len(self._per_optimizer_states) > 1:
+            raise ValueError(
+                "skip_outliers: expected one optimizer between two updates, got "
+                f"{len(self._per_optimizer_states)}"
+            )
+        inspection = self._inspections.get(id(optimizer))
+        norm = None if inspection is None else norm_or_refuse(optimizer, inspection, self._scale)
+        if norm is None:
+            return torch.zeros_like(self._scale)
+        return (norm > norms[3]).float()
 
     def _unscale_grads_(
         self,
@@ -518,7 +573,10 @@ class GradScaler(TorchGradScaler):
         This is the only place in a step where the host waits, once for all devices. It does not
         wait for an `Adam` that skips on the device, if no code can notice the difference.
         """
-        found_inf = largest(list(optimizer_state["found_inf_per_device"].values()))
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        if "outlier" in optimizer_state:
+            flags.append(optimizer_state["outlier"])
+        found_inf = largest(flags)
         if skips_unseen(optimizer, args, kwargs):
             inspection = self._inspections.get(id(optimizer))
             return step_with_tensors(optimizer, None, found_inf, inspection, args, kwargs)

@@ -45,7 +45,7 @@ def _restored_scaler(scaler: GradScaler, device: torch.device) -> Iterator[None]
     assert growth_tracker is not None
     kept = dict(vars(scaler))
     scaler._scale, scaler._growth_tracker = scale.clone(), growth_tracker.clone()
-    scaler._history = ScalerHistory(history.counts(), history.length)
+    scaler._history = ScalerHistory(history.counts(), history.length, history.norms())
     scaler._inspections = {}
     scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
     scaler.max_consecutive_skips = None

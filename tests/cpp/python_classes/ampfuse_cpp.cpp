@@ -57,6 +57,7 @@ GradScaler make_scaler(std::optional<at::Device> device, double init_scale, doub
                        double backoff_factor, int64_t growth_interval, bool enabled,
                        std::optional<double> min_scale, std::optional<double> max_scale,
                        int64_t hysteresis, std::string hysteresis_refill, bool dynamic,
+                       std::optional<double> skip_outliers,
                        std::optional<int64_t> max_consecutive_skips, int64_t history,
                        c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool allow_fp16_grads,
                        bool allow_no_grads) {
@@ -72,6 +73,7 @@ GradScaler make_scaler(std::optional<at::Device> device, double init_scale, doub
                         .hysteresis(hysteresis)
                         .hysteresis_refill(std::move(hysteresis_refill))
                         .dynamic(dynamic)
+                        .skip_outliers(skip_outliers)
                         .max_consecutive_skips(max_consecutive_skips)
                         .history(history)
                         .process_group(std::move(process_group))
@@ -154,8 +156,8 @@ void bind_grad_scaler(py::module_& m) {
            arg("enabled") = true, py::kw_only(), arg("min_scale") = py::none(),
            arg("max_scale") = py::none(), arg("hysteresis") = 1,
            arg("hysteresis_refill") = "growth", arg("dynamic") = true,
-           arg("max_consecutive_skips") = py::none(), arg("history") = 0,
-           arg("process_group") = c10::intrusive_ptr<c10d::ProcessGroup>(),
+           arg("skip_outliers") = py::none(), arg("max_consecutive_skips") = py::none(),
+           arg("history") = 0, arg("process_group") = c10::intrusive_ptr<c10d::ProcessGroup>(),
            arg("allow_fp16_grads") = false, arg("allow_no_grads") = false)
       .def("scale",
            wrap([](GradScaler& self, const at::Tensor& outputs) { return self.scale(outputs); }))

@@ -168,3 +168,42 @@ def averaged_after_unscaling(name):
 def test_norm_is_computed_after_gradients_are_all_reduced(outcomes, name):
     for result in outcomes("averaged_after_unscaling", name):
         assert result["norm"] == pytest.approx(55.0)
+
+
+@scenario("ours", "SGD")
+def outlier_of_shards(name):
+    """Give a sharded model an outlier that only one rank has in its shard."""
+    model = torch.nn.Linear(4, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = make(name, list(model.parameters()))
+    scaler = ampfuse.GradScaler("cpu", 8.0, skip_outliers=6.0, history=100)
+
+    def step(factors):
+        optimizer.zero_grad()
+        scaler.scale((model(torch.ones(1, 4)) * torch.tensor(factors)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(64):
+        step([1.0, 1.0 + number % 3])
+    step([100.0, 1.0])
+    return {
+        "skipped": scaler.was_skipped(),
+        "norms": [record.norm for record in scaler.history()],
+        "scale": scaler.get_scale(),
+    }
+
+
+@pytest.mark.parametrize("name", ["ours", "SGD"])
+def test_outlier_in_one_shard_is_skipped_on_all_ranks(outcomes, name):
+    results = outcomes("outlier_of_shards", name)
+    expected = [2 * (1 + (1.0 + number % 3) ** 2) ** 0.5 for number in range(64)]
+    for result in results:
+        assert result["skipped"]
+        assert result["norms"] == pytest.approx([*expected, 2 * (100.0**2 + 1) ** 0.5])
+        assert result["scale"] == 8
+
+
+def test_outliers_and_a_process_group_are_not_combined():
+    with pytest.raises(ValueError, match="skip_outliers: expected None with a process_group"):
+        ampfuse.GradScaler("cpu", skip_outliers=6.0, process_group=object())

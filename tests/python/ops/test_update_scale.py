@@ -217,6 +217,8 @@ def test_step_without_flags_is_clean(device):
         ({"hysteresis": 0}, "hysteresis: expected at least 1, got 0"),
         ({"min_scale": 2.0, "max_scale": 1.0}, "max_scale: expected at least min_scale=2, got 1"),
         ({"min_scale": math.nan}, "min_scale: expected None or more than 0, got nan"),
+        ({"skip_outliers": 0.0}, "skip_outliers: expected None or a finite number above 0, got 0"),
+        ({"skip_outliers": math.inf}, "skip_outliers: expected None or a finite number above 0"),
         (
             {"hysteresis_refill": "never"},
             'hysteresis_refill: expected "growth" or "clean_step", got never',
@@ -252,6 +254,9 @@ def test_invalid_policy_is_refused(device, options, message):
         ("history", torch.zeros(0, 3), ValueError, r"history: expected.*shape \[n, 3\]"),
         ("history", torch.zeros(3, 3).int(), TypeError, "history: expected dtype float32"),
         ("norm", torch.ones(1, 2), ValueError, "norm: expected"),
+        ("norms", torch.zeros(4), TypeError, "norms: expected dtype float64"),
+        ("norms", torch.zeros(3).double(), ValueError, "norms: expected.*with 4 elements"),
+        ("norms", torch.zeros(4).double(), ValueError, "expected norm and skip_outliers beside it"),
         ("scale", torch.tensor(1.0).to_sparse(), ValueError, "scale: expected a strided tensor"),
     ],
 )
