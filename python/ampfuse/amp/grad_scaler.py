@@ -71,8 +71,8 @@ class GradScaler(TorchGradScaler):
     - `min_scale`, `max_scale`: the limits of backing off and growing.
     - `hysteresis`: how many overflows it takes to lower the scale (1: every overflow lowers it).
     - `dynamic`: False keeps the scale constant; steps that overflow are still skipped.
-    - `skip_outliers`: also skip steps whose norm of finite gradients is an outlier: its logarithm is
-      more than so many standard deviations above a running mean, for example 6. The first 64 steps
+    - `skip_outliers`: also skip a step if the norm of its gradients is an outlier: its logarithm is
+      more than so many standard deviations, for example 6, above a running mean. The first 64 steps
       are taken. Outliers do not change the scale. There may be one optimizer.
     - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` after this many skipped steps
       in a row. On a GPU it checks the last count that has arrived on the host. So the error may
