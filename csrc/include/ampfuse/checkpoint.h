@@ -11,7 +11,7 @@
 #pragma once
 
 #include <ampfuse/checkpoint/folder.h>
-#include <ampfuse/checkpoint/objects.h>
+#include <ampfuse/checkpoint/loading.h>
 
 namespace ampfuse::checkpoint {
 

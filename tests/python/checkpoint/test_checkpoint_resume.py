@@ -244,3 +244,25 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path, arguments,
         checkpoint.save(tmp_path / "run", **arguments)
     assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_stateful_loader_of_torchdata_goes_on_with_the_next_batch(tmp_path, workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made():
+        torch.manual_seed(0)
+        return stateful.StatefulDataLoader(
+            list(range(40)), batch_size=4, shuffle=True, num_workers=workers
+        )
+
+    loader = made()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    checkpoint.save(tmp_path, step=3, loader=loader)
+    rest = [batch.tolist() for batch in batches]
+    other = made()
+    checkpoint.load(tmp_path, loader=other)
+    assert [batch.tolist() for batch in other] == rest
+    assert len(rest) == 7
