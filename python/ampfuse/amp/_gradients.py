@@ -64,7 +64,7 @@ class Inspection:
     total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
     are_whole: bool  # True if the total norms cover every element of every gradient
     is_scaled: bool = False  # True if the gradients were still scaled
-    unscaled_norm: Tensor | None = None  # set if the norm of shards was computed
+    unscaled_norm: Tensor | None = None  # set by `norm_or_refuse`
 
 
 def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
@@ -184,8 +184,7 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
     norms = []
     for inspection in inspections:
         if inspection.unscaled_norm is not None:
-            norms.append(inspection.unscaled_norm)
-            continue
+            return inspection.unscaled_norm  # there is one optimizer
         if not inspection.are_whole:
             return None
         for norm in inspection.total_norms.values():
@@ -207,11 +206,12 @@ def norm_or_refuse(optimizer: Optimizer, inspection: Inspection, scale: Tensor) 
                 "skip_outliers: the norm of the gradients is not known, since some of them are "
                 "sparse or occur twice"
             )
-        return norm
-    found = norm_of_shards([param.grad for param in params if param.grad is not None])
-    found = on_device(found, scale.device).float()
-    inspection.unscaled_norm = found / scale if inspection.is_scaled else found
-    return inspection.unscaled_norm
+    else:
+        norm = norm_of_shards([param.grad for param in params if param.grad is not None])
+        norm = on_device(norm, scale.device)
+        norm = (norm / scale if inspection.is_scaled else norm).float()
+    inspection.unscaled_norm = norm
+    return norm
 
 
 def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
