@@ -87,9 +87,9 @@ std::optional<double> limit(const char* key, const at::IValue& value) {
   return number(key, value);
 }
 
-double finite(const char* key, const at::IValue& value) {
+double known(const char* key, const at::IValue& value) {
   const double found = number(key, value);
-  if (!std::isfinite(found)) refuse(key, "a finite number", value);
+  if (std::isnan(found)) refuse(key, "a number", value);
   return found;
 }
 
@@ -165,7 +165,7 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   load("_updates", math::kUpdates);
   amp::ScalerHistory::Norms norms = state_->history.norm_statistics();
   for (size_t i = 0; i < norms.size(); ++i) {
-    state.if_present(kNormKeys[i], [&](auto key, auto& value) { norms[i] = finite(key, value); });
+    state.if_present(kNormKeys[i], [&](auto key, auto& value) { norms[i] = known(key, value); });
   }
 
   state_->options = options;

@@ -13,9 +13,9 @@
 // logarithms, since norms spread like a log-normal distribution.
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "host_device.h"
 
@@ -90,9 +90,9 @@ enum ScaleCounter { kHysteresisTracker, kConsecutiveSkips, kUpdates, kScaleCount
 // and the limit above which the next one is an outlier.
 enum NormStatistic { kNorms, kMeanOfLogs, kVarianceOfLogs, kNormLimit, kNormStatistics };
 
-inline constexpr double kNoNormLimit = DBL_MAX;  // above all floats
-inline constexpr double kNormWindow = 128;       // norms that the mean and the variance remember
-inline constexpr double kFirstNorms = 64;        // until so many were seen there is no limit
+inline constexpr double kNoNormLimit = std::numeric_limits<double>::infinity();
+inline constexpr double kNormWindow = 128;  // norms that the mean and the variance remember
+inline constexpr double kFirstNorms = 64;   // until so many were seen there is no limit
 // The least standard deviation: where all norms are nearly the same, 10 % more is no outlier.
 inline constexpr double kLeastDeviation = 0.1;
 
@@ -101,7 +101,8 @@ AMPFUSE_HOST_DEVICE bool is_outlier(const double* norms, float norm) {
 }
 
 // Adds a norm. One above the limit counts as the limit: a single one hardly changes the statistics,
-// but if all later norms are as large, the variance grows until they are no longer outliers.
+// but if all later norms are as large, the variance grows until they are no longer outliers. It
+// does because the limit is more than one standard deviation above the mean.
 AMPFUSE_HOST_DEVICE void update_norms(double* norms, float norm, double skip_outliers) {
   if (!(norm > 0) || !(norm - norm == 0)) return;
   const double limit = norms[kNormLimit];

@@ -61,9 +61,9 @@ math::ScalePolicy checked_scale_policy(const char* prefix, const UpdateScaleOpti
   TORCH_CHECK_VALUE(low <= high, prefix, "max_scale: expected at least min_scale=", low, ", got ",
                     high);
   check("hysteresis", options.hysteresis, options.hysteresis >= 1, "at least 1");
-  check("skip_outliers", options.skip_outliers.value_or(1),
-        options.skip_outliers.value_or(1) > 0 && options.skip_outliers.value_or(1) < kInfinity,
-        "None or a finite number above 0");
+  const double outliers = options.skip_outliers.value_or(2);
+  check("skip_outliers", outliers, outliers > 1 && outliers < kInfinity,
+        "None or a finite number above 1");
   const bool is_clean_step = refill == "clean_step";
   check("hysteresis_refill", refill, is_clean_step || refill == "growth",
         "\"growth\" or \"clean_step\"");

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 IGNORED = -100  # targets that torch's cross-entropy leaves out by default
 
@@ -27,14 +28,16 @@ def accumulate(
     step: `step(micro_batch, denominator)` computes the loss of a micro-batch, which is a sum
         divided by `denominator`, and returns it. ampfuse's losses take `denominator=`; of others,
         divide a sum. It does not call `backward`.
-    count: returns the number of targets in a micro-batch, or their total weight. By default a
+    micro_batches: at least one, on each rank.
+    count: returns the number of targets in a micro-batch, or their total weight: of those that the
+        loss adds up. By default a
         micro-batch is a pair of inputs and integer targets, of which those that are not -100 count.
     scaler: scales the losses before `backward`. Unscaling, `scaler.step(optimizer)` and
         `scaler.update()` come once, after `accumulate`.
     model: a DistributedDataParallel, whose gradients are averaged once, in the last micro-batch.
         The batch is that of all ranks, and its loss is the mean of the ranks' results.
-    process_group: the ranks over which gradients are averaged; by default those of `model`. Pass
-        it for models of `fully_shard`: `mesh.get_group()` of the mesh they were sharded with. Their
+    process_group: all ranks over which gradients are averaged; by default those of `model`. Pass
+        it for models of `fully_shard`: `mesh.get_group()` if their mesh has one dimension. Their
         gradients are averaged in each micro-batch, which takes no further memory.
 
     >>> import torch, ampfuse
@@ -91,13 +94,15 @@ def described(value: Any) -> str:
 
 
 def group_of(model: Any) -> Any:
-    """Return the process group of DistributedDataParallel or FullyShardedDataParallel."""
-    if hasattr(model, "set_requires_gradient_sync"):  # fully_shard; its mesh may have more parts
+    """Return the process group of DistributedDataParallel. That of others is not known."""
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    if hasattr(model, "set_requires_gradient_sync") or hasattr(model, "process_group"):  # FSDP
         raise ValueError(
-            "accumulate: model: pass process_group=mesh.get_group() for a model of fully_shard, "
-            "with the mesh that it was sharded with"
+            "accumulate: model: pass process_group= for a sharded model, the group of all ranks "
+            "over which its gradients are averaged: mesh.get_group() if the mesh has one dimension"
         )
-    return getattr(model, "process_group", None)
+    return None
 
 
 def mean_of_ranks(count: Tensor | float, model: Any, group: Any) -> Tensor:

@@ -245,7 +245,7 @@ def update_scale(
     `norm`, a float32 scalar. Update i is in row i mod n. `norms`: float64 tensor of the number of
     norms so far, the mean and the variance of their logarithms, and the limit above which a norm is
     an outlier, which is `skip_outliers` standard deviations above the mean. It begins as 0, 0, 0
-    and the largest float64. `growth_factor` is at least 1, `backoff_factor` is above 0 and at most
+    and infinity. `growth_factor` is at least 1, `backoff_factor` is above 0 and at most
     1, and the limits are above 0.
 
     >>> import torch, ampfuse

@@ -181,8 +181,27 @@ TEST_CASE("a checkpoint of another model or optimizer is refused", "[checkpoint]
   CHECK_THAT(load({{"optimizer", adamw}}),
              ContainsSubstring("the checkpoint has the state of Adam, not of AdamW"));
   CHECK_THAT(load({{"other", model}}), ContainsSubstring("it has no other"));
+  Adam half({model->weight});
+  CHECK_THAT(load({{"optimizer", half}}),
+             ContainsSubstring("its groups have 1 parameters, those in the checkpoint 2"));
   model->to(at::kHalf);
   CHECK_THAT(load({{"model", model}}), ContainsSubstring("torch.float16 of shape [2, 3] in the"));
+}
+
+TEST_CASE("names that are taken, and the folder of a checkpoint, are refused", "[checkpoint]") {
+  const Folder folder;
+  torch::nn::Linear model(3, 2);
+  const auto save = [&](const fs::path& path, const checkpoint::Objects& objects) {
+    return error_of([&] { checkpoint::save(path, 1, objects); });
+  };
+  for (const char* name : {"rng", "values"}) {
+    CHECK_THAT(save(folder.path, {{name, model}}), ContainsSubstring("expected another name"));
+  }
+  CHECK_THAT(save(folder.path, {{"a", model}, {"a", model}}),
+             ContainsSubstring("save: a: expected another name"));
+  const fs::path path = checkpoint::save(folder.path, 1, {{"model", model}});
+  CHECK_THAT(save(path, {{"model", model}}),
+             ContainsSubstring("this is a checkpoint; pass the folder of the run"));
 }
 
 TEST_CASE("old checkpoints are removed, and unfinished ones", "[checkpoint]") {

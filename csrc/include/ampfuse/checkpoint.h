@@ -51,8 +51,12 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
   }
   const c10::NoGradGuard no_grad;
   Encoder encode;
-  Json parts = {{"values", encode(options.values(), "values")}};
+  Json parts = Json::object();
   for (const auto& [name, object] : objects) {
+    if (name == "rng" || name == "values" || parts.contains(name)) {
+      throw Error("save: " + name +
+                  ": expected another name for an object, which no other one has");
+    }
     const Dict state = std::visit(
         [&](auto* one) {
           if constexpr (std::is_same_v<decltype(one), torch::nn::Module*>) {
@@ -65,6 +69,7 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
     parts[name] = encode(state, name);
   }
   if (options.rng()) parts["rng"] = encode(random_states(), "rng");
+  parts["values"] = encode(options.values(), "values");
   const std::filesystem::path folder = std::filesystem::absolute(run);
   try {
     Writing writing(folder, step);
@@ -89,7 +94,8 @@ inline std::filesystem::path verify(const std::filesystem::path& path) {
 /// Loads a checkpoint, or the newest one of a run, into objects, each of which must be in it.
 ///
 /// All that is loaded is compared with its hashes first, and models and optimizers with what was
-/// saved. If anything differs, throws an Error that names it, and loads nothing.
+/// saved. If anything differs, throws an Error that names it, and loads nothing. States that an
+/// optimizer's or a scaler's own load refuses are errors of theirs (c10::Error).
 ///
 /// rng: set the states of random number generators; by default if an optimizer is loaded.
 inline Loaded load(const std::filesystem::path& path, const Objects& objects,
@@ -99,38 +105,49 @@ inline Loaded load(const std::filesystem::path& path, const Objects& objects,
   const Json& stored = reader.content()["parts"];
   std::set<std::string> needed;
   add_tensors_of(stored["values"], needed);
+  const std::string folder = reader.folder().string() + ": ";
+  std::map<std::string, const Json*> parts;
   bool resumes = false;
   for (const auto& [name, object] : objects) {
     if (!stored.contains(name) || name == "rng" || name == "values") {
-      throw Error(reader.folder().string() + ": it has no " + name);
+      throw Error(folder + "it has no " + name);
     }
+    parts[name] = of_one_process(stored[name]);
+    if (!parts[name]) throw Error(folder + name + " was saved by several processes");
     Mistakes mistakes;
     std::visit(
-        [&](const auto* one) { check(*one, stored[name], reader.content()["tensors"], mistakes); },
+        [&](const auto* one) { check(*one, *parts[name], reader.content()["tensors"], mistakes); },
         object.get());
-    if (!mistakes.empty()) {
-      throw Error(reader.folder().string() + ": " + name + ": " + text_of(mistakes));
-    }
-    add_tensors_of(stored[name], needed);
+    if (!mistakes.empty()) throw Error(folder + name + ": " + text_of(mistakes));
+    add_tensors_of(*parts[name], needed);
     resumes |= std::holds_alternative<Adam*>(object.get());
   }
-  const bool sets_rng = stored.contains("rng") && rng.value_or(resumes);
-  if (sets_rng) add_tensors_of(stored["rng"], needed);
+  const Json* random = nullptr;
+  if (rng.value_or(resumes)) {
+    if (!stored.contains("rng") && rng) throw Error(folder + "it was saved without rng");
+    random = stored.contains("rng") ? of_one_process(stored["rng"]) : nullptr;
+    if (stored.contains("rng") && !random) {
+      const std::string text = "rng was saved by several processes, so it is not loaded";
+      if (rng) throw Error(folder + text);
+      TORCH_WARN("load: ", folder, text, "; or pass rng=false");
+    }
+  }
+  if (random) add_tensors_of(*random, needed);
 
   std::map<std::string, at::Tensor> tensors;
   for (const std::string& name : needed) tensors[name] = reader.tensor(name);
   const auto value = [&](const Json& encoded) {
     return decoded(encoded, [&](const std::string& name) { return tensors.at(name); });
   };
-  // Models come last, since only the states of others can still be refused.
-  for (const bool is_model : {false, true}) {
+  // Optimizers come first, then scalers: only their states can still be refused.
+  for (const size_t kind : {1, 2, 0}) {
     for (const auto& [name, object] : objects) {
-      if (std::holds_alternative<torch::nn::Module*>(object.get()) != is_model) continue;
-      const Dict state = value(stored[name]).toGenericDict();
+      if (object.get().index() != kind) continue;
+      const Dict state = value(*parts[name]).toGenericDict();
       std::visit([&](auto* one) { detail::load(*one, state); }, object.get());
     }
   }
-  if (sets_rng) set_random_states(value(stored["rng"]).toGenericDict());
+  if (random) set_random_states(value(*random).toGenericDict());
   return {reader.folder(), reader.content()["step"].get<int64_t>(), value(stored["values"])};
 }
 

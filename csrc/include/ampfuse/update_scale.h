@@ -19,7 +19,7 @@ struct ScaleTensors {
   /// n.
   std::optional<at::Tensor> history = std::nullopt;
   /// Double, 4 elements: the number of norms so far, the mean and variance of their logarithms, and
-  /// the limit of the next one. Initially 0, 0, 0 and the largest double.
+  /// the limit of the next one. Initially 0, 0, 0 and infinity.
   std::optional<at::Tensor> norms = std::nullopt;
 };
 

@@ -14,7 +14,7 @@ from ampfuse import _C, ops
 from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse._graphs import traced_as
-from ampfuse.optim._grad_norm import found_by_any, norm_of_shards, rounded
+from ampfuse.optim._grad_norm import found_by_any, norm_of_groups, rounded
 from ampfuse.optim._traced import groups_of
 
 
@@ -64,6 +64,7 @@ class Inspection:
     total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
     are_whole: bool  # True if the total norms cover every element of every gradient
     is_scaled: bool = False  # True if the gradients were still scaled
+    norm_of_shards: Tensor | None = None  # of all ranks, if some gradients are shards
     unscaled_norm: Tensor | None = None  # set by `norm_or_refuse`
 
 
@@ -185,31 +186,32 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
     for inspection in inspections:
         if inspection.unscaled_norm is not None:
             return inspection.unscaled_norm  # there is one optimizer
-        if not inspection.are_whole:
+        total_norms = list(inspection.total_norms.values())
+        if inspection.norm_of_shards is not None:
+            total_norms = [inspection.norm_of_shards]
+        elif not inspection.are_whole:
             return None
-        for norm in inspection.total_norms.values():
+        for norm in total_norms:
             norm = on_device(norm, scale.device)
             norms.append(norm / scale if inspection.is_scaled else norm)
     return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
 
 
-def norm_or_refuse(optimizer: Optimizer, inspection: Inspection, scale: Tensor) -> Tensor | None:
-    """Return the norm of an optimizer's unscaled gradients, or None if it has none.
+def add_norm_of_shards(optimizer: Optimizer, inspection: Inspection) -> None:
+    """Compute the norm of gradients of which some are shards, in one more read, on all ranks."""
+    groups = groups_of(optimizer)
+    if is_distributed() and any(is_dtensor(param) for one in groups for param in one["params"]):
+        inspection.norm_of_shards = norm_of_groups(groups)
 
-    For shards of DTensors this takes one more read, and all ranks.
-    """
-    params = [param for group in groups_of(optimizer) for param in group["params"]]
-    if inspection.are_whole or not is_distributed() or not any(map(is_dtensor, params)):
-        norm = unscaled_norm([inspection], scale)
-        if norm is None and inspection.norms:
-            raise ValueError(
-                "skip_outliers: the norm of the gradients is not known, since some of them are "
-                "sparse or occur twice"
-            )
-    else:
-        norm = norm_of_shards([param.grad for param in params if param.grad is not None])
-        norm = on_device(norm, scale.device)
-        norm = (norm / scale if inspection.is_scaled else norm).float()
+
+def norm_or_refuse(inspection: Inspection, scale: Tensor) -> Tensor | None:
+    """Return the norm of an optimizer's unscaled gradients, or None if it has none."""
+    norm = unscaled_norm([inspection], scale)
+    if norm is None and inspection.norms:
+        raise ValueError(
+            "skip_outliers: the norm of the gradients is not known, since some of them are sparse "
+            "or occur twice"
+        )
     inspection.unscaled_norm = norm
     return norm
 

@@ -1,7 +1,6 @@
 """A scaler's history on the device: its counters, the last updates and the last steps."""
 
 import math
-import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from ampfuse._host_copy import HostCopy
 from ampfuse.amp._gradients import Inspection
 
 # The number of norms, the mean and variance of their logarithms, and the limit of the next one.
-NO_NORMS = [0.0, 0.0, 0.0, sys.float_info.max]
+NO_NORMS = [0.0, 0.0, 0.0, math.inf]
 REPORTED_STEPS = 16  # number of last steps that an overflow report searches
 
 
@@ -33,7 +32,7 @@ class ScaleRecord(NamedTuple):
     scale: float
     """The scale before the update."""
     skipped: bool
-    """True if a gradient was non-finite, or if the norm was an outlier, so the step was skipped."""
+    """True if the step was skipped: a gradient was non-finite, or a finite norm an outlier."""
     norm: float
     """Norm of all unscaled gradients; NaN if it was not computed."""
 

@@ -24,11 +24,11 @@ def checked_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def checked_finite(name: str, value: Any) -> float:
-    """Convert a number; raise if it is NaN or infinite."""
+def checked_known(name: str, value: Any) -> float:
+    """Convert a number; raise if it is NaN."""
     number = checked_number(name, value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
+    if math.isnan(number):
+        raise ValueError(f"{name}: expected a number, got {value}")
     return number
 
 

@@ -61,7 +61,7 @@ def loaded(
     counters = zip(COUNTERS, counts, strict=True)
     ours = [_policy.checked_count(name, state.get(name, here), least=0) for name, here in counters]
     pairs = zip(NORMS, norms, strict=True)
-    statistics = [_policy.checked_finite(name, state.get(name, here)) for name, here in pairs]
+    statistics = [_policy.checked_known(name, state.get(name, here)) for name, here in pairs]
     return Loaded(torchs, policy, ours, statistics)
 
 

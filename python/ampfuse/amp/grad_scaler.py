@@ -18,6 +18,7 @@ from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
 from ampfuse.amp._gradients import (
     Inspection,
+    add_norm_of_shards,
     gradients_of,
     inspect,
     norm_for,
@@ -74,8 +75,8 @@ class GradScaler(TorchGradScaler):
     - `skip_outliers`: also skip a step if the norm of its gradients is an outlier: its logarithm is
       more than so many standard deviations, for example 6, above a running mean. The first 64 steps
       are taken. Outliers do not change the scale. There may be one optimizer.
-    - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` after this many skipped steps
-      in a row. On a GPU it checks the last count that has arrived on the host. So the error may
+    - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` after this many overflows in
+      a row. On a GPU it checks the last count that has arrived on the host. So the error may
       come some steps late, or not at all if a step was taken since. The scale has been updated
       nevertheless, and training may go on.
     - `history`: how many of the last updates `history()` returns.
@@ -531,7 +532,7 @@ class GradScaler(TorchGradScaler):
                 f"{len(self._per_optimizer_states)}"
             )
         inspection = self._inspections.get(id(optimizer))
-        norm = None if inspection is None else norm_or_refuse(optimizer, inspection, self._scale)
+        norm = None if inspection is None else norm_or_refuse(inspection, self._scale)
         if norm is None:
             return torch.zeros_like(self._scale)
         return (norm > norms[3]).float()
@@ -551,6 +552,8 @@ class GradScaler(TorchGradScaler):
             gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
             flag = found_inf.clone()
             flags, inspection = inspect(gradients, inv_scale, flag, self.process_group)
+            if self._policy.skip_outliers is not None:
+                add_norm_of_shards(optimizer, inspection)
         self._inspections[id(optimizer)] = inspection
         return flags
 

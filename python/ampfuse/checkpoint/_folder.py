@@ -42,6 +42,8 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 def found(path: str | os.PathLike[str]) -> Path:
     """Return the checkpoint at a path: the path itself, or the newest one of a run."""
     folder = Path(path)
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: this is a file; pass the folder that it is in")
     if (folder / _index.NAME).exists():
         return folder
     newest = latest(folder)

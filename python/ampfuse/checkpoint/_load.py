@@ -69,7 +69,7 @@ class Reader:
             shard = shard if order is None else in_order(order, shard)
             if like is not None:
                 shard = shard[region.slices()].contiguous()
-            elif not mapped:
+            if not mapped:
                 shard = shard.clone()
         return shard if like is None else sharded_like(like, shard)
 
@@ -171,7 +171,7 @@ def _checked(
         if wrong:
             more = f"; and {len(wrong) - MOST_MISTAKES} more" if len(wrong) > MOST_MISTAKES else ""
             raise CheckpointError(f"{folder}: {name}: {'; '.join(wrong[:MOST_MISTAKES])}{more}")
-        likes |= shardings(value, kinds, parts[name])
+        likes |= shardings(value, reader.content["tensors"], kinds, parts[name])
     if rng and "rng" not in stored:
         raise CheckpointError(f"{folder}: it was saved with rng=False")
     if "rng" in stored and (resumes if rng is None else rng):
@@ -180,7 +180,7 @@ def _checked(
         except CheckpointError as error:
             if rng:
                 raise
-            warnings.warn(f"load: {error}, so it is not loaded", stacklevel=4)
+            warnings.warn(f"load: {error}, so it is not loaded; or pass rng=False", stacklevel=5)
     for name in tensors_of(list(parts.values())):
         reader.verify(name, likes.get(name))
     return reader, parts, likes

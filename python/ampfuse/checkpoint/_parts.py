@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ampfuse._dtensors import is_dtensor
+from ampfuse._nested import tensors_in
 from ampfuse.amp import GradScaler, ScaleRecord
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 
@@ -68,15 +69,31 @@ def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
 
 
 def check_shards(optimizer: Any) -> None:
-    """Refuse sharded state that could not be sharded again, since only parameters are there."""
-    for param, state in optimizer.state.items():
+    """Refuse state of sharded parameters that could not be sharded again.
+
+    When it is loaded, only the parameters say how to.
+    """
+    for param, state in getattr(optimizer, "state", {}).items():
+        if not isinstance(param, Tensor) or not is_dtensor(param):
+            continue
         for name, value in state.items():
-            if isinstance(value, Tensor) and is_dtensor(value) and value.shape != param.shape:
-                raise TypeError(
-                    f"save: {name} of {type(optimizer).__name__} is a DTensor of shape "
-                    f"{list(value.shape)}, and its parameter has {list(param.shape)}; sharded "
-                    "state of another shape is not supported"
-                )
+            if isinstance(value, Tensor) and value.dim():
+                if not is_dtensor(value) or value.shape != param.shape:
+                    kind = "DTensor" if is_dtensor(value) else "tensor"
+                    raise TypeError(
+                        f"save: {name} of {type(optimizer).__name__} is a {kind} of shape "
+                        f"{list(value.shape)}, and its parameter is a DTensor of shape "
+                        f"{list(param.shape)}; state that is not sharded like its parameter is not "
+                        "supported"
+                    )
+            elif not isinstance(value, Tensor):
+                refuse_shards(value, f"{name} of {type(optimizer).__name__}")
+
+
+def refuse_shards(state: Any, name: str) -> None:
+    """Refuse DTensors where nothing says how to shard them when they are loaded."""
+    if any(map(is_dtensor, tensors_in(state))):
+        raise TypeError(f"save: {name}: only models and optimizers may have DTensors")
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -123,9 +140,12 @@ def _mistakes_of_optimizer(groups: list[Any], stored: dict[str, Any]) -> Iterato
 
 
 def shardings(
-    value: Any, kinds: dict[str, tuple[str, list[int]]], parts: dict[str, Any]
+    value: Any, tensors: dict[str, Any], kinds: dict[str, Any], parts: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Return, for the name of each stored tensor that is to be sharded, a DTensor like it."""
+    """Return, for the name of each stored tensor that is to be sharded, a DTensor like it.
+
+    tensors: what the index says of tensors. kinds: their dtypes and shapes.
+    """
     value = unwrapped(value)
     pairs: list[tuple[Any, Any]] = []
     if isinstance(value, nn.Module):
@@ -136,16 +156,17 @@ def shardings(
     elif hasattr(value, "param_groups"):
         params = [param for group in value.param_groups for param in group["params"]]
         for number, state in parts["state"]["state"].get("$dict", ()):
-            pairs += [(params[number], entry) for entry in state.values()]
-    return {
-        tensors_of(stored)[0]: like
-        for like, stored in pairs
-        if isinstance(like, Tensor)
-        and is_dtensor(like)
-        and like.dim()
-        and is_tensor(stored)
-        and kind_of(stored, kinds)[1] == list(like.shape)
-    }
+            if isinstance(number, int):
+                pairs += [(params[number], entry) for entry in state.values()]
+    likes = {}
+    for like, stored in pairs:
+        if isinstance(like, Tensor) and is_dtensor(like) and is_tensor(stored):
+            (name,) = tensors_of(stored)
+            # A number beside a parameter without dimensions is sharded only if it was.
+            is_like = kind_of(stored, kinds)[1] == list(like.shape)
+            if is_like and (like.dim() or "pieces" in tensors[name]):
+                likes[name] = like
+    return likes
 
 
 def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> None:

@@ -79,24 +79,28 @@ def gathered(value: Result) -> list[Result]:
     return values if rank == 0 else [value]
 
 
-def check_same(encode: Encoder) -> None:
-    """Raise an error on all ranks if models or optimizers have other tensors on some rank."""
+def check_same(encode: Encoder, names: list[str]) -> None:
+    """Raise an error on all ranks if some rank has other objects, or other tensors in them.
+
+    names: those of the objects.
+    """
     _, size = rank_and_size()
     if size == 1:
         return
-    lines = []
+    lines = [repr(names)]
     for name, tensor in encode.tensors.items():
         if not name.startswith(("values/", "values~")) and name != "values":  # those are of rank 0
             shape = encode.shards[name].shape if name in encode.shards else tensor.shape
-            lines.append(f"{name}: {tensor.dtype} of shape {list(shape)}")
+            is_sharded = name in encode.shards
+            lines.append(f"{name}: {tensor.dtype} of shape {list(shape)}, {is_sharded}")
     own = hash_of("\n".join(lines).encode())
     hashes = [own] * size
     dist.all_gather_object(hashes, own)
     others = [number for number in range(size) if hashes[number] != hashes[0]]
     if others:
         raise CheckpointError(
-            f"save: ranks {others} have other models or optimizers than rank 0; all ranks must "
-            "have the same, whole or sharded"
+            f"save: ranks {others} have other objects than rank 0, or other tensors in them; all "
+            "ranks must save the same model, whole or sharded"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampfuse.checkpoint._errors import required
-from ampfuse.checkpoint._parts import check_parts, is_model, state_of
+from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
 from ampfuse.checkpoint._random import random_states
 from ampfuse.checkpoint._ranks import (
     check_same,
@@ -22,6 +22,8 @@ from ampfuse.checkpoint._tree import Encoder
 from ampfuse.checkpoint._write import (
     Writing,
     Written,
+    begin_note,
+    leave_error,
     leave_note,
     note_of,
     write_files,
@@ -77,7 +79,7 @@ def save(
     background: bool = False,
     **objects: Any,
 ) -> Saving:
-    """Write a checkpoint of this step into the folder `path` of a run, and return it.
+    """Write a checkpoint of this step into the folder `path` of a run.
 
     >>> import tempfile, torch, ampfuse.checkpoint
     >>> model = torch.nn.Linear(3, 2)
@@ -97,6 +99,8 @@ def save(
     background: return when all tensors are copied, and write in a thread. The next save waits for
         it. An error is printed, and raised by `wait()` of the result.
 
+    Return a `Saving`, whose `path` is the folder of the checkpoint.
+
     All processes of a group call it. Each rank writes its shards of DTensors (FSDP2, tensor
     parallel), and rank 0 the rest of models and optimizers. Other states that differ, as those of
     loaders and random numbers do, are stored for each rank.
@@ -107,7 +111,10 @@ def save(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"save: keep: expected 1 or more, got {keep}")
-    step = index(step)
+    try:
+        step = index(step)
+    except TypeError:
+        raise TypeError(f"save: step: expected an int, got {type(step).__name__}") from None
     if step < 0:
         raise ValueError(f"save: step: expected 0 or more, got {step}")
     check_parts(objects, ("state_dict", "load_state_dict"), "save")
@@ -125,7 +132,9 @@ def save(
         if (encode.shards[name].is_first if name in encode.shards else rank == 0)
     }
     if background:
-        tensors = {name: one.to("cpu", copy=True) for name, one in tensors.items()}
+        tensors = on_all_ranks(
+            lambda: {name: one.to("cpu", copy=True) for name, one in tensors.items()}
+        )
     opened: list[Writing] = []  # on rank 0
 
     def begin() -> tuple[Path, Path]:
@@ -179,12 +188,13 @@ def _write_all(
 
 def _write_part(unfinished: Path, write: Callable[[], Written], rank: int) -> None:
     """Write what another rank has, in a thread, and let rank 0 know."""
+    note = begin_note(unfinished, rank)
     try:
         written = write()
     except Exception as error:
-        leave_note(unfinished, rank, None, str(error))
+        leave_error(note, error)
         raise
-    leave_note(unfinished, rank, written)
+    leave_note(note, written)
 
 
 def _encoded(
@@ -192,20 +202,24 @@ def _encoded(
 ) -> dict[str, Any]:
     """Encode all that is saved. The result counts on rank 0."""
     is_alone = rank_and_size()[1] == 1
-    of_ranks = encode if is_alone else Encoder(refuses_shards=True)
+    of_ranks = encode if is_alone else Encoder()
 
     def on_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
-        shared, own = {"values": encode(values, "values")}, {}
+        shared, own = {}, {}
         for name, value in objects.items():
             state = state_of(value, gradients=gradients)
             if is_model(value) or hasattr(value, "param_groups"):
                 shared[name] = encode(state, name)
             else:
+                refuse_shards(state, name)
                 own[name] = of_ranks(state, name)
         if rng:
             own["rng"] = of_ranks(random_states(), "rng")
+        refuse_shards(values, "values")
+        # They come last, so that tensors of models that are in them keep their names.
+        shared["values"] = encode(values, "values")
         return shared, own
 
     shared, own = on_all_ranks(on_this_rank)
-    check_same(encode)
+    check_same(encode, [*shared, *own])
     return shared | (own if is_alone else merged(encode, own, of_ranks.tensors))

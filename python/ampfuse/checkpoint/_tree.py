@@ -32,11 +32,10 @@ TensorOf = Callable[[str, list[int] | None], Tensor]
 class Encoder:
     """Collects the tensors of one or more states, each once."""
 
-    def __init__(self, *, refuses_shards: bool = False) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.shards: dict[str, Shard] = {}
         """What this rank holds of DTensors, whose local tensors are in `tensors`."""
-        self._refuses_shards = refuses_shards
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
 
@@ -122,8 +121,6 @@ class Encoder:
         if not is_dtensor(tensor):
             return None
         try:
-            if self._refuses_shards:
-                raise TypeError("only models and optimizers may have DTensors")
             return shard_of(tensor)
         except TypeError as error:
             raise TypeError(f"save: {place}: {error}") from None

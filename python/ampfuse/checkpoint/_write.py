@@ -3,8 +3,9 @@
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ampfuse.checkpoint._errors import CheckpointError, required
 from ampfuse.checkpoint._folder import (
     RunLock,
     free_name,
+    latest,
     put_in_place,
     remove_others,
     unfinished_folder,
@@ -36,6 +38,8 @@ class Writing:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._step = step
+        if (folder / _index.NAME).exists():
+            raise CheckpointError(f"{folder}: this is a checkpoint; pass the folder of the run")
         try:
             self._lock = RunLock(folder)
             try:
@@ -56,7 +60,14 @@ class Writing:
         with writing(self.path.parent, self._step):
             _index.write(self.unfinished, content | joined(parts))
             put_in_place(self.unfinished, self.path)
+            newest = latest(self.path.parent)
             remove_others(self.path, self._step, keep)
+        if newest not in (None, self.path):
+            warnings.warn(
+                f"save: {self.path.name} is not the latest checkpoint, which is {newest}; a new "
+                "run needs a folder of its own",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Remove what is unfinished, and let others write."""
@@ -108,15 +119,32 @@ def joined(parts: Iterable[Written]) -> dict[str, Any]:
         all_files |= files
         for name, entry in entries.items():
             if name in all_entries:
-                all_entries[name]["pieces"] += entry["pieces"]
+                add_pieces(all_entries[name]["pieces"], entry["pieces"], name)
             else:
                 all_entries[name] = entry
     for name, entry in all_entries.items():
         if "pieces" in entry:
             size = sum(prod(piece["shape"]) for piece in entry["pieces"])
-            if size < prod(entry["shape"]):
-                raise CheckpointError(f"save: no rank has the rest of {name}")
+            if size != prod(entry["shape"]):
+                raise CheckpointError(f"save: the shards of {name} are not those of one tensor")
     return {"files": all_files, "tensors": all_entries}
+
+
+def add_pieces(pieces: list[dict[str, Any]], more: list[dict[str, Any]], name: str) -> None:
+    """Add pieces of a tensor. The same one may come from several meshes, as of DDP's replicas."""
+    for piece in more:
+        same = [one for one in pieces if region_of(one) == region_of(piece)]
+        if any(one["hash"] != piece["hash"] for one in same):
+            raise CheckpointError(
+                f"save: {name} differs between ranks; all ranks must have the same model"
+            )
+        if not same:
+            pieces.append(piece)
+
+
+def region_of(piece: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the place and the shape of a piece."""
+    return piece["start"], piece["shape"]
 
 
 def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
@@ -132,15 +160,29 @@ def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
     return result
 
 
-def leave_note(folder: Path, rank: int, written: Written | None, error: str = "") -> None:
+def begin_note(folder: Path, rank: int) -> Path:
+    """Create the file of a note, so that it can be left even if the disk is full later."""
+    beside = folder / f".rank-{rank}.new"
+    beside.touch()
+    return beside
+
+
+def leave_note(beside: Path, written: Written | None, error: str | None = None) -> None:
     """Write for rank 0 what this rank has written in the background, or its error.
 
     Collective calls in a thread would mix with those of the training, so a file is used.
     """
-    note = folder / f".rank-{rank}"
-    beside = note.with_suffix(".new")
     beside.write_text(json.dumps([written, error]))
-    beside.rename(note)
+    beside.rename(beside.with_suffix(""))
+
+
+def leave_error(beside: Path, error: BaseException) -> None:
+    """Let rank 0 know that this rank could not write its part in the background."""
+    try:
+        leave_note(beside, None, str(error) or repr(error))
+    except OSError:
+        with suppress(OSError):  # rank 0 has removed the folder, if this fails, too
+            beside.rename(beside.with_suffix(""))
 
 
 def note_of(folder: Path, rank: int) -> Written:
@@ -153,8 +195,11 @@ def note_of(folder: Path, rank: int) -> Written:
                 f"{folder}: rank {rank} has not written its part in {LONGEST_WAIT:.0f} seconds"
             )
         time.sleep(PAUSE)
-    written, error = json.loads(note.read_text())
+    try:
+        written, error = json.loads(note.read_text())
+    except ValueError:
+        written, error = None, "it could not write its part, nor say why"
     note.unlink()
-    if error:
+    if written is None:
         raise CheckpointError(f"rank {rank}: {error}")
     return written[0], written[1]

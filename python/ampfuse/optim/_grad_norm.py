@@ -154,6 +154,15 @@ def norm_of_shards(tensors: list[Tensor]) -> Tensor:
     return rounded(inspect(parts, {}).total_norm, tensors)
 
 
+def norm_of_groups(groups: list[dict[str, Any]]) -> Tensor:
+    """Return the norm of all gradients in float64. All ranks of sharded parameters call this."""
+    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    parts = [
+        Columns(grad.device, grads=[local(grad)], shardings=[sharding_of(grad)]) for grad in grads
+    ]
+    return inspect(parts, {}, spread_shardings(groups)).total_norm
+
+
 def rounded(norm: Tensor, tensors: list[Tensor]) -> Tensor:
     """Return the norm of these tensors as float32, but unchanged if any has 64-bit numbers."""
     is_double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)

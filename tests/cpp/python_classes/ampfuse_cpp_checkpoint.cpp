@@ -12,7 +12,7 @@ namespace py = pybind11;
 PYBIND11_MODULE(ampfuse_cpp_checkpoint, m) {
   using ampfuse::Training;
   namespace checkpoint = ampfuse::checkpoint;
-  static const py::exception<checkpoint::Error> error(m, "Error", PyExc_RuntimeError);
+  py::register_exception<checkpoint::Error>(m, "Error", PyExc_RuntimeError);
   py::class_<Training>(m, "Training")
       .def(py::init<int64_t, std::string>())
       .def("backward", &Training::backward, py::call_guard<py::gil_scoped_release>())

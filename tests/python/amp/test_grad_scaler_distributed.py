@@ -8,6 +8,7 @@ from processes import Scenarios
 from scaler_languages import LANGUAGES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 pytestmark = pytest.mark.slow
@@ -170,9 +171,13 @@ def test_norm_is_computed_after_gradients_are_all_reduced(outcomes, name):
         assert result["norm"] == pytest.approx(55.0)
 
 
-@scenario("ours", "SGD")
-def outlier_of_shards(name):
+OUTLIERS = [(name, clip) for name in ("ours", "SGD") for clip in ("none", "torch's", "scaler's")]
+
+
+@scenario(*OUTLIERS)
+def outlier_of_shards(case):
     """Give a sharded model an outlier that only one rank has in its shard."""
+    name, clip = case
     model = torch.nn.Linear(4, 2, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = make(name, list(model.parameters()))
@@ -181,6 +186,11 @@ def outlier_of_shards(name):
     def step(factors):
         optimizer.zero_grad()
         scaler.scale((model(torch.ones(1, 4)) * torch.tensor(factors)).sum()).backward()
+        if clip == "torch's":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif clip == "scaler's":
+            scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
 
@@ -194,14 +204,50 @@ def outlier_of_shards(name):
     }
 
 
-@pytest.mark.parametrize("name", ["ours", "SGD"])
-def test_outlier_in_one_shard_is_skipped_on_all_ranks(outcomes, name):
-    results = outcomes("outlier_of_shards", name)
+@pytest.mark.parametrize("case", OUTLIERS)
+def test_outlier_in_one_shard_is_skipped_on_all_ranks(outcomes, case):
+    results = outcomes("outlier_of_shards", case)
     expected = [2 * (1 + (1.0 + number % 3) ** 2) ** 0.5 for number in range(64)]
     for result in results:
         assert result["skipped"]
         assert result["norms"] == pytest.approx([*expected, 2 * (100.0**2 + 1) ** 0.5])
         assert result["scale"] == 8
+
+
+@scenario("one rank")
+def gradient_of_one_rank(_):
+    param = Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    scaler = ampfuse.GradScaler("cpu", 8.0, skip_outliers=6.0, history=1, allow_no_grads=True)
+    optimizer = ampfuse.AdamW([param])
+    scaler.scale_tensor()
+    if dist.get_rank() == 0:
+        param.grad = torch.ones_like(param)
+    scaler.step(optimizer)
+    scaler.update()
+    return {"skipped": scaler.was_skipped()}
+
+
+def test_rank_without_gradients_takes_part_in_the_norm(outcomes):
+    assert [one["skipped"] for one in outcomes("gradient_of_one_rank", "one rank")] == [False] * 2
+
+
+@scenario("2 ** 124")
+def large_scale(_):
+    model = torch.nn.Linear(64, 64, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = ampfuse.AdamW(model.parameters())
+    scaler = ampfuse.GradScaler("cpu", 2.0**124, skip_outliers=6.0, history=80)
+    for _ in range(70):
+        optimizer.zero_grad()
+        scaler.scale((model(torch.ones(1, 64)) * 2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {"records": [tuple(record)[1:] for record in scaler.history()]}
+
+
+def test_norm_of_scaled_shards_may_exceed_float32(outcomes):
+    for result in outcomes("large_scale", "2 ** 124"):
+        assert result["records"] == [(False, pytest.approx(128.0))] * 70
 
 
 def test_outliers_and_a_process_group_are_not_combined():

@@ -120,6 +120,34 @@ def test_values_of_python_survive_a_cpp_program(tmp_path):
     assert torch.equal(found["channels last"], values["channels last"])
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("rng", None), ("scaler", "scaler was saved by several processes")]
+)
+def test_cpp_reads_what_several_ranks_have_saved_except_what_each_had_of_its_own(
+    tmp_path, capfd, name, message
+):
+    """Store a part of a checkpoint for two ranks, as they would have written it."""
+    from ampfuse.checkpoint import _index
+
+    first = Python(0, "float32")
+    first.run(2)
+    first.save(tmp_path, 2)
+    path = checkpoint.latest(tmp_path)
+    index = json.loads((path / _index.NAME).read_text())
+    index["parts"][name] = {"$ranks": [index["parts"][name]] * 2}
+    _index.write(path, {key: index[key] for key in ("step", "parts", "files", "tensors")})
+    second = cpp.Training(1, "float32")
+    before = [tensor.clone() for tensor in second.tensors()]
+    if message:
+        with pytest.raises(cpp.Error, match=message):
+            second.load(str(tmp_path))
+        assert same(second.tensors(), before)
+    else:
+        assert second.load(str(tmp_path)) == 2
+        assert same(second.tensors(), first.tensors())
+        assert "rng was saved by several processes" in capfd.readouterr().err
+
+
 def test_cpp_assembles_what_several_ranks_have_saved_in_pieces(tmp_path):
     """Cut a tensor of a checkpoint in two, as two ranks would have written it."""
     from ampfuse.checkpoint import _index

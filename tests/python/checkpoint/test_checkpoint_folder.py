@@ -228,6 +228,29 @@ def test_interrupt_before_the_thread_starts_releases_the_lock(tmp_path, model, m
     checkpoint.save(tmp_path, step=1, model=model)
 
 
+def test_folder_of_a_checkpoint_is_not_that_of_a_run(tmp_path, model):
+    path = checkpoint.save(tmp_path, step=10, model=model).path
+    with pytest.raises(CheckpointError, match="this is a checkpoint; pass the folder of the run"):
+        checkpoint.save(path, step=20, model=model)
+    with pytest.raises(CheckpointError, match="this is a file; pass the folder that it is in"):
+        checkpoint.load(path / "checkpoint.json", model=model)
+
+
+def test_save_of_an_earlier_step_than_the_latest_is_a_warning(tmp_path, model):
+    checkpoint.save(tmp_path, step=100, model=model)
+    with pytest.warns(UserWarning, match="step-00000001 is not the latest checkpoint, which is"):
+        checkpoint.save(tmp_path, step=1, model=model)
+
+
+def test_optimizer_state_that_belongs_to_no_parameter_is_saved(tmp_path):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.state["global"] = {"calls": 3}
+    checkpoint.save(tmp_path, step=1, optimizer=optimizer)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    checkpoint.load(tmp_path, optimizer=other)
+    assert other.state["global"] == {"calls": 3}
+
+
 def test_folders_of_others_are_left_alone(tmp_path, model):
     for name in ("step-40", "step-00000040"):
         (tmp_path / name).mkdir()

@@ -7,13 +7,13 @@ import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
 import torch.distributed as dist
-from ampfuse.checkpoint import _save, _write
+from ampfuse.checkpoint import CheckpointError, _save, _write
 from checkpointed import Training, error_of, same, shared_folder
 from processes import Scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 scenario = Scenarios()
 KINDS = {
@@ -235,23 +235,39 @@ def test_rank_that_cannot_write_is_named_and_nothing_is_left(kind):
         assert result["saved again"] == "step-00000002"
 
 
-@scenario("other model", "loader", "partial", "other shape")
+REFUSED = ("other model", "sharded on rank 0", "other objects", "stages", "loader", "values")
+REFUSED = (*REFUSED, "nested", "partial", "other shape", "local state")
+
+
+class Weight(nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+@scenario(*REFUSED)
 def refused(kind):
-    folder, mesh = shared_folder(), init_device_mesh("cpu", (2,))
-    if kind == "other model":
-        other = nn.Linear(3, 3 + dist.get_rank())
-        return {"error": error_of(lambda: checkpoint.save(folder, step=1, model=other))}
-    state = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    if kind == "loader":
-        loader = Position({"order": state})
-        return {"error": error_of(lambda: checkpoint.save(folder, step=1, loader=loader))}
-    if kind == "partial":
-        sums = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-        return {"error": error_of(lambda: checkpoint.save(folder, step=1, values=sums))}
-    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    folder, mesh, rank = shared_folder(), init_device_mesh("cpu", (2,)), dist.get_rank()
+    whole, rows = torch.ones(4, 4), distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    stages = [init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "ranks"))["ranks"]]
+    param = nn.Parameter(sharded)
     optimizer = torch.optim.SGD([param], lr=0.1)
-    optimizer.state[param]["rows"] = state
-    return {"error": error_of(lambda: checkpoint.save(folder, step=1, optimizer=optimizer))}
+    state = {"nested": [rows], "other shape": rows, "local state": torch.ones(2, 4)}
+    if kind in state:
+        optimizer.state[param]["nested" if kind == "nested" else "rows"] = state[kind]
+    objects = {
+        "other model": {"model": nn.Linear(3, 3 + rank)},
+        "sharded on rank 0": {"model": Weight(whole if rank else sharded)},
+        "other objects": {f"model{rank}": Weight(whole)},
+        "stages": {"model": Weight(distribute_tensor(whole + rank, stages[0], [Shard(0)]))},
+        "loader": {"loader": Position({"order": rows})},
+        "partial": {"model": Weight(DTensor.from_local(whole, mesh, [Partial()]))},
+    }.get(kind, {"optimizer": optimizer})
+    values = rows if kind == "values" else None
+    return {"error": error_of(lambda: checkpoint.save(folder, step=1, values=values, **objects))}
 
 
 class Position:
@@ -270,15 +286,118 @@ class Position:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("other model", "ranks [1] have other models or optimizers than rank 0"),
-        ("loader", "only models and optimizers may have DTensors"),
-        ("partial", "save: values: checkpoints of (Partial(sum),)"),
-        ("other shape", "rows of SGD is a DTensor of shape [4], and its parameter has [4, 4]"),
+        ("other model", "ranks [1] have other objects than rank 0, or other tensors in them"),
+        ("sharded on rank 0", "ranks [1] have other objects than rank 0, or other tensors in them"),
+        ("other objects", "ranks [1] have other objects than rank 0, or other tensors in them"),
+        ("stages", "save: model/state/weight differs between ranks"),
+        ("loader", "save: loader: only models and optimizers may have DTensors"),
+        ("values", "save: values: only models and optimizers may have DTensors"),
+        ("nested", "save: nested of SGD: only models and optimizers may have DTensors"),
+        ("partial", "save: model/state/weight: checkpoints of (Partial(sum),)"),
+        ("other shape", "rows of SGD is a DTensor of shape [4], and its parameter is a DTensor of"),
+        ("local state", "rows of SGD is a tensor of shape [2, 4], and its parameter is a DTensor"),
     ],
 )
 def test_what_cannot_be_stored_in_pieces_is_refused(kind, message):
     for result in scenario.results("refused", kind):
         assert message in result["error"]
+
+
+@scenario("of both", "of one")
+def numbers(kind):
+    """Save and load a parameter without dimensions, and state that no parameter has."""
+    folder, mesh = shared_folder(), init_device_mesh("cpu", (2,))
+
+    def made(value):
+        scale = torch.full((), value)
+        if kind == "of both":
+            scale = distribute_tensor(scale, mesh, [Replicate()])
+        param = nn.Parameter(scale)
+        optimizer = torch.optim.AdamW([param], lr=0.1)
+        (param * param).backward()
+        optimizer.step()
+        return param, optimizer
+
+    param, optimizer = made(2.0)
+    checkpoint.save(folder, step=1, optimizer=optimizer)
+    other, loaded = made(3.0)
+    checkpoint.load(folder, optimizer=loaded)
+    state, before = loaded.state[other], optimizer.state[param]
+    loaded.step()
+    return {
+        "same": all(torch.equal(*whole([state[name], before[name]])) for name in ("exp_avg",)),
+        "kinds": [type(state[name]).__name__ for name in ("exp_avg", "step")],
+    }
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("of both", "DTensor"), ("of one", "Tensor")])
+def test_state_of_a_parameter_without_dimensions_is_sharded_if_it_was(kind, expected):
+    for result in scenario.results("numbers", kind):
+        assert result["kinds"] == [expected, "Tensor"]
+
+
+@scenario("whole", "pieces")
+def mapped(kind):
+    """Change the file of a checkpoint after it was loaded."""
+    folder = shared_folder()
+    one = training(0, "float32", ranks=1 if kind == "whole" else 2)
+    one.run(1)
+    one.backward()
+    path = checkpoint.save(folder, step=1, gradients=True, **one.objects).path
+    other = training(1, "float32")
+    checkpoint.load(folder, **other.objects)
+    before = [*whole(other.tensors()), *grads_of(other.model)]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in path.glob("*.safetensors"):
+            with file.open("r+b") as opened:
+                opened.write(bytes(file.stat().st_size))
+    dist.barrier()
+    return {"same": same([*whole(other.tensors()), *grads_of(other.model)], before)}
+
+
+@pytest.mark.parametrize("kind", ["whole", "pieces"])
+def test_loaded_tensors_do_not_depend_on_the_files(kind):
+    assert all(result["same"] for result in scenario.results("mapped", kind))
+
+
+@scenario("also its note", "out of memory")
+def unwritten(kind):
+    """Let rank 1 fail in the background in ways that leave no note, or no text."""
+    folder = shared_folder()
+    model = training(0, "float32").model
+
+    def fail(*_):
+        raise MemoryError if kind == "out of memory" else OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        _save.write_files = fail
+        if kind == "also its note":
+            _write.leave_note = fail
+    saving = checkpoint.save(folder, step=2, model=model, background=True)
+    try:
+        saving.wait()
+        error = ""
+    except (CheckpointError, MemoryError) as caught:
+        error = repr(caught)
+    dist.barrier()
+    _save.write_files, _write.leave_note = _write.write_files, _save.leave_note
+    saved = checkpoint.save(folder, step=2, model=model).path.name
+    return {"error": error, "saved": saved}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        ("also its note", ("rank 1: it could not write its part, nor say why", "No space left")),
+        ("out of memory", ("rank 1: MemoryError()", "MemoryError()")),
+    ],
+)
+def test_rank_0_does_not_wait_for_a_rank_that_cannot_say_why_it_failed(kind, texts):
+    for result, text in zip(scenario.results("unwritten", kind), texts, strict=True):
+        assert text in result["error"]
+        assert result["saved"] == "step-00000002"
 
 
 @scenario("waits")

@@ -8,7 +8,7 @@ from processes import Scenarios
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -273,10 +273,13 @@ def test_ranks_with_different_numbers_of_targets_equal_one_process(kind):
         assert len(result["sent"]) == (0 if kind == "fully_shard" else 1)
 
 
-@scenario("mesh")
-def missing(_):
+@scenario("fully_shard", "FullyShardedDataParallel")
+def missing(kind):
     model = made()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    if kind == "fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     try:
         ampfuse.accumulate(lambda *_: None, own_parts(), model=model)
     except ValueError as error:
@@ -284,6 +287,7 @@ def missing(_):
     return {"error": ""}
 
 
-def test_mesh_of_a_sharded_model_is_asked_for():
-    for result in scenario.results("missing", "mesh"):
-        assert "pass process_group=mesh.get_group()" in result["error"]
+@pytest.mark.parametrize("kind", ["fully_shard", "FullyShardedDataParallel"])
+def test_group_of_a_sharded_model_is_asked_for(kind):
+    for result in scenario.results("missing", kind):
+        assert "pass process_group= for a sharded model" in result["error"]

@@ -217,8 +217,8 @@ def test_step_without_flags_is_clean(device):
         ({"hysteresis": 0}, "hysteresis: expected at least 1, got 0"),
         ({"min_scale": 2.0, "max_scale": 1.0}, "max_scale: expected at least min_scale=2, got 1"),
         ({"min_scale": math.nan}, "min_scale: expected None or more than 0, got nan"),
-        ({"skip_outliers": 0.0}, "skip_outliers: expected None or a finite number above 0, got 0"),
-        ({"skip_outliers": math.inf}, "skip_outliers: expected None or a finite number above 0"),
+        ({"skip_outliers": 1.0}, "skip_outliers: expected None or a finite number above 1, got 1"),
+        ({"skip_outliers": math.inf}, "skip_outliers: expected None or a finite number above 1"),
         (
             {"hysteresis_refill": "never"},
             'hysteresis_refill: expected "growth" or "clean_step", got never',

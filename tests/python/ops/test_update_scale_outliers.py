@@ -1,7 +1,6 @@
 """Statistics of norms in update_scale, against the same in Python and NumPy."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from ampfuse.ops import update_scale
 
 OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-NO_NORMS = [0.0, 0.0, 0.0, sys.float_info.max]
+NO_NORMS = [0.0, 0.0, 0.0, math.inf]
 WINDOW, FIRST = 128, 64
 
 
@@ -46,7 +45,7 @@ class Scale:
 def reference(norms, factor=6.0):
     """Return the statistics after these norms, in float64."""
     mean = variance = 0.0
-    limit = sys.float_info.max
+    limit = math.inf
     for number, norm in enumerate(norms, 1):
         weight = 1 / min(number, WINDOW)
         log = math.log(min(norm, limit))
@@ -82,7 +81,7 @@ def test_no_step_is_an_outlier_before_64_norms_are_known(device):
     scale = Scale(device)
     kinds = [scale.update(norm) for norm in [1.0] * 62 + [1e30, 1.0]]
     assert kinds == [0] * 64
-    assert scale.norms[3].item() < sys.float_info.max
+    assert scale.norms[3].item() < math.inf
 
 
 def test_outlier_changes_neither_scale_nor_tracker_as_an_overflow_does(device):
@@ -134,6 +133,14 @@ def test_largest_and_smallest_norms_are_counted(device):
         assert scale.update(2.0**-149) == 0
     assert scale.norms[0].item() == 140
     assert scale.norms.isfinite().all()
+
+
+def test_limit_may_be_infinite(device):
+    scale = Scale(device)
+    for _ in range(64):
+        update_scale(**scale.arguments(1.0) | {"skip_outliers": 1e4})
+    assert scale.norms[3].item() == math.inf
+    assert scale.update(math.inf) == 0  # an overflow whose flag is not set
 
 
 def test_nan_in_damaged_statistics_skips_nothing(device):

@@ -83,17 +83,38 @@ inline void remove_folder(const fs::path& folder) {
   }
 }
 
-/// Keeps others from writing to a run, and removes what is not finished in the end.
-class Writing {
+/// Keeps others from writing to a run.
+class RunLock {
  public:
-  Writing(const fs::path& run, int64_t step) : run_(run) {
+  explicit RunLock(const fs::path& run) {
+    if (fs::exists(run / kIndex)) {
+      throw Error(run.string() + ": this is a checkpoint; pass the folder of the run");
+    }
     fs::create_directories(run);
-    lock_ = ::open((run / ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    if (lock_ < 0) throw fs::filesystem_error("open", run, {errno, std::generic_category()});
-    if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
-      ::close(lock_);
+    file_ = ::open((run / ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (file_ < 0) throw fs::filesystem_error("open", run, {errno, std::generic_category()});
+    if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
+      ::close(file_);
       throw Error(run.string() + ": another process writes a checkpoint here now");
     }
+  }
+
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+
+  ~RunLock() {
+    ::flock(file_, LOCK_UN);  // forked processes have the file open, too
+    ::close(file_);
+  }
+
+ private:
+  int file_ = -1;
+};
+
+/// Writes a checkpoint, and removes what is not finished in the end.
+class Writing {
+ public:
+  Writing(const fs::path& run, int64_t step) : lock_(run), run_(run) {
     name_ = {step, 0};
     for (const auto& [name, path] : folders_of(run)) {
       if (name.step == step) name_.number = name.number + 1;
@@ -113,7 +134,6 @@ class Writing {
   ~Writing() {
     std::error_code ignored;
     fs::remove_all(unfinished_, ignored);
-    ::close(lock_);
   }
 
   const fs::path& folder() const { return unfinished_; }
@@ -140,10 +160,10 @@ class Writing {
   }
 
  private:
+  RunLock lock_;
   fs::path run_;
   fs::path unfinished_;
   Name name_{};
-  int lock_ = -1;
 };
 
 }  // namespace ampfuse::checkpoint::detail

@@ -8,6 +8,13 @@
 
 namespace ampfuse::checkpoint::detail {
 
+/// Returns the state of this process, the only one, from what several have saved, or null if there
+/// are several states.
+inline const Json* of_one_process(const Json& stored) {
+  if (!stored.is_object() || !stored.contains("$ranks")) return &stored;
+  return stored["$ranks"].size() == 1 ? &stored["$ranks"][0] : nullptr;
+}
+
 using Mistakes = std::vector<std::string>;
 
 inline constexpr size_t kMostMistakes = 5;  // in a message
@@ -66,6 +73,15 @@ inline void check_class(const std::string& own, const Json& parts, Mistakes& mis
 
 inline void check(const Adam& optimizer, const Json& parts, const Json&, Mistakes& mistakes) {
   check_class(class_of(optimizer), parts, mistakes);
+  std::vector<size_t> sizes, stored_sizes;
+  for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
+  for (const Json& group : parts["state"]["param_groups"]) {
+    stored_sizes.push_back(group["params"].size());
+  }
+  if (sizes != stored_sizes) {
+    mistakes.push_back(
+        c10::str("its groups have ", sizes, " parameters, those in the checkpoint ", stored_sizes));
+  }
 }
 
 inline void check(const GradScaler&, const Json& parts, const Json&, Mistakes& mistakes) {
