@@ -246,23 +246,32 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path, arguments,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("step", [3, 5, 8])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_stateful_loader_of_torchdata_goes_on_with_the_next_batch(tmp_path, workers):
+def test_stateful_loader_of_torchdata_goes_on_with_the_next_batch(tmp_path, workers, step):
+    """Random numbers go on, too, if they are set after the first iterator was made."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def made():
         torch.manual_seed(0)
         return stateful.StatefulDataLoader(
-            list(range(40)), batch_size=4, shuffle=True, num_workers=workers
+            list(range(20)), batch_size=4, shuffle=True, num_workers=workers
         )
 
-    loader = made()
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    checkpoint.save(tmp_path, step=3, loader=loader)
-    rest = [batch.tolist() for batch in batches]
+    def epoch(batches):
+        return [(batch.tolist(), torch.rand(()).item()) for batch in batches]
+
+    loader, expected = made(), []
+    for _ in range(3):  # of five batches each
+        for batch in loader:
+            expected.append((batch.tolist(), torch.rand(()).item()))
+            if len(expected) == step:
+                checkpoint.save(tmp_path, step=step, loader=loader)
     other = made()
     checkpoint.load(tmp_path, loader=other)
-    assert [batch.tolist() for batch in other] == rest
-    assert len(rest) == 7
+    batches = iter(other)
+    checkpoint.load(tmp_path, rng=True)
+    found = epoch(batches)
+    while len(found) < 15 - step:
+        found += epoch(other)
+    assert found == expected[step:]
