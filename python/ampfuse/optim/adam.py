@@ -26,7 +26,7 @@ from ampfuse.optim._traced import Traced, groups_of, step_of
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits
 
-OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero"}
+OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_step_supports_amp_scaling"}
 
 
 class Adam(torch.optim.Adam):
@@ -47,6 +47,11 @@ class Adam(torch.optim.Adam):
       argument, it limits the norm over all groups without a limit of their own; as a group option,
       the norm of that group (inf: no clipping).
     - `write_back_grads`: leaves the unscaled, clipped gradients in `.grad`.
+    - `unscale`: with `"before"`, a scaler unscales the gradients before it calls `step`, and does not
+      call it if they overflow, as with torch's optimizers that are not fused. Choose it where a
+      framework clips the gradients, reads them in hooks, or asks whether the step was skipped
+      (Lightning, Accelerate, Transformers). It takes one more pass. `"in_step"` leaves both to the
+      step.
     - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
       to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
       An optimizer with a group cannot be pickled. DTensors need no group. For a
@@ -108,6 +113,7 @@ class Adam(torch.optim.Adam):
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
+        unscale: str = "in_step",
         process_group: Any = None,
         **unknown: NoReturn,
     ) -> None:
@@ -130,6 +136,10 @@ class Adam(torch.optim.Adam):
             }
         _options.check_initial(_options.plain(defaults))
         _options.check_limit(max_grad_norm)
+        if unscale not in ("in_step", "before"):
+            raise ValueError(f'unscale: expected "in_step" or "before", got {unscale!r}')
+        if unscale == "before":
+            self._step_supports_amp_scaling = False  # torch's name, which frameworks read
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
             self.process_group = process_group
