@@ -47,8 +47,8 @@ class Adam(torch.optim.Adam):
       argument, it limits the norm over all groups without a limit of their own; as a group option,
       the norm of that group (inf: no clipping).
     - `write_back_grads`: leaves the unscaled, clipped gradients in `.grad`.
-    - `unscale`: with `"before"`, a scaler unscales the gradients before it calls `step`, and does not
-      call it if they overflow, as with torch's optimizers that are not fused. Choose it where a
+    - `unscale`: with `"before"`, a scaler unscales the gradients before it calls `step`, and does
+      not call it if they overflow, as with torch's optimizers that are not fused. Choose it where a
       framework clips the gradients, reads them in hooks, or asks whether the step was skipped
       (Lightning, Accelerate, Transformers). It takes one more pass. `"in_step"` leaves both to the
       step.
