@@ -16,6 +16,7 @@ from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
 from ampfuse._mistakes import Watch
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
+from ampfuse.amp._gate import Gate
 from ampfuse.amp._gradients import (
     Inspection,
     add_norm_of_shards,
@@ -346,6 +347,27 @@ class GradScaler(TorchGradScaler):
         With several optimizers, this is the step of the one that was stepped last.
         """
         return self._enabled and self._history.was_skipped()
+
+    def gate(self, scheduler: Any) -> Gate:
+        """Return a learning rate scheduler that stands still when steps are skipped.
+
+        Call its `step()` after `update()`. On a GPU the host does not wait: the scheduler follows
+        when it is known that a step was taken, some steps later.
+
+        >>> import torch, ampfuse
+        >>> optimizer = ampfuse.AdamW([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        >>> scaler = ampfuse.GradScaler("cpu")
+        >>> scheduler = scaler.gate(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        >>> for factor in (1.0, float("inf"), 1.0):
+        ...     optimizer.zero_grad()
+        ...     scaler.scale(optimizer.param_groups[0]["params"][0].sum() * factor).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     scheduler.step()
+        >>> scheduler.get_last_lr()
+        [0.25]
+        """
+        return Gate(scheduler, lambda: self.step_skipped if self._enabled else None)
 
     def history(self) -> list[ScaleRecord]:
         """Return the last updates, oldest first. This takes one copy to the host."""

@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ampfuse._dtensors import is_dtensor
 from ampfuse._nested import tensors_in
 from ampfuse.amp import GradScaler, ScaleRecord
+from ampfuse.amp._gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
@@ -54,7 +55,7 @@ def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
     state = value.state_dict()
     if hasattr(value, "param_groups"):
         check_shards(value)
-    parts = {"class": type(value).__name__, "state": state}
+    parts = {"class": class_of(value), "state": state}
     if isinstance(value, GradScaler) and value.is_enabled():
         parts["history"] = value._history.records()
     if isinstance(value, nn.Module):
@@ -66,6 +67,11 @@ def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
                 if param.grad is not None
             }
     return parts
+
+
+def class_of(value: Any) -> str:
+    """Return the name of an object's class; of a gated scheduler, that of the scheduler."""
+    return type(value.scheduler if isinstance(value, Gate) else value).__name__
 
 
 def check_shards(optimizer: Any) -> None:
@@ -106,8 +112,8 @@ def mistakes(value: Any, kinds: dict[str, Any], parts: dict[str, Any]) -> Iterat
     value = unwrapped(value)
     if isinstance(value, nn.Module):
         yield from _mistakes_of_model(value.state_dict(), kinds, parts["state"])
-    elif type(value).__name__ != parts["class"]:
-        yield f"the checkpoint has the state of {parts['class']}, not of {type(value).__name__}"
+    elif class_of(value) != parts["class"]:
+        yield f"the checkpoint has the state of {parts['class']}, not of {class_of(value)}"
     elif hasattr(value, "param_groups"):
         yield from _mistakes_of_optimizer(value.param_groups, parts["state"])
 

@@ -1,0 +1,68 @@
+"""`Gate`: a learning rate scheduler that stands still when steps are skipped."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ampfuse._host_copy import HostCopy
+
+MOST_UNKNOWN = 16  # steps of a GPU that may be ahead of the host before it waits
+
+
+class Gate:
+    """Steps a scheduler once for each step of the optimizer that was taken.
+
+    On a GPU it is known some steps later whether a step was skipped. The scheduler follows then, and
+    the host does not wait. Other attributes are those of the scheduler.
+    """
+
+    def __init__(self, scheduler: Any, step_skipped: Callable[[], Tensor | None]) -> None:
+        self.scheduler, self._step_skipped = scheduler, step_skipped
+        self._unknown: deque[HostCopy] = deque()
+        self._spare: list[HostCopy] = []
+
+    def step(self) -> None:
+        """Step the scheduler, after `scaler.step` and `update`, unless the step was skipped."""
+        skipped = self._step_skipped()
+        if skipped is None:  # the scaler is disabled
+            self.scheduler.step()
+            return
+        copy = self._spare.pop() if self._spare else HostCopy()
+        copy.send(skipped)
+        self._unknown.append(copy)
+        while self._unknown and (
+            self._unknown[0].latest() is not None or len(self._unknown) > MOST_UNKNOWN
+        ):
+            self._follow()
+
+    def wait(self) -> None:
+        """Wait until the scheduler has followed all steps."""
+        while self._unknown:
+            self._follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state after all steps so far. The host waits for them."""
+        self.wait()
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the scheduler's state. Steps so far do not count."""
+        self._unknown.clear()
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the scheduler."""
+        if name.startswith("_") or name == "scheduler":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def _follow(self) -> None:
+        copy = self._unknown.popleft()
+        skipped = copy.wait()
+        assert skipped is not None
+        if not skipped.item():
+            self.scheduler.step()
+        self._spare.append(copy)

@@ -1,0 +1,141 @@
+"""`scaler.gate(scheduler)`: learning rates stand still when steps are skipped."""
+
+import ampfuse
+import ampfuse.checkpoint as checkpoint
+import pytest
+import torch
+from ampfuse.amp import _gate
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+FACTORS = [1.0, float("inf"), 1.0, 1.0, float("inf"), float("inf"), 1.0]  # four steps are taken
+
+
+class Training:
+    """A parameter whose gradient is infinite in some steps."""
+
+    def __init__(self, device, optimizer=ampfuse.AdamW, enabled=True):
+        self.param = Parameter(torch.ones(2, device=device))
+        self.optimizer = optimizer([self.param], lr=1.0)
+        self.scaler = ampfuse.GradScaler(device.type, enabled=enabled)
+        self.scheduler = self.scaler.gate(ExponentialLR(self.optimizer, 0.5))
+
+    def run(self, factors):
+        for factor in factors:
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.param.sum() * factor).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+
+    def rate(self):
+        return self.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("optimizer", [ampfuse.AdamW, torch.optim.SGD, torch.optim.AdamW])
+def test_rate_follows_the_steps_that_were_taken(device, optimizer):
+    training = Training(device, optimizer)
+    training.run(FACTORS)
+    training.scheduler.wait()
+    assert training.rate() == 0.5**4
+    assert training.scheduler.get_last_lr() == [0.5**4]
+    assert training.scheduler.last_epoch == 4
+
+
+def test_disabled_scaler_steps_the_scheduler_each_time(device):
+    training = Training(device, enabled=False)
+    training.run([1.0] * 3)
+    assert training.rate() == 0.5**3
+
+
+def test_rates_are_those_of_a_loop_that_asks(device):
+    """Compare with a host that waits for each step."""
+
+    def rates(gated):
+        param = Parameter(torch.ones(2, device=device))
+        optimizer = ampfuse.AdamW([param], lr=0.1)
+        scaler, found = ampfuse.GradScaler(device.type), []
+        scheduler = OneCycleLR(optimizer, 0.1, total_steps=10)
+        gate = scaler.gate(scheduler)
+        for factor in FACTORS:
+            optimizer.zero_grad()
+            scaler.scale(param.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if gated:
+                gate.step()
+                gate.wait()
+            elif not scaler.was_skipped():
+                scheduler.step()
+            found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
+        return found
+
+    assert rates(True) == rates(False)
+
+
+class LateCopy:
+    """A copy to the host that arrives after three more were sent."""
+
+    sent = 0
+
+    def send(self, tensor):
+        self.value, self.number = tensor.clone(), LateCopy.sent
+        LateCopy.sent += 1
+
+    def latest(self):
+        return self.value if LateCopy.sent > self.number + 3 else None
+
+    def wait(self):
+        return self.value
+
+
+def test_rate_follows_when_the_answer_has_arrived(monkeypatch):
+    monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+    training, rates = Training(torch.device("cpu")), []
+    for factor in FACTORS:
+        training.run([factor])
+        rates.append(training.rate())
+    assert rates == [1, 1, 1, 0.5, 0.5, 0.25, 0.125]
+    training.scheduler.wait()
+    assert training.rate() == 0.5**4
+
+
+def test_host_waits_if_16_answers_are_missing(monkeypatch):
+    monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+    monkeypatch.setattr(LateCopy, "latest", lambda self: None)
+    training = Training(torch.device("cpu"))
+    training.run([1.0] * 16)
+    assert training.rate() == 1
+    training.run([1.0])
+    assert training.rate() == 0.5
+
+
+def test_state_is_that_after_all_steps(device, tmp_path, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+    first, second = Training(device), Training(device)
+    first.run(FACTORS)
+    checkpoint.save(tmp_path, step=7, scheduler=first.scheduler, optimizer=first.optimizer)
+    second.run([1.0])
+    checkpoint.load(tmp_path, scheduler=second.scheduler, optimizer=second.optimizer)
+    assert second.scheduler.last_epoch == 4
+    second.run([1.0])
+    second.scheduler.wait()
+    assert second.rate() == 0.5**5
+    # The scheduler alone loads it, too.
+    optimizer = torch.optim.SGD([Parameter(torch.ones(1))], lr=1.0)
+    alone = ExponentialLR(optimizer, 0.5)
+    checkpoint.load(tmp_path, scheduler=alone)
+    assert alone.last_epoch == 4
+
+
+def test_host_does_not_wait(device):
+    if device.type != "cuda":
+        pytest.skip("there is no host wait on a CPU")
+    training = Training(device)
+    training.run(FACTORS)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training.run([1.0] * 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
