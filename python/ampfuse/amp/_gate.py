@@ -14,8 +14,8 @@ MOST_UNKNOWN = 16  # steps of a GPU that may be ahead of the host before it wait
 class Gate:
     """Steps a scheduler once for each step of the optimizer that was taken.
 
-    On a GPU it is known some steps later whether a step was skipped. The scheduler follows then, and
-    the host does not wait. Other attributes are those of the scheduler.
+    On a GPU it is known some steps later whether a step was skipped. The scheduler follows then,
+    and the host does not wait. Other attributes are those of the scheduler.
     """
 
     def __init__(self, scheduler: Any, step_skipped: Callable[[], Tensor | None]) -> None:
