@@ -1,0 +1,48 @@
+"""A small training program whose model is sharded over two ranks."""
+
+import ampfuse
+import torch
+import torch.distributed as dist
+from checkpointed import Training
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+KINDS = {
+    "float32": {},
+    "torch's AdamW": {"make": torch.optim.AdamW},
+    "bfloat16 with masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "bfloat16 with remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},
+    "float16 with masters": {"dtype": torch.float16, "master_weights": True},
+    "background": {},
+    "replicated": {},
+}
+
+
+def training(seed, kind, *, ranks=2):
+    """Return a training whose model is sharded over two ranks, with shards of two sizes."""
+    options = {"make": ampfuse.AdamW, "dtype": torch.float32} | KINDS[kind]
+    make, dtype = options.pop("make"), options.pop("dtype")
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 15), nn.Dropout(0.3), nn.ReLU(), nn.Linear(15, 4)).to(dtype)
+    if ranks == 2:
+        sizes, names = ((2, 1), ("all", "shards")) if kind == "replicated" else ((2,), ("all",))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+    optimizer = make(model.parameters(), lr=0.05, **options)
+    scaler = ampfuse.GradScaler("cpu", growth_interval=3, history=8)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    if ranks == 2:
+        torch.manual_seed(100 * seed + dist.get_rank())
+    return Training(model, optimizer, scaler, scheduler)
+
+
+def whole(tensors):
+    every = [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+    return [one.clone() for one in every]
+
+
+def grads_of(model):
+    return whole(param.grad for param in model.parameters())
