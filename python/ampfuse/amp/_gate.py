@@ -1,10 +1,9 @@
 """`Gate`: a learning rate scheduler that stands still when steps are skipped."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampfuse._host_copy import HostCopy
 
@@ -12,25 +11,26 @@ MOST_UNKNOWN = 16  # steps of a GPU that may be ahead of the host before it wait
 
 
 class Gate:
-    """Steps a scheduler once for each step of the optimizer that was taken.
+    """Steps a scheduler unless the last step of the optimizer was skipped.
 
     On a GPU it is known some steps later whether a step was skipped. The scheduler follows then,
     and the host does not wait. Other attributes are those of the scheduler.
     """
 
-    def __init__(self, scheduler: Any, step_skipped: Callable[[], Tensor | None]) -> None:
-        self.scheduler, self._step_skipped = scheduler, step_skipped
+    def __init__(self, scheduler: Any, scaler: Any) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError("gate: ReduceLROnPlateau is stepped by epochs, so it needs no gate")
+        self.scheduler, self._scaler = scheduler, scaler
         self._unknown: deque[HostCopy] = deque()
         self._spare: list[HostCopy] = []
 
     def step(self) -> None:
-        """Step the scheduler, after `scaler.step` and `update`, unless the step was skipped."""
-        skipped = self._step_skipped()
-        if skipped is None:  # the scaler is disabled
+        """Step the scheduler, once after each `update`, unless the step was skipped."""
+        if not self._scaler.is_enabled():
             self.scheduler.step()
             return
         copy = self._spare.pop() if self._spare else HostCopy()
-        copy.send(skipped)
+        copy.send(self._scaler.step_skipped)
         self._unknown.append(copy)
         while self._unknown and (
             self._unknown[0].latest() is not None or len(self._unknown) > MOST_UNKNOWN
@@ -58,6 +58,11 @@ class Gate:
         if name.startswith("_") or name == "scheduler":  # while it is copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle and deepcopy, after all steps so far."""
+        self.wait()
+        return vars(self) | {"_spare": []}
 
     def _follow(self) -> None:
         copy = self._unknown.popleft()

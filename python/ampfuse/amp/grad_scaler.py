@@ -351,8 +351,10 @@ class GradScaler(TorchGradScaler):
     def gate(self, scheduler: Any) -> Gate:
         """Return a learning rate scheduler that stands still when steps are skipped.
 
-        Call its `step()` after `update()`. On a GPU the host does not wait: the scheduler follows
-        when it is known that a step was taken, some steps later.
+        Call its `step()` once after each `update()`; a scheduler that is stepped by epochs needs no
+        gate. There may be one optimizer. On a GPU the host does not wait: the scheduler follows
+        when it is known that a step was taken, some steps later. `wait()` lets it follow all, for
+        example before the optimizer's state, which has the rate, is saved; ampfuse.checkpoint does.
 
         >>> import torch, ampfuse
         >>> optimizer = ampfuse.AdamW([torch.nn.Parameter(torch.ones(2))], lr=1.0)
@@ -367,7 +369,7 @@ class GradScaler(TorchGradScaler):
         >>> scheduler.get_last_lr()
         [0.25]
         """
-        return Gate(scheduler, lambda: self.step_skipped if self._enabled else None)
+        return Gate(scheduler, self)
 
     def history(self) -> list[ScaleRecord]:
         """Return the last updates, oldest first. This takes one copy to the host."""

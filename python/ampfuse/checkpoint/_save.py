@@ -7,6 +7,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+from ampfuse.amp._gate import Gate
 from ampfuse.checkpoint._errors import required
 from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
 from ampfuse.checkpoint._random import random_states
@@ -149,7 +150,12 @@ def save(
         with writing(folder, step):
             _write_part(unfinished, write, rank)
 
-    final, unfinished = from_rank_0(begin)
+    try:
+        final, unfinished = from_rank_0(begin)
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
     saving = Saving(final)
     if not background:
         try:
@@ -190,11 +196,10 @@ def _write_part(unfinished: Path, write: Callable[[], Written], rank: int) -> No
     """Write what another rank has, in a thread, and let rank 0 know."""
     note = begin_note(unfinished, rank)
     try:
-        written = write()
+        leave_note(note, write())
     except Exception as error:
         leave_error(note, error)
         raise
-    leave_note(note, written)
 
 
 def _encoded(
@@ -206,6 +211,9 @@ def _encoded(
 
     def on_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
         shared, own = {}, {}
+        for value in objects.values():
+            if isinstance(value, Gate):
+                value.wait()  # before the optimizer's rate is read
         for name, value in objects.items():
             state = state_of(value, gradients=gradients)
             if is_model(value) or hasattr(value, "param_groups"):

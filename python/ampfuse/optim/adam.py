@@ -50,8 +50,9 @@ class Adam(torch.optim.Adam):
     - `unscale`: with `"before"`, a scaler unscales the gradients before it calls `step`, and does
       not call it if they overflow, as with torch's optimizers that are not fused. Choose it where a
       framework clips the gradients, reads them in hooks, or asks whether the step was skipped
-      (Lightning, Accelerate, Transformers). It takes one more pass. `"in_step"` leaves both to the
-      step.
+      (Lightning, Accelerate, Transformers). It takes one more pass, and no process group. Scalers
+      refuse to unscale float16 gradients, unless made with `allow_fp16_grads`. `"in_step"` leaves
+      both to the step.
     - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
       to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
       An optimizer with a group cannot be pickled. DTensors need no group. For a
@@ -138,6 +139,9 @@ class Adam(torch.optim.Adam):
         _options.check_limit(max_grad_norm)
         if unscale not in ("in_step", "before"):
             raise ValueError(f'unscale: expected "in_step" or "before", got {unscale!r}')
+        if unscale == "before" and process_group is not None:
+            # Each rank would decide by its own gradients whether to call the step.
+            raise ValueError('unscale: expected "in_step" with a process_group')
         if unscale == "before":
             self._step_supports_amp_scaling = False  # torch's name, which frameworks read
         if self._has_own_options:

@@ -1,5 +1,8 @@
 """`scaler.gate(scheduler)`: learning rates stand still when steps are skipped."""
 
+import copy
+import pickle
+
 import ampfuse
 import ampfuse.checkpoint as checkpoint
 import pytest
@@ -115,7 +118,8 @@ def test_state_is_that_after_all_steps(device, tmp_path, monkeypatch):
         monkeypatch.setattr(_gate, "HostCopy", LateCopy)
     first, second = Training(device), Training(device)
     first.run(FACTORS)
-    checkpoint.save(tmp_path, step=7, scheduler=first.scheduler, optimizer=first.optimizer)
+    # The optimizer comes first, but its rate is that after all steps, too.
+    checkpoint.save(tmp_path, step=7, optimizer=first.optimizer, scheduler=first.scheduler)
     second.run([1.0])
     checkpoint.load(tmp_path, scheduler=second.scheduler, optimizer=second.optimizer)
     assert second.scheduler.last_epoch == 4
@@ -127,6 +131,24 @@ def test_state_is_that_after_all_steps(device, tmp_path, monkeypatch):
     alone = ExponentialLR(optimizer, 0.5)
     checkpoint.load(tmp_path, scheduler=alone)
     assert alone.last_epoch == 4
+
+
+def test_copy_follows_its_own_scaler(device):
+    first = Training(device)
+    first.run([1.0])
+    second = copy.deepcopy(first)
+    second.run([float("inf")])
+    second.scheduler.wait()
+    first.run([1.0])
+    first.scheduler.wait()
+    assert (first.rate(), second.rate()) == (0.25, 0.5)
+    assert pickle.loads(pickle.dumps(first.scheduler)).last_epoch == 2
+
+
+def test_scheduler_of_epochs_is_refused():
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.ones(1)], lr=1))
+    with pytest.raises(TypeError, match="ReduceLROnPlateau is stepped by epochs"):
+        ampfuse.GradScaler("cpu").gate(scheduler)
 
 
 def test_host_does_not_wait(device):

@@ -153,7 +153,7 @@ def test_what_cannot_be_stored_in_pieces_is_refused(kind, message):
         assert message in result["error"]
 
 
-@scenario("also its note", "out of memory")
+@scenario("also its note", "only its note", "out of memory")
 def unwritten(kind):
     """Let rank 1 fail in the background in ways that leave no note, or no text."""
     folder = shared_folder()
@@ -162,8 +162,12 @@ def unwritten(kind):
     def fail(*_):
         raise MemoryError if kind == "out of memory" else OSError(28, "No space left on device")
 
+    leave_note = _save.leave_note
     if dist.get_rank() == 1:
-        _save.write_files = fail
+        if kind == "only its note":
+            _save.leave_note = fail
+        else:
+            _save.write_files = fail
         if kind == "also its note":
             _write.leave_note = fail
     saving = checkpoint.save(folder, step=2, model=model, background=True)
@@ -173,7 +177,8 @@ def unwritten(kind):
     except (CheckpointError, MemoryError) as caught:
         error = repr(caught)
     dist.barrier()
-    _save.write_files, _write.leave_note = _write.write_files, _save.leave_note
+    _save.write_files = _write.write_files
+    _save.leave_note = _write.leave_note = leave_note
     saved = checkpoint.save(folder, step=2, model=model).path.name
     return {"error": error, "saved": saved}
 
@@ -183,6 +188,7 @@ def unwritten(kind):
     ("kind", "texts"),
     [
         ("also its note", ("rank 1: it could not write its part, nor say why", "No space left")),
+        ("only its note", ("rank 1: [Errno 28] No space left on device", "No space left")),
         ("out of memory", ("rank 1: MemoryError()", "MemoryError()")),
     ],
 )

@@ -91,6 +91,11 @@ def test_clipping_in_the_step_still_works(device):
     torch.testing.assert_close(before.optimizer.grad_norm, in_step.optimizer.grad_norm)
 
 
+def test_process_group_is_refused():
+    with pytest.raises(ValueError, match='unscale: expected "in_step" with a process_group'):
+        ampfuse.AdamW([nn.Parameter(torch.ones(1))], unscale="before", process_group=object())
+
+
 def test_other_values_are_refused():
     with pytest.raises(ValueError, match='unscale: expected "in_step" or "before", got True'):
         ampfuse.AdamW([nn.Parameter(torch.ones(1))], unscale=True)
