@@ -30,8 +30,8 @@ def accumulate(
         divide a sum. It does not call `backward`.
     micro_batches: at least one, on each rank.
     count: returns the number of targets in a micro-batch, or their total weight: of those that the
-        loss adds up. By default a
-        micro-batch is a pair of inputs and integer targets, of which those that are not -100 count.
+        loss adds up. By default a micro-batch is a pair of inputs and integer targets, of which
+        those that are not -100 count.
     scaler: scales the losses before `backward`. Unscaling, `scaler.step(optimizer)` and
         `scaler.update()` come once, after `accumulate`.
     model: a DistributedDataParallel, whose gradients are averaged once, in the last micro-batch.
@@ -62,7 +62,7 @@ def accumulate(
         with nullcontext() if averages else model.no_sync():
             loss = step(part, denominator)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"accumulate: step: expected a loss, got {described(loss)}")
+                raise TypeError(f"accumulate: step: expected a loss, got {kind_in_words(loss)}")
             (loss if scaler is None else scaler.scale(loss)).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
@@ -75,19 +75,19 @@ def targets_in(micro_batch: Any) -> Tensor:
         target = micro_batch[1]
         if isinstance(target, Tensor) and not target.is_floating_point():
             return (target != IGNORED).sum()
-    kind = described(micro_batch)
+    kind = kind_in_words(micro_batch)
     raise TypeError(
         "accumulate: expected micro-batches (inputs, integer targets), got "
         f"{kind}; pass count=, a function that returns how many targets a micro-batch has"
     )
 
 
-def described(value: Any) -> str:
+def kind_in_words(value: Any) -> str:
     """Return the type of a value, and of the items of a short tuple or list."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} of shape {list(value.shape)}"
     if isinstance(value, list | tuple) and len(value) <= 4:
-        return f"{type(value).__name__} of {', '.join(map(described, value)) or 'nothing'}"
+        return f"{type(value).__name__} of {', '.join(map(kind_in_words, value)) or 'nothing'}"
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with {', '.join(map(str, value))}"
     return type(value).__name__

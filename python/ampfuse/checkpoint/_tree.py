@@ -35,7 +35,7 @@ class Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.shards: dict[str, Shard] = {}
-        """What this rank holds of DTensors, whose local tensors are in `tensors`."""
+        """The shards that this rank holds of DTensors. Their local tensors are in `tensors`."""
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
 

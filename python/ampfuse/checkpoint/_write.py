@@ -30,7 +30,7 @@ LONGEST_WAIT = 1800.0  # seconds for what another rank writes in the background
 PAUSE = 0.05
 
 Written = tuple[dict[str, Any], dict[str, Any]]
-"""What the index says of files and of tensors."""
+"""The entries of the index for files and for tensors."""
 
 
 class Writing:

@@ -147,20 +147,20 @@ def inspect(
 
 def norm_of_shards(tensors: list[Tensor]) -> Tensor:
     """Return the norm of tensors and DTensors: float64 if any is float64 or complex128."""
-    parts = [
-        Columns(tensor.device, grads=[local(tensor)], shardings=[sharding_of(tensor)])
-        for tensor in tensors
-    ]
-    return rounded(inspect(parts, {}).total_norm, tensors)
+    return rounded(inspect(_each(tensors), {}).total_norm, tensors)
 
 
 def norm_of_groups(groups: list[dict[str, Any]]) -> Tensor:
     """Return the norm of all gradients in float64. All ranks of sharded parameters call this."""
     grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
-    parts = [
-        Columns(grad.device, grads=[local(grad)], shardings=[sharding_of(grad)]) for grad in grads
+    return inspect(_each(grads), {}, spread_shardings(groups)).total_norm
+
+
+def _each(tensors: list[Tensor]) -> list[Columns]:
+    return [
+        Columns(tensor.device, grads=[local(tensor)], shardings=[sharding_of(tensor)])
+        for tensor in tensors
     ]
-    return inspect(parts, {}, spread_shardings(groups)).total_norm
 
 
 def rounded(norm: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -21,7 +21,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <span>
 
 namespace ampfuse::checkpoint::detail {
@@ -82,9 +81,7 @@ inline std::string read_file(const fs::path& path, size_t most = std::string::np
   return text;
 }
 
-/// The length of the header of a safetensors file, which the file begins with.
-using Length = std::array<char, 8>;
-
+/// Returns the length of the header of a safetensors file, which begins with these 8 bytes.
 inline uint64_t number_of(const std::string& length) {
   uint64_t number = 0;
   std::memcpy(&number, length.data(), std::min(length.size(), sizeof number));
