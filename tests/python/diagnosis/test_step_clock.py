@@ -18,7 +18,7 @@ from ampfuse.diagnosis._phases import (
     SCALER,
 )
 from ampfuse.optim import _traced
-from clocked import Numbers, Steps, train
+from clocked import Numbers, Steps, clocked_steps, train
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -26,12 +26,7 @@ from torch.utils.data import DataLoader
 PAUSE = 0.02
 
 
-@pytest.fixture
-def steps():
-    with ExitStack() as exits:
-        made = Steps()
-        made.clock = StepClock(exits, made)
-        yield made
+steps = pytest.fixture(clocked_steps)
 
 
 def pause():

@@ -7,17 +7,11 @@ import pytest
 import torch
 from ampfuse.diagnosis import _clock
 from ampfuse.diagnosis._clock import StepClock
-from clocked import Numbers, Steps, train
+from clocked import Numbers, Steps, clocked_steps, train
 from torch import nn
 from torch.utils.data import DataLoader
 
-
-@pytest.fixture
-def steps():
-    with ExitStack() as exits:
-        made = Steps()
-        made.clock = StepClock(exits, made)
-        yield made
+steps = pytest.fixture(clocked_steps)
 
 
 def test_long_programs_are_measured_in_runs(steps):

@@ -1,7 +1,10 @@
 """A small training loop, and the steps that a clock measures in it."""
 
+from contextlib import ExitStack
+
 import ampfuse
 import torch
+from ampfuse.diagnosis._clock import StepClock
 from ampfuse.diagnosis._phases import BACKWARD, PHASES, Listener
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +27,14 @@ class Steps(Listener):
     def step_ends(self, optimizer, step, seconds):
         self.numbers.append(step)
         self.steps.append({phase: seconds.get(phase, 0.0) for phase in PHASES})
+
+
+def clocked_steps():
+    """Yield steps that a clock measures until the generator is closed, for a fixture."""
+    with ExitStack() as exits:
+        made = Steps()
+        made.clock = StepClock(exits, made)
+        yield made
 
 
 class Numbers(Dataset):
