@@ -23,8 +23,8 @@ export CTEST_PARALLEL_LEVEL ?= 2
 # The processes' OpenMP threads must not spin while they wait, which doubled the time, and torch's
 # compiler must not start worker processes of its own.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
-test test-fast test-one: export OMP_WAIT_POLICY ?= passive
-test test-fast test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test test-fast test-frameworks test-one: export OMP_WAIT_POLICY ?= passive
+test test-fast test-frameworks test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # The packaging tests compile copies of the sources. ccache compares paths relative to these
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
@@ -53,17 +53,17 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-one bench wheel lint format build cpp-headers clean
+.PHONY: help demo test test-fast test-frameworks test-one bench wheel lint format build cpp-headers clean
 
 help:  ## list the verbs
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The tests read the kernels' machine code, and run the kernels on the CPU, even without a GPU.
 test: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
 # A wheel has CUDA kernels by default, since it is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
 demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
-test test-fast test-one: export AMPFUSE_BUILD := $(BUILD)
+test test-fast test-frameworks test-one: export AMPFUSE_BUILD := $(BUILD)
 test-fast: override CMAKE_ARGS += -DAMPFUSE_BUILD_CUDA_HOST=OFF
 
 demo: build  ## train a language model in float32, with torch.amp and with ampfuse; draws demo.png
@@ -82,6 +82,10 @@ endif
 test-fast: cpp-headers build  ## leave out the slow tests and the sanitizer builds
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+
+test-frameworks: build  ## run the tests with Lightning, Accelerate, Transformers and others
+	@$(PYTHON) tools/environment.py frameworks
+	$(VENV)-frameworks/bin/python -m pytest $(PYTEST_FLAGS) tests/frameworks
 
 # A build folder that has the tests is not configured again, and only what the test needs is compiled:
 # an edit to one .cpp is tested in seconds.

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / os.environ.get("VENV", ".venv")
 CPP_HEADERS = ROOT / ".venv" / "cpp-headers"
+FRAMEWORKS = ROOT / f"{VENV.name}-frameworks"
 # Debian's packages of headers for the C++ tests, and a header or folder of each.
 DEBIAN = {"catch2": "catch2", "libxxhash-dev": "xxhash.h", "nlohmann-json3-dev": "nlohmann"}
 PINNED = "2.11.0"
@@ -79,17 +80,17 @@ def make_venv() -> Path:
     return python
 
 
-def extras() -> list[str]:
+def extras(names: list[str]) -> list[str]:
     """Return the packages of pyproject.toml's extras. pip itself would build ampfuse for them."""
     text = (ROOT / "pyproject.toml").read_text()
     table = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     lists = dict(re.findall(r"^(\w+) = \[(.*?)\]$", table, re.MULTILINE | re.DOTALL))
-    return sorted({name for extra in EXTRAS for name in re.findall(r'"(.*?)"', lists[extra])})
+    return sorted({name for extra in names for name in re.findall(r'"(.*?)"', lists[extra])})
 
 
 def install_packages(python: Path) -> None:
     """Install torch, unless a usable one exists, and packages for builds, tests and the demo."""
-    packages = [*BUILD, *extras()]
+    packages = [*BUILD, *extras(EXTRAS)]
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not REQUESTED_TORCH and torch_version(python) >= (2, 11):
         say("installing packages for builds and tests (under a minute)")
@@ -107,6 +108,28 @@ def install_packages(python: Path) -> None:
         ):
             return
     run(*pip, *packages)
+
+
+def install_frameworks() -> None:
+    """Make an environment for the frameworks' tests, which shows the packages of .venv, too."""
+    ready = FRAMEWORKS / ".ready"
+    if ready.exists() and ready.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+        return
+    say("installing Lightning, Transformers and other frameworks (about a minute)")
+    base = VENV / "bin" / "python"
+    run(base, "-m", "venv", FRAMEWORKS)
+    python = FRAMEWORKS / "bin" / "python"
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    # Unlike --system-site-packages, site.addsitedir reads the .pth files of .venv.
+    line = f"import site; site.addsitedir({ask(base, '-c', purelib)!r})\n"
+    Path(ask(python, "-c", purelib), "ampfuse_venv.pth").write_text(line)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        version = ask(base, "-c", "import importlib.metadata as m; print(m.version('torch'))")
+        constraints.write(f"torch=={version}\n")  # or pip would install another for torchvision
+        constraints.flush()
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        run(*pip, "--constraint", constraints.name, *extras(["frameworks"]))
+    ready.touch()
 
 
 def install_cpp_headers() -> None:
@@ -143,9 +166,10 @@ def succeeds(command: list[str | Path], folder: str | None = None) -> bool:
 
 
 def main() -> None:
-    """Prepare everything; with the argument `cpp-headers`, only install those."""
-    if sys.argv[1:] == ["cpp-headers"]:
-        install_cpp_headers()
+    """Prepare everything; with an argument `cpp-headers` or `frameworks`, only install those."""
+    only = {"cpp-headers": install_cpp_headers, "frameworks": install_frameworks}
+    if sys.argv[1:]:
+        only[sys.argv[1]]()
         return
     if sys.version_info < (3, 10):  # noqa: UP036 (any Python may start this script)
         sys.exit(f"ampfuse needs Python 3.10 or newer, this is {sys.version.split()[0]}")
