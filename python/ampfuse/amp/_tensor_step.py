@@ -12,6 +12,14 @@ from ampfuse.amp._gradients import Inspection
 from ampfuse.optim import Adam, _traced
 
 
+def _traced_takes_tensors(optimizer: Any) -> bool:
+    if not isinstance(optimizer, Adam):
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    optimizer._traced.begin()
+    return optimizer._traced.takes_tensors
+
+
+@traced_as(_traced_takes_tensors)
 def takes_tensors(optimizer: Any) -> bool:
     """Return True if the optimizer declares, in torch's way, that it takes scale and flag."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

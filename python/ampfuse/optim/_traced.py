@@ -30,6 +30,13 @@ def has_scheduler(optimizer: Any) -> bool:
     )
 
 
+def is_wrapped(optimizer: Any) -> bool:
+    """Return True if other code wraps `step`, and so may notice whether it is called."""
+    step = vars(optimizer).get("step")
+    is_own = step is None or getattr(step, "__func__", None) is type(optimizer).step
+    return not (is_own or has_scheduler(optimizer))
+
+
 def steps_alone(optimizer: Any) -> bool:
     """Return True if no other code runs between a call of `step` and Adam's own code."""
     return (
@@ -63,6 +70,7 @@ class Traced:
         self.has_scheduler = False
         self.steps_alone = False
         self.skips_unseen = False
+        self.takes_tensors = False
         # Set while a scaler takes a step (`known_norms` in eager steps, too):
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
@@ -82,6 +90,7 @@ class Traced:
         self.has_scheduler = has_scheduler(optimizer)
         self.steps_alone = steps_alone(optimizer)
         self.skips_unseen = skips_unseen(optimizer)
+        self.takes_tensors = optimizer._step_supports_amp_scaling
         optimizer._opt_called = True  # schedulers check it
 
     def columns(self, optimizer: Any) -> list[list[Columns]]:

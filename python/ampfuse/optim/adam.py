@@ -22,11 +22,11 @@ from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import Spares, renew_master
-from ampfuse.optim._traced import Traced, groups_of, step_of
+from ampfuse.optim._traced import Traced, groups_of, is_wrapped, step_of
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits
 
-OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_step_supports_amp_scaling"}
+OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_unscale"}
 
 
 class Adam(torch.optim.Adam):
@@ -49,10 +49,10 @@ class Adam(torch.optim.Adam):
     - `write_back_grads`: leaves the unscaled, clipped gradients in `.grad`.
     - `unscale`: with `"before"`, a scaler unscales the gradients before it calls `step`, and does
       not call it if they overflow, as with torch's optimizers that are not fused. Choose it where a
-      framework clips the gradients, reads them in hooks, or asks whether the step was skipped
-      (Lightning, Accelerate, Transformers). It takes one more pass, and no process group. Scalers
-      refuse to unscale float16 gradients, unless made with `allow_fp16_grads`. `"in_step"` leaves
-      both to the step.
+      framework clips the gradients, or reads them in hooks (Lightning). It takes one more pass, and
+      no process group. Scalers refuse to unscale float16 gradients, unless made with
+      `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is `"in_step"`, except while
+      other code wraps `step` to notice whether it is called, as Accelerate and Transformers do.
     - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
       to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
       An optimizer with a group cannot be pickled. DTensors need no group. For a
@@ -88,7 +88,7 @@ class Adam(torch.optim.Adam):
     # torch's Adam is a base for isinstance only: its methods are not used. Methods of torch's
     # Optimizer are called as `Optimizer.name(self)`.
 
-    _step_supports_amp_scaling = True
+    _unscale = "auto"
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _is_rehearsed = False  # True while steps are skipped, but create state
@@ -114,7 +114,7 @@ class Adam(torch.optim.Adam):
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
-        unscale: str = "in_step",
+        unscale: str = "auto",
         process_group: Any = None,
         **unknown: NoReturn,
     ) -> None:
@@ -137,13 +137,12 @@ class Adam(torch.optim.Adam):
             }
         _options.check_initial(_options.plain(defaults))
         _options.check_limit(max_grad_norm)
-        if unscale not in ("in_step", "before"):
-            raise ValueError(f'unscale: expected "in_step" or "before", got {unscale!r}')
+        if unscale not in ("auto", "in_step", "before"):
+            raise ValueError(f'unscale: expected "auto", "in_step" or "before", got {unscale!r}')
         if unscale == "before" and process_group is not None:
             # Each rank would decide by its own gradients whether to call the step.
-            raise ValueError('unscale: expected "in_step" with a process_group')
-        if unscale == "before":
-            self._step_supports_amp_scaling = False  # torch's name, which frameworks read
+            raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
+        self._unscale = unscale
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
             self.process_group = process_group
@@ -271,6 +270,19 @@ class Adam(torch.optim.Adam):
                 self._step_columns(group, of_device, clip, grad_scale, found_inf)
                 of_device.write_back()
         run.finish(self, columns)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return True if a scaler leaves unscaling and skipping to the step. The name is torch's.
+
+        Scalers and frameworks read it. Programs set it, to have the gradients unscaled before.
+        """
+        is_auto = self._unscale == "auto" and self.process_group is None
+        return self._unscale != "before" and not (is_auto and is_wrapped(self))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._unscale = "in_step" if value else "before"
 
     def _may_skip_itself(self) -> bool:
         """Return True if the device may decide to skip a step, which creates state even then."""

@@ -19,7 +19,7 @@ class AdamW(Adam, torch.optim.AdamW):
     This is `Adam` with decoupled weight decay; see its documentation. Arguments that torch does not
     have: `master_weights` (`"auto"`, True, `"remainder"`, False), `state_dtype` of the moments,
     `max_grad_norm` (over all groups; as a group option, of that group), `write_back_grads`,
-    `unscale` (`"in_step"`, `"before"`), and `process_group` for norms over ranks. The arguments
+    `unscale` (`"auto"`, `"in_step"`, `"before"`), and `process_group` for norms over ranks. The arguments
     `foreach`, `fused`, `capturable` and `differentiable`, which choose one of torch's
     implementations, do not exist here. The constructor's `max_grad_norm` is not a group option: it
     is neither saved in state dicts nor printed with the groups.
@@ -45,7 +45,7 @@ class AdamW(Adam, torch.optim.AdamW):
         state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
-        unscale: str = "in_step",
+        unscale: str = "auto",
         process_group: Any = None,
         **unknown: NoReturn,
     ) -> None:

@@ -59,7 +59,8 @@ class _InPlaceOfTorchs(optim.Adam):
 
     def _set_amp_scaling(self) -> None:
         is_fused = bool(self._implementations["fused"])
-        self._step_supports_amp_scaling = self._unscales_in_place = is_fused
+        self._unscale = "in_step" if is_fused else "before"
+        self._unscales_in_place = is_fused
 
     def _may_skip_itself(self) -> bool:
         """Return False before the first step.

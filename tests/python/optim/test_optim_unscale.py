@@ -1,4 +1,4 @@
-"""`unscale="before"`: scalers and frameworks treat the optimizer like one that is not fused."""
+"""`unscale`: whether a scaler or the step unscales gradients, and decides to skip."""
 
 import copy
 import pickle
@@ -51,18 +51,52 @@ class Training:
 @pytest.mark.parametrize("clip", [False, True])
 def test_weights_are_those_of_unscaling_in_the_step(device, make, scaler, clip):
     before = Training(device, MAKERS[make], scaler, unscale="before")
-    in_step = Training(device, MAKERS[make], scaler)
+    in_step = Training(device, MAKERS[make], scaler, unscale="in_step")
     assert_same_bits(before.run(clip), in_step.run(clip))
     assert before.scaler.get_scale() == in_step.scaler.get_scale()
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
-@pytest.mark.parametrize(("unscale", "calls"), [("before", 5), ("in_step", 6)])
+@pytest.mark.parametrize(("unscale", "calls"), [("auto", 5), ("before", 5), ("in_step", 6)])
 def test_step_is_not_called_if_gradients_overflow(device, scaler, unscale, calls):
     training = Training(device, scaler=scaler, unscale=unscale)
     training.count_calls()
     training.run()
     assert training.called == calls
+
+
+def test_step_that_only_a_scheduler_wraps_unscales_by_itself(device):
+    training = Training(device)
+    for _ in range(2):
+        torch.optim.lr_scheduler.StepLR(training.optimizer, 2)
+    assert training.optimizer._step_supports_amp_scaling
+    step_of_scheduler = training.optimizer.step
+    training.count_calls()
+    assert not training.optimizer._step_supports_amp_scaling
+    training.run()
+    assert training.called == 5
+    training.optimizer.step = step_of_scheduler
+    assert training.optimizer._step_supports_amp_scaling
+
+
+def test_method_that_is_put_back_is_no_wrapper(device):
+    optimizer = Training(device).optimizer
+    optimizer.step = optimizer.step
+    assert optimizer._step_supports_amp_scaling
+
+
+def test_wrapped_step_of_a_process_group_unscales_by_itself(device):
+    optimizer = Training(device).optimizer
+    optimizer.process_group, optimizer.step = object(), lambda: None
+    assert optimizer._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_programs_may_set_torchs_attribute(device, value):
+    optimizer = Training(device).optimizer
+    optimizer._step_supports_amp_scaling = value
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert one._step_supports_amp_scaling == value
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
@@ -76,7 +110,7 @@ def test_hooks_see_unscaled_gradients(device, scaler):
 
 
 def test_frameworks_see_an_optimizer_that_does_not_unscale(device):
-    for unscale, expected in (("before", False), ("in_step", True)):
+    for unscale, expected in (("before", False), ("in_step", True), ("auto", True)):
         optimizer = Training(device, unscale=unscale).optimizer
         for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert one._step_supports_amp_scaling == expected
@@ -92,10 +126,10 @@ def test_clipping_in_the_step_still_works(device):
 
 
 def test_process_group_is_refused():
-    with pytest.raises(ValueError, match='unscale: expected "in_step" with a process_group'):
+    with pytest.raises(ValueError, match='unscale: expected "auto" or "in_step" with a process'):
         ampfuse.AdamW([nn.Parameter(torch.ones(1))], unscale="before", process_group=object())
 
 
 def test_other_values_are_refused():
-    with pytest.raises(ValueError, match='unscale: expected "in_step" or "before", got True'):
+    with pytest.raises(ValueError, match='unscale: expected "auto", "in_step" or "before", g'):
         ampfuse.AdamW([nn.Parameter(torch.ones(1))], unscale=True)
