@@ -14,7 +14,7 @@ from ampfuse.graphed_step._arguments import checked_split, device_of, expect, na
 from ampfuse.graphed_step._rehearsal import rehearsal
 from ampfuse.optim import Adam
 from ampfuse.optim._columns import Columns
-from ampfuse.optim._options import check_limit
+from ampfuse.optim._options import OURS, check_limit
 from ampfuse.optim._state import new_master
 from ampfuse.optim._written import WrittenParams
 
@@ -111,7 +111,7 @@ class GraphedStep:
         # The loss may be a module too, with buffers and a training mode of its own.
         self._roots = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._modules = [module for root in self._roots for module in root.modules()]
-        self._options = sorted((groups[0].keys() & optimizer.defaults.keys()) - {"lr"})
+        self._options = sorted((optimizer.defaults.keys() | OURS.keys()) - {"lr"})
         self._fixed = self._read_fixed()
         self._has_had_gradients = False
         self._written = WrittenParams()
@@ -181,7 +181,8 @@ class GraphedStep:
         }
         for index, group in enumerate(groups):
             for name in self._options:
-                value = group[name]  # betas are a list after loading from some files
+                value: Any = group.get(name, OURS.get(name))
+                # Betas are a list after loading from some files.
                 is_list = isinstance(value, list)
                 fixed[f"{name} of group {index}"] = tuple(value) if is_list else value
         if self.scaler.is_enabled():

@@ -76,13 +76,15 @@ class GroupColumns:
         group: dict[str, Any],
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
+        own_options: dict[str, Any],
     ) -> None:
+        self._own_options = own_options
         self._params: list[Tensor] = list(group["params"])
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
         self._steps: list[Any] = []
-        self._state_options = state_options(group)
+        self._state_options = state_options(group, own_options)
         grads, self._kinds = self._inspect()
         for index, param in enumerate(self._params):
             if grads[index] is None:
@@ -100,7 +102,7 @@ class GroupColumns:
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
         grads, kinds = self._inspect()
-        if kinds != self._kinds or state_options(group) != self._state_options:
+        if kinds != self._kinds or state_options(group, self._own_options) != self._state_options:
             return None
         try:
             if not all(map(is_, self._steps, self._read_steps())):
@@ -149,13 +151,14 @@ class GroupColumns:
             columns.masters = [state["master_param"] for state in states]
         if self._is_plain:
             return columns
-        return localized(columns, option(group, "write_back_grads"))
+        return localized(columns, option(group, "write_back_grads", self._own_options))
 
 
 class ColumnCache:
     """The cached columns of all groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_options: dict[str, Any]) -> None:
+        self._own_options = own_options
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
@@ -173,8 +176,10 @@ class ColumnCache:
             self._checked = None
             self._before_step = set(state)
             for index, group in enumerate(groups):  # the model may have been cast
-                check_params(group, index)
-            self._groups = [GroupColumns(group, state, spares) for group in groups]
+                check_params(group, index, self._own_options)
+            self._groups = [
+                GroupColumns(group, state, spares, self._own_options) for group in groups
+            ]
             self._states = list(state.values())
             columns = self._read_known(groups, state)
             assert columns is not None

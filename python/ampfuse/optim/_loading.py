@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._dtensors import is_dtensor, local
+from ampfuse._warning import warn_caller
+from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._options import (
     NEEDED,
+    TORCHS_OWN,
     StateOptions,
     check_options,
     has_torchs,
@@ -63,7 +66,9 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
     """Convert entries that are saved in another form than they are kept. This is a hook."""
     if optimizer._has_own_options:  # programs may add torch's options at any time
-        saved["param_groups"] = [without_torchs(group) for group in saved["param_groups"]]
+        torchs = TORCHS_OWN if is_called_by_dcp() else {}
+        groups = saved["param_groups"]
+        saved["param_groups"] = [{**without_torchs(group), **torchs} for group in groups]
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         if isinstance(saved_group["lr"], Tensor):  # loading and schedulers write it in place
             saved_group["lr"] = saved_group["lr"].clone()
@@ -97,17 +102,43 @@ class NewState(NamedTuple):
 
 
 @torch.no_grad()
-def new_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, NewState]:
+def new_states(
+    groups: list[dict[str, Any]], saved: dict[str, Any], own_options: dict[str, Any]
+) -> dict[Tensor, NewState]:
     """Check the states of a state dict against their parameters; create new ones from them."""
     found = owners(groups, saved)
     for key, (param, _, index) in found.items():
         if key in saved["state"]:
             check_saved(saved["state"][key], param, index)
-    return {
-        param: _new_state(saved["state"][key], param, state_options(group))
+    new = {
+        param: _new_state(saved["state"][key], param, state_options(group, own_options))
         for key, (param, group, _) in found.items()
         if key in saved["state"]
     }
+    if is_called_by_dcp():
+        _drop_stale_masters(new)
+    return new
+
+
+def _drop_stale_masters(new: dict[Tensor, NewState]) -> None:
+    """Drop masters that are not those of the parameters, which have been loaded before.
+
+    A planner with `allow_partial_load` leaves masters as they were if the checkpoint has none.
+    """
+    are_stale = False
+    for param, state in new.items():
+        if "master_param" not in state.entries or state.param is None:
+            continue
+        if not torch.equal(local(state.param).to(param), local(param)):
+            del state.entries["master_param"]
+            new[param] = state._replace(param=None)
+            are_stale = True
+    if are_stale:
+        warn_caller(
+            "ampfuse.Adam: loaded masters do not round to the parameters, so new ones are "
+            "made from these. This is right for a checkpoint of torch's optimizer. Otherwise load "
+            "the model before the optimizer"
+        )
 
 
 def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:
@@ -185,15 +216,11 @@ def of_nobody(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, 
     return {key: value for key, value in saved["state"].items() if key not in found}
 
 
-def keep_options(
-    loaded: list[dict[str, Any]],
-    groups: list[dict[str, Any]],
-    defaults: dict[str, Any],
-) -> None:
+def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Check loaded groups; keep the dtypes of state, and options that the loaded groups lack."""
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
-        for name in {"master_weights", "state_dtype"} & defaults.keys():
-            new[name] = old[name]
+        for name in ("master_weights", "state_dtype"):
+            new.pop(name, None)
         for name in old.keys() - NEEDED:
             new.setdefault(name, old[name])
         missing = sorted(NEEDED - new.keys())
@@ -212,14 +239,16 @@ def keep_options(
 def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict without torch's options, and without masters that torch's class saved.
 
-    torch's class keeps masters that it has loaded, but does not step them.
+    torch's class keeps masters that it has loaded, but does not step them. A distributed checkpoint
+    has masters only if ours saved it, since torch's class asks it for none.
     """
+    has_own_masters = is_called_by_dcp()
     if not isinstance(saved.get("state"), dict):
         found = _kind(saved.get("state"))
         raise TypeError(f"loaded state dict: state: expected a dict, got {found}")
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
-        if has_torchs(group):
+        if has_torchs(group) and not has_own_masters:
             for param in group["params"]:
                 if isinstance(state.get(param), dict):
                     entries = state[param].items()

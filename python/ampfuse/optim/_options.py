@@ -9,8 +9,9 @@ from torch import Tensor
 # Groups hold the dtype's name: tools that gather checkpoints from ranks do not support dtypes.
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# The options that torch does not have, with the values that stand for torch's behaviour. A group
-# without such an option behaves like torch's.
+# The options that torch does not have, with the values that stand for torch's behaviour. Only the
+# optimizer holds the constructor's values; a group holds those that were set for it. So groups in
+# state dicts have the keys of torch's, and tools that match checkpoints by key find them all.
 OURS = {
     "master_weights": False,
     "state_dtype": None,
@@ -18,8 +19,9 @@ OURS = {
     "write_back_grads": False,
 }
 
-# Options that choose one of torch's implementations. Groups of torch's have them, ours do not.
-TORCHS_OWN = ("foreach", "fused", "capturable", "differentiable")
+# Options that choose one of torch's implementations, with torch's defaults. Groups of torch's have
+# them, ours do not.
+TORCHS_OWN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 _ALWAYS_FUSED = "the step is always fused: drop foreach, fused, capturable and differentiable"
 REMEDIES = dict.fromkeys(TORCHS_OWN, _ALWAYS_FUSED)  # hints for arguments that torch's class has
@@ -38,9 +40,9 @@ def without_torchs(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in TORCHS_OWN}
 
 
-def option(group: dict[str, Any], name: str) -> Any:
-    """Return a group's value of one of our options."""
-    return group.get(name, OURS[name])
+def option(group: dict[str, Any], name: str, own: dict[str, Any]) -> Any:
+    """Return a group's value of one of our options, or the optimizer's `own`."""
+    return group.get(name, own[name])
 
 
 def of_op(group: dict[str, Any]) -> dict[str, Any]:
@@ -65,9 +67,9 @@ class StateOptions(NamedTuple):
     amsgrad: bool
 
 
-def state_options(group: dict[str, Any]) -> StateOptions:
+def state_options(group: dict[str, Any], own: dict[str, Any]) -> StateOptions:
     return StateOptions(
-        option(group, "master_weights"), option(group, "state_dtype"), group["amsgrad"]
+        option(group, "master_weights", own), option(group, "state_dtype", own), group["amsgrad"]
     )
 
 
@@ -81,10 +83,15 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     betas = group["betas"]
     if not isinstance(betas, list | tuple) and are_two_numbers(betas):
         group["betas"] = tuple(float(beta) for beta in betas)
+    return plain_flags(group)
+
+
+def plain_flags(options: dict[str, Any]) -> dict[str, Any]:
+    """Convert flags to Python's own type."""
     for name in ("amsgrad", "maximize", "decoupled_weight_decay", "write_back_grads"):
-        if name in group and is_flag(group[name]):
-            group[name] = bool(group[name])
-    return group
+        if name in options and is_flag(options[name]):
+            options[name] = bool(options[name])
+    return options
 
 
 def check_initial(options: dict[str, Any]) -> None:
@@ -126,13 +133,18 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
     if options["weight_decay"] != options["weight_decay"]:  # NaN; isnan refuses very large ints
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-    master_weights = option(options, "master_weights")
+    check_ours(OURS | options)
+
+
+def check_ours(options: dict[str, Any]) -> None:
+    """Raise for invalid values of the options that torch does not have."""
+    master_weights = options["master_weights"]
     if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    state_dtype = option(options, "state_dtype")
-    if not is_flag(option(options, "write_back_grads")):
+    state_dtype = options["state_dtype"]
+    if not is_flag(options["write_back_grads"]):
         raise TypeError(
             f"write_back_grads: expected a bool, got {described(options['write_back_grads'])}"
         )
@@ -140,7 +152,7 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}"
         )
-    check_limit(option(options, "max_grad_norm"))
+    check_limit(options["max_grad_norm"])
 
 
 def is_number(value: Any) -> bool:
@@ -180,9 +192,9 @@ def check_limit(max_grad_norm: float | None) -> None:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
 
-def check_params(group: dict[str, Any], group_index: int) -> None:
+def check_params(group: dict[str, Any], group_index: int, own: dict[str, Any]) -> None:
     """Raise for a group whose parameters cannot have the masters that its option requests."""
-    if option(group, "master_weights") != "remainder":
+    if option(group, "master_weights", own) != "remainder":
         return
     for index, param in enumerate(group["params"]):
         if param.dtype == torch.float16:

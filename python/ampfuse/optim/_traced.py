@@ -119,7 +119,7 @@ class Traced:
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
-            of_state = state_options(group)
+            of_state = state_options(group, optimizer._own_options)
             for param in of_group:
                 state = optimizer.state[param]
                 ensure(state, param, of_state, optimizer._spare_masters)
@@ -171,7 +171,7 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
             columns.masters.append(state["master_param"])
     if all(map(is_plain, params)):
         return list(found.values())
-    write_back_grads = option(group, "write_back_grads")
+    write_back_grads = option(group, "write_back_grads", optimizer._own_options)
     return [localized(columns, write_back_grads) for columns in found.values()]
 
 

@@ -26,7 +26,7 @@ from ampfuse.optim._traced import Traced, groups_of, is_wrapped, step_of
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits
 
-OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_unscale"}
+OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_own_options", "_unscale"}
 
 
 class Adam(torch.optim.Adam):
@@ -96,6 +96,7 @@ class Adam(torch.optim.Adam):
     _is_in_graphs = False  # True if graphs write the state in place
     _unscales_in_place = False  # True if a scaler's step writes gradients back
     _has_own_options = True  # False in replacements of torch's classes
+    _own_options: dict[str, Any] = _options.OURS
     max_grad_norm: float | None = None
     process_group: Any = None
 
@@ -128,14 +129,14 @@ class Adam(torch.optim.Adam):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        if self._has_own_options:
-            defaults |= {
-                "master_weights": master_weights,
-                "state_dtype": _options.state_dtype_name(state_dtype),
-                "max_grad_norm": None,
-                "write_back_grads": write_back_grads,
-            }
+        own_options: dict[str, Any] = {
+            "master_weights": master_weights,
+            "state_dtype": _options.state_dtype_name(state_dtype),
+            "max_grad_norm": None,  # for groups only: the argument is a limit over all groups
+            "write_back_grads": write_back_grads,
+        }
         _options.check_initial(_options.plain(defaults))
+        _options.check_ours(_options.plain_flags(own_options))
         _options.check_limit(max_grad_norm)
         if unscale not in ("auto", "in_step", "before"):
             raise ValueError(f'unscale: expected "auto", "in_step" or "before", got {unscale!r}')
@@ -146,7 +147,8 @@ class Adam(torch.optim.Adam):
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
             self.process_group = process_group
-        self._columns = ColumnCache()
+            self._own_options = own_options
+        self._columns = ColumnCache(self._own_options)
         self._written = WrittenParams()
         self._is_in_zero = is_constructed_by_zero()
         self._spare_masters: Spares = {}
@@ -160,15 +162,27 @@ class Adam(torch.optim.Adam):
         if self._has_own_options:
             if _options.has_torchs(group):  # perhaps from torch's optimizer
                 group = self.param_groups[-1] = _options.without_torchs(group)
-            group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
+            if "state_dtype" in group:
+                group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
             _options.plain(group)
         try:
             _options.check_initial(group)
-            _options.check_params(group, len(self.param_groups) - 1)
+            _options.check_params(group, len(self.param_groups) - 1, self._own_options)
         except Exception:
             del self.param_groups[-1]
             raise
-        self._columns = ColumnCache()
+        self._columns = ColumnCache(self._own_options)
+
+    def __repr__(self) -> str:
+        """Return torch's text, with the constructor's own options in each group."""
+        lines = [f"{type(self).__name__} ("]
+        for index, group in enumerate(self.param_groups):
+            options = {**self._own_options, **group} if self._has_own_options else group
+            lines.append(f"Parameter Group {index}")
+            lines += [
+                f"    {name}: {options[name]}" for name in sorted(options.keys() - {"params"})
+            ]
+        return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy."""
@@ -188,14 +202,14 @@ class Adam(torch.optim.Adam):
         if loading is not None:
             _options.fill(self.param_groups, self.defaults)
             old, new = self.param_groups, state["param_groups"]
-            _loading.keep_options(new, old, self.defaults)
-            states = _loading.new_states(old, loading)
+            _loading.keep_options(new, old)
+            states = _loading.new_states(old, loading, self._own_options)
             _loading.keep_rates(new, old)
             state = {**state, "state": self.state}
         Optimizer.__setstate__(self, state)
         if self._has_own_options:
             self.defaults.pop("differentiable", None)  # set by torch's __setstate__
-        self._columns = ColumnCache()
+        self._columns = ColumnCache(self._own_options)
         self._written = vars(self).get("_written") or WrittenParams()
         self._written.forget()
         self._traced = vars(self).get("_traced") or Traced(self)
@@ -289,7 +303,7 @@ class Adam(torch.optim.Adam):
         return True
 
     def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
-        return [_options.option(group, "max_grad_norm") for group in groups]
+        return [_options.option(group, "max_grad_norm", self._own_options) for group in groups]
 
     def _step_columns(
         self,
@@ -311,7 +325,7 @@ class Adam(torch.optim.Adam):
                 lr=columns.lr(group["lr"]),
                 **_options.of_op(group),
                 write_back_grads=(
-                    _options.option(group, "write_back_grads")
+                    _options.option(group, "write_back_grads", self._own_options)
                     or (self._unscales_in_place and grad_scale is not None)
                 ),
                 grad_scale=columns.scalar(grad_scale),

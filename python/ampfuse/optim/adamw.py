@@ -19,10 +19,10 @@ class AdamW(Adam, torch.optim.AdamW):
     This is `Adam` with decoupled weight decay; see its documentation. Arguments that torch does not
     have: `master_weights` (`"auto"`, True, `"remainder"`, False), `state_dtype` of the moments,
     `max_grad_norm` (over all groups; as a group option, of that group), `write_back_grads`,
-    `unscale` (`"auto"`, `"in_step"`, `"before"`), and `process_group` for norms over ranks. The arguments
+    `unscale` (`"auto"`, `"in_step"`, `"before"`), and `process_group` for norms over ranks. Of
+    these, the constructor's are not saved in state dicts, but those of a group are. The arguments
     `foreach`, `fused`, `capturable` and `differentiable`, which choose one of torch's
-    implementations, do not exist here. The constructor's `max_grad_norm` is not a group option: it
-    is neither saved in state dicts nor printed with the groups.
+    implementations, do not exist here.
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)

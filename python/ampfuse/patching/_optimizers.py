@@ -16,10 +16,7 @@ from ampfuse.patching._usage import Usage
 
 USAGE = Usage("optimizers")
 
-ADAMS_OWN = {*OURS, "process_group"}
-
-# The options that choose one of torch's implementations. Ours has one, which also runs in graphs.
-IMPLEMENTATIONS = dict.fromkeys(TORCHS_OWN) | {"capturable": False, "differentiable": False}
+ADAMS_OWN = {*OURS, "process_group", "unscale"}
 
 
 class _InPlaceOfTorchs(optim.Adam):
@@ -33,7 +30,7 @@ class _InPlaceOfTorchs(optim.Adam):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._implementations = {
-            name: options.pop(name, default) for name, default in IMPLEMENTATIONS.items()
+            name: options.pop(name, default) for name, default in TORCHS_OWN.items()
         }
         for name in ADAMS_OWN & options.keys():
             raise TypeError(f"{type(self).__name__}: unexpected keyword argument {name!r}")
@@ -54,7 +51,7 @@ class _InPlaceOfTorchs(optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state for pickle, deepcopy and load_state_dict."""
         super().__setstate__(state)
-        self._implementations = {name: self.defaults[name] for name in IMPLEMENTATIONS}
+        self._implementations = {name: self.defaults[name] for name in TORCHS_OWN}
         self._set_amp_scaling()
 
     def _set_amp_scaling(self) -> None:

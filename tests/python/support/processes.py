@@ -19,7 +19,7 @@ class Scenarios:
     """The scenarios of a module: functions of one argument that return a dictionary."""
 
     def __init__(self, ranks: int = 2) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._functions: dict[tuple[str, Any], Callable[[Any], dict[str, Any]]] = {}
         self._results: list[dict[tuple[str, Any], Any]] = []  # of each rank
 
@@ -35,10 +35,10 @@ class Scenarios:
 
     def play(self, folder: Path) -> None:
         """Run all scenarios, with files in the folder."""
-        arguments = (str(folder), self._functions, self._ranks)
-        torch.multiprocessing.spawn(_play, arguments, nprocs=self._ranks)
+        arguments = (str(folder), self._functions, self.ranks)
+        torch.multiprocessing.spawn(_play, arguments, nprocs=self.ranks)
         self._results = [
-            torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(self._ranks)
+            torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(self.ranks)
         ]
 
     def results(self, name: str, argument: Any) -> list[dict[str, Any]]:
