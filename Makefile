@@ -59,7 +59,7 @@ help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The tests read the kernels' machine code, and run the kernels on the CPU, even without a GPU.
-test: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
+test test-frameworks: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
 # A wheel has CUDA kernels by default, since it is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
 demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF

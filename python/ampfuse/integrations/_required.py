@@ -1,0 +1,9 @@
+"""The sentence for a framework that is not installed."""
+
+from importlib.util import find_spec
+
+
+def require(package: str, module: str) -> None:
+    """Raise unless a package is installed, which a module of ours needs."""
+    if find_spec(package) is None:
+        raise ImportError(f"{module} needs {package}: pip install 'ampfuse[{package}]'")

@@ -1,0 +1,46 @@
+"""The numbers of a scaler that loggers record."""
+
+from ampfuse.amp import GradScaler
+
+
+class ScaleMetrics:
+    """Reads a scaler's numbers for a logger, for example `accelerator.log(metrics.read(), step)`.
+
+    The scaler must have been made with `history=`, at least as long as the steps between two reads.
+
+    >>> import torch, ampfuse
+    >>> from ampfuse.integrations import ScaleMetrics
+    >>> param = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = ampfuse.AdamW([param])
+    >>> scaler = ampfuse.GradScaler("cpu", history=100)
+    >>> metrics = ScaleMetrics(scaler)
+    >>> scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> metrics.read()
+    {'loss_scale': 65536.0, 'skipped_steps': 0, 'grad_norm': 5.0}
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self._updates = self._skipped = 0  # until the last read
+
+    def read(self) -> dict[str, float]:
+        """Return the scale, the skipped steps so far, and the last norm. The host waits for them.
+
+        `grad_norm` is left out if the last step computed none.
+        """
+        records, updates = self._scaler.history(), self._scaler._history.counts()[2]
+        new = min(updates - self._updates, len(records))
+        self._skipped += sum(record.skipped for record in records[len(records) - new :])
+        self._updates = updates
+        metrics: dict[str, float] = {
+            "loss_scale": self._scaler.get_scale(),
+            "skipped_steps": self._skipped,
+        }
+        if records and records[-1].norm == records[-1].norm:  # not NaN
+            metrics["grad_norm"] = records[-1].norm
+        return metrics
+
+
+ScaleMetrics.__module__ = "ampfuse.integrations"  # the module from which users import it

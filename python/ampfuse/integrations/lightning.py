@@ -1,0 +1,109 @@
+"""Lightning: precision plugins for Trainer and Fabric, and a callback that logs the scaler."""
+
+from typing import Any
+
+from ampfuse.amp import GradScaler
+from ampfuse.amp._tensor_step import takes_tensors
+from ampfuse.integrations import ScaleMetrics
+from ampfuse.integrations._required import require
+from ampfuse.optim import Adam
+
+require("lightning", __name__)
+
+from lightning.fabric.plugins.precision import amp as fabric  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins.precision import amp as trainers  # noqa: E402
+from lightning.pytorch.plugins.precision.precision import Precision  # noqa: E402
+from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
+
+HISTORY = 1000  # updates that a scaler remembers unless asked for another number
+
+
+def _scaler(precision: str, device: str, options: dict[str, Any]) -> GradScaler | None:
+    if precision == "16-mixed":
+        return GradScaler(device, **{"history": HISTORY, **options})
+    if options:
+        raise ValueError(
+            f"precision: expected '16-mixed' with the scaler's options {sorted(options)}, got "
+            f"{precision!r}, which needs no scaler"
+        )
+    return None
+
+
+class MixedPrecision(trainers.MixedPrecision):
+    """`Trainer(plugins=MixedPrecision("16-mixed"))`: mixed precision with our scaler.
+
+    It replaces `Trainer(precision="16-mixed")` or `"bf16-mixed"`. Further keyword arguments are
+    those of `ampfuse.GradScaler`, for example `growth_interval=500`.
+
+    With `gradient_clip_val`, `ampfuse.AdamW` clips the norm inside its step; the value becomes its
+    `max_grad_norm`. Clipping by value unscales the gradients first. Hooks such as
+    `on_before_optimizer_step` see gradients that are still scaled, unless the optimizer was made
+    with `unscale="before"`.
+    """
+
+    def __init__(
+        self, precision: str = "16-mixed", device: str = "cuda", **scaler_options: Any
+    ) -> None:
+        super().__init__(precision, device, _scaler(precision, device, scaler_options))
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip gradients, or let the optimizer clip them in its step."""
+        if clip_val <= 0:
+            return
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+        if isinstance(optimizer, Adam) and gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+            optimizer.max_grad_norm = clip_val
+            return
+        if self.scaler is not None and takes_tensors(optimizer):  # Lightning leaves it to its step
+            self.scaler.unscale_(optimizer)
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+
+class FabricMixedPrecision(fabric.MixedPrecision):
+    """`Fabric(plugins=FabricMixedPrecision("16-mixed"))`: mixed precision with our scaler.
+
+    Further keyword arguments are those of `ampfuse.GradScaler`. `fabric.clip_gradients` unscales
+    the gradients first. `ampfuse.AdamW(max_grad_norm=...)` clips in its step, which costs less.
+    """
+
+    def __init__(
+        self, precision: str = "16-mixed", device: str = "cuda", **scaler_options: Any
+    ) -> None:
+        super().__init__(precision, device, _scaler(precision, device, scaler_options))
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale gradients before they are clipped, also for optimizers that do it themselves."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+
+class ScaleLogger(Callback):
+    """Logs `loss_scale`, `skipped_steps` and `grad_norm` with the Trainer's own loggers.
+
+    It logs when the number of steps is a multiple of `log_every_n_steps`. The host waits only then.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that there is a scaler to log."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if not isinstance(scaler, GradScaler):
+            raise TypeError(
+                "ScaleLogger: expected Trainer(plugins=ampfuse.integrations.lightning."
+                f"MixedPrecision('16-mixed')), got a Trainer with {type(scaler).__name__}"
+            )
+        self._metrics, self._logged = ScaleMetrics(scaler), 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Log, if this batch completed a step that is logged."""
+        step = trainer.global_step
+        if step == self._logged or step % trainer.log_every_n_steps:
+            return
+        self._logged = step
+        for logger in trainer.loggers:
+            logger.log_metrics(self._metrics.read(), step=step)

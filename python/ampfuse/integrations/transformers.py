@@ -1,0 +1,50 @@
+"""Transformers: our optimizer and scaler in a `Trainer`."""
+
+from typing import Any, TypeVar
+
+from ampfuse.integrations import ScaleMetrics
+from ampfuse.integrations._required import require
+from ampfuse.optim import AdamW
+
+require("transformers", __name__)
+require("accelerate", __name__)
+
+from ampfuse.integrations.accelerate import use_scaler  # noqa: E402
+
+T = TypeVar("T")  # a transformers.Trainer
+
+
+def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer_options: Any) -> T:
+    """Make a `Trainer` step with `ampfuse.AdamW` and, with `fp16=True`, our scaler; return it.
+
+    Call this before `train()`. Learning rate, betas, epsilon and weight decay are those of
+    the `TrainingArguments`; `optimizer_options` are further arguments of `ampfuse.AdamW`, and
+    `scaler` has those of `ampfuse.GradScaler`. The learning rate stands still when a step is
+    skipped. The trainer's logs get `loss_scale` and `skipped_steps`, which its callbacks, such as
+    those of TensorBoard and W&B, record.
+    """
+    inside: Any = trainer
+    if inside.optimizer is not None or inside.optimizer_cls_and_kwargs is not None:
+        raise ValueError("trainer: expected a Trainer without an optimizer of its own")
+    args = inside.args
+    of_arguments = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
+    inside.optimizer_cls_and_kwargs = (AdamW, {**of_arguments, **optimizer_options})
+    if inside.accelerator.mixed_precision != "fp16":
+        if scaler is not None:
+            raise ValueError("scaler: expected TrainingArguments(fp16=True)")
+        return trainer
+    metrics = ScaleMetrics(use_scaler(inside.accelerator, **scaler or {}))
+    log = inside.log
+
+    def log_with_scale(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:  # of training
+            read = metrics.read()
+            logs |= {name: read[name] for name in ("loss_scale", "skipped_steps")}
+        log(logs, *args, **kwargs)
+
+    inside.log = log_with_scale
+    return trainer

@@ -1,0 +1,228 @@
+"""Lightning's Trainer and Fabric with our optimizer, scaler and plugins, against torch's AdamW."""
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.integrations.lightning import FabricMixedPrecision, MixedPrecision, ScaleLogger
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision.amp import MixedPrecision as PlainFabricPrecision
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.precision.amp import MixedPrecision as PlainPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+STEPS, OVERFLOW = 8, 3
+SCALE = {"init_scale": 1024.0, "growth_interval": 4}
+
+
+class Regression(LightningModule):
+    """A model whose loss overflows in one step."""
+
+    def __init__(self, make, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.make, self.options = make, options
+        self.seen, self.rates = [], []
+
+    def training_step(self, batch, index):
+        inputs, target = batch
+        loss = (self.model(inputs).float() - target).square().mean() * 10
+        return loss * float("inf") if index == OVERFLOW else loss
+
+    def configure_optimizers(self):
+        optimizer = self.make(self.parameters(), lr=0.02, **self.options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(self.model[2].bias.grad.item())
+
+
+class Records(Logger):
+    """A logger that keeps what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    name, version, experiment = "records", 0, None
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, metrics))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(STEPS * 4, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs[:, :1].sin()), batch_size=4)
+
+
+def fit(module, plugin=None, **options):
+    options.setdefault("logger", False)
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=[plugin] if plugin else None,
+        max_epochs=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    trainer.fit(module, batches())
+    return [param.detach() for param in module.parameters()], plugin
+
+
+def plain_scaler():
+    return PlainPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **SCALE))
+
+
+def close(one, other):
+    # Gradients are float16 products; a last bit of theirs may move an Adam update visibly.
+    for mine, torchs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-4)
+
+
+CLIPPING = {
+    "none": {},
+    "norm": {"gradient_clip_val": 0.1},
+    "value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_trainer_in_float16_trains_as_with_torch(clipping, accumulated):
+    options = CLIPPING[clipping] | {"accumulate_grad_batches": accumulated}
+    expected, torchs = fit(Regression(torch.optim.AdamW), plain_scaler(), **options)
+    found, ours = fit(
+        Regression(ampfuse.AdamW), MixedPrecision("16-mixed", "cpu", **SCALE), **options
+    )
+    close(found, expected)
+    assert ours.scaler.get_scale() == torchs.scaler.get_scale()
+    assert any(record.skipped for record in ours.scaler.history())
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_trainer_in_bfloat16_trains_as_with_torch(clipping):
+    expected, _ = fit(
+        Regression(torch.optim.AdamW), PlainPrecision("bf16-mixed", "cpu"), **CLIPPING[clipping]
+    )
+    found, _ = fit(
+        Regression(ampfuse.AdamW), MixedPrecision("bf16-mixed", "cpu"), **CLIPPING[clipping]
+    )
+    for mine, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_optimizer_that_unscales_before_needs_no_plugin_of_ours(precision, clipping):
+    results = []
+    for make, options in ((torch.optim.AdamW, {}), (ampfuse.AdamW, {"unscale": "before"})):
+        plugin = plain_scaler() if precision == "16-mixed" else PlainPrecision(precision, "cpu")
+        module = Regression(make, **options)
+        results.append((fit(module, plugin, **CLIPPING[clipping])[0], module.seen))
+    (expected, torchs_seen), (found, seen) = results
+    for mine, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert seen == pytest.approx(torchs_seen, rel=1e-2, nan_ok=True)
+
+
+@pytest.mark.parametrize("make", [ampfuse.AdamW, torch.optim.AdamW])
+def test_fused_optimizers_may_be_clipped(make):
+    options = {} if make is ampfuse.AdamW else {"fused": True}
+    for clipping in ("norm", "value"):
+        expected, _ = fit(Regression(torch.optim.AdamW), plain_scaler(), **CLIPPING[clipping])
+        plugin = MixedPrecision("16-mixed", "cpu", **SCALE)
+        found, _ = fit(Regression(make, **options), plugin, **CLIPPING[clipping])
+        close(found, expected)
+
+
+def test_limit_of_the_trainer_becomes_the_optimizers():
+    module = Regression(ampfuse.AdamW)
+    fit(module, MixedPrecision("16-mixed", "cpu", **SCALE), gradient_clip_val=0.25)
+    optimizer = module.optimizers().optimizer
+    assert optimizer.max_grad_norm == 0.25
+    assert optimizer.grad_norm.item() > 0.25
+
+
+def test_callback_logs_scale_skips_and_norm():
+    logger = Records()
+    plugin = MixedPrecision("16-mixed", "cpu", **SCALE)
+    options = {"logger": logger, "log_every_n_steps": 2, "callbacks": [ScaleLogger()]}
+    fit(Regression(ampfuse.AdamW), plugin, **options)
+    logged = [(step, metrics) for step, metrics in logger.logged if "loss_scale" in metrics]
+    assert [step for step, _ in logged] == [2, 4, 6, 8]
+    assert [metrics["loss_scale"] for _, metrics in logged] == [1024.0, 512.0, 512.0, 1024.0]
+    assert [metrics["skipped_steps"] for _, metrics in logged] == [0, 1, 1, 1]
+    assert logged[-1][1]["grad_norm"] > 0
+
+
+def test_callback_without_our_scaler_is_refused():
+    with pytest.raises(TypeError, match="ScaleLogger: expected Trainer"):
+        fit(Regression(ampfuse.AdamW), callbacks=[ScaleLogger()])
+
+
+def test_options_of_the_scaler_are_refused_in_bfloat16():
+    for plugin in (MixedPrecision, FabricMixedPrecision):
+        with pytest.raises(ValueError, match=r"precision: expected '16-mixed' with .*init_scale"):
+            plugin("bf16-mixed", "cpu", init_scale=2.0)
+
+
+def test_run_goes_on_from_a_checkpoint_of_the_trainer(tmp_path):
+    def run(epochs, path=None):
+        module, plugin = Regression(ampfuse.AdamW), MixedPrecision("16-mixed", "cpu", **SCALE)
+        trainer = Trainer(
+            accelerator="cpu",
+            plugins=[plugin],
+            max_epochs=epochs,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, batches(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return [*module.parameters()], plugin.scaler.state_dict()
+
+    expected, state = run(2)
+    run(1)
+    found, resumed = run(2, tmp_path / "1.ckpt")
+    assert all(map(torch.equal, found, expected))
+    assert resumed == state
+
+
+def fabric_training(make, plugin, clipping=None):
+    fabric = Fabric(accelerator="cpu", plugins=[plugin])
+    module = Regression(make)
+    model, optimizer = fabric.setup(module.model, make(module.model.parameters(), lr=0.02))
+    for index, (inputs, target) in enumerate(batches()):
+        loss = (model(inputs) - target).square().mean() * 10
+        fabric.backward(loss * float("inf") if index == OVERFLOW else loss)
+        if clipping:
+            fabric.clip_gradients(model, optimizer, **clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in module.model.parameters()], plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    "clipping",
+    [None, {"max_norm": 0.1, "error_if_nonfinite": False}, {"clip_val": 0.02}],
+    ids=["none", "norm", "value"],
+)
+def test_fabric_trains_as_with_torch(clipping):
+    torchs = PlainFabricPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **SCALE))
+    expected = fabric_training(torch.optim.AdamW, torchs, clipping)
+    ours = FabricMixedPrecision("16-mixed", "cpu", **SCALE)
+    found = fabric_training(ampfuse.AdamW, ours, clipping)
+    close(found[0], expected[0])
+    assert found[1] == expected[1] == 1024.0

@@ -1,0 +1,112 @@
+"""Transformers' Trainer with our optimizer and scaler, against torch's AdamW."""
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.integrations.transformers import use_ampfuse
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+STEPS, OVERFLOW = 8, 3
+SCALE = {"init_scale": 1024.0, "growth_interval": 4}
+
+
+class OverflowingTrainer(Trainer):
+    """A trainer whose loss overflows once."""
+
+    losses = 0
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.losses += 1
+        return loss * float("inf") if self.losses == OVERFLOW + 1 else loss
+
+
+class Rates(TrainerCallback):
+    """Records the learning rates."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
+
+
+def trainer(folder, accumulated=1, **options):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
+    model = LlamaForCausalLM(config)
+    samples = torch.randint(64, (STEPS * 2 * accumulated, 16))
+    data = [{"input_ids": sample, "labels": sample} for sample in samples]
+    given = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": accumulated,
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
+    arguments = TrainingArguments(**{**given, **options})
+    return OverflowingTrainer(model, arguments, train_dataset=data, callbacks=[Rates()])
+
+
+def rates(one):
+    (found,) = (each for each in one.callback_handler.callbacks if isinstance(each, Rates))
+    return found.rates
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_float16_training_skips_as_with_torch(tmp_path, accumulated, clip):
+    torchs = trainer(tmp_path, accumulated, fp16=True, max_grad_norm=clip)
+    torchs.accelerator.scaler = torch.amp.GradScaler("cpu", **SCALE)
+    torchs.accelerator.native_amp = True
+    torchs.train()
+    ours = use_ampfuse(trainer(tmp_path, accumulated, fp16=True, max_grad_norm=clip), scaler=SCALE)
+    ours.train()
+    assert type(ours.optimizer.optimizer) is ampfuse.AdamW
+    assert rates(ours) == rates(torchs)
+    assert len(set(rates(ours))) == STEPS - 1  # the rate stood still once
+    assert ours.accelerator.scaler.get_scale() == torchs.accelerator.scaler.get_scale()
+    for mine, theirs in zip(ours.model.parameters(), torchs.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_logs_have_scale_and_skipped_steps(tmp_path):
+    ours = use_ampfuse(trainer(tmp_path, fp16=True), scaler=SCALE)
+    ours.train()
+    logs = [entry for entry in ours.state.log_history if "loss" in entry]
+    assert [entry["loss_scale"] for entry in logs] == [1024.0, 512.0, 512.0, 1024.0]
+    assert [entry["skipped_steps"] for entry in logs] == [0, 1, 1, 1]
+
+
+def test_arguments_reach_the_optimizer(tmp_path):
+    ours = use_ampfuse(trainer(tmp_path, adam_beta1=0.8, bf16=True), state_dtype=torch.bfloat16)
+    ours.train()
+    optimizer = ours.optimizer.optimizer
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.999)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+
+
+def test_options_of_the_scaler_are_refused_without_float16(tmp_path):
+    with pytest.raises(ValueError, match=r"scaler: expected TrainingArguments\(fp16=True\)"):
+        use_ampfuse(trainer(tmp_path, bf16=True), scaler=SCALE)
+
+
+def test_a_trainer_with_an_optimizer_is_refused(tmp_path):
+    ours = use_ampfuse(trainer(tmp_path))
+    with pytest.raises(ValueError, match="without an optimizer of its own"):
+        use_ampfuse(ours)
