@@ -1,0 +1,237 @@
+"""`apply_to_model`: training steps without the logits equal those of the model itself."""
+
+import copy
+import inspect
+import pickle
+
+import ampfuse
+import pytest
+import torch
+from ampfuse.integrations import _deferred_logits
+from ampfuse.integrations.causal_lm import apply_to_model
+from causal_models import OPTIONS, assert_same_step, batch, model_of, pair_of, step
+from transformers import AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_gradients_equal_those_of_the_model_itself(name):
+    assert_same_step(*pair_of(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi", "gemma2", "cohere"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_layer_may_share_the_weight_of_the_embedding(name, tied):
+    assert_same_step(*pair_of(name, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("name", ["cohere", "gemma2"])
+def test_bias_of_the_output_layer_is_scaled_like_the_logits(name):
+    theirs, ours = (model_of(name) for _ in range(2))
+    for model in (theirs, ours):
+        model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, 97))
+    assert_same_step(theirs, apply_to_model(ours))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_outputs_have_all_fields_except_the_logits(name):
+    flags = {"output_hidden_states": True, "output_attentions": True}
+    theirs, ours = (step(model, **flags) for model in pair_of(name, attn_implementation="eager"))
+    assert type(ours) is type(theirs)
+    assert ours.logits is None
+    assert list(ours.keys()) == [key for key in theirs.keys() if key != "logits"]  # noqa: SIM118
+    assert len(ours.hidden_states) == 3
+    for field in ("hidden_states", "attentions"):
+        torch.testing.assert_close(ours[field], theirs[field], rtol=0.0, atol=0.0)
+    assert ours.cache.get_seq_length() == theirs.cache.get_seq_length() == 11
+
+
+def test_tuples_have_none_in_the_place_of_the_logits():
+    theirs, ours = (model(**batch(), return_dict=False) for model in pair_of())
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0.0)
+    assert len(ours) == len(theirs)
+    assert ours[1] is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("case", ["eval mode", "no labels", "labels=None"])
+def test_other_calls_return_logits_and_the_same_bits(name, case):
+    inputs = batch()
+    models = pair_of(name)
+    if case == "eval mode":
+        models = [model.eval() for model in models]
+    elif case == "no labels":
+        del inputs["labels"]
+    else:
+        inputs["labels"] = None
+    theirs, ours = (model(**inputs) for model in models)
+    assert torch.equal(ours.logits, theirs.logits)
+    assert (ours.loss is None) == (theirs.loss is None) == (case != "eval mode")
+    assert ours.loss is None or torch.equal(ours.loss, theirs.loss)
+
+
+@pytest.mark.parametrize("number", [13, torch.tensor(13), torch.tensor(13.0)])
+def test_sum_of_losses_is_divided_by_num_items_in_batch(number):
+    assert_same_step(*pair_of(), num_items_in_batch=number)
+
+
+@pytest.mark.parametrize("shape", [(2, 11), (22,)])
+def test_shift_labels_are_not_shifted(shape):
+    labels = batch(seed=1)["labels"].reshape(shape)
+    assert_same_step(*pair_of(), shift_labels=labels)
+
+
+def test_ignore_index_is_that_of_the_call():
+    labels = batch()["labels"]
+    labels[1, 3:5] = 5
+    assert_same_step(*pair_of(), labels=labels.where(labels >= 0, 5), ignore_index=5)
+
+
+def test_only_the_last_positions_count_with_logits_to_keep():
+    labels = batch()["labels"][:, -6:]
+    assert_same_step(*pair_of(), labels=labels, logits_to_keep=6)
+
+
+def test_labels_may_be_a_positional_argument():
+    inputs = batch()
+    arguments = (inputs["input_ids"], None, None, None, None, inputs["labels"])
+    theirs, ours = (model(*arguments) for model in pair_of())
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-6, atol=0.0)
+    assert ours.logits is None
+
+
+@pytest.mark.parametrize("number", [None, 8])
+def test_batch_whose_labels_are_all_ignored_is_as_in_transformers(number):
+    labels = torch.full((2, 11), -100)
+    models = pair_of()
+    theirs, ours = (step(m, labels=labels, num_items_in_batch=number) for m in models)
+    torch.testing.assert_close(ours.loss, theirs.loss, equal_nan=True)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, equal_nan=True)
+
+
+def test_gradients_add_up_over_the_parts_of_a_batch():
+    models = pair_of()
+    for model in models:
+        for seed in range(3):
+            model(**batch(seed=seed), num_items_in_batch=40).loss.backward()
+    theirs, ours = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in models)
+    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_step(reentrant):
+    models = pair_of()
+    for model in models:
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same_step(*models)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "phi", "gemma2", "cohere"])
+def test_16bit_loss_is_as_close_to_float32_as_that_of_the_model_itself(name, dtype):
+    exact = step(model_of(name).to(dtype).float()).loss
+    theirs, ours = (step(model.to(dtype)).loss for model in pair_of(name))
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert abs(ours - exact) <= 1.5 * abs(theirs - exact) + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16bit_gradients_have_the_dtype_of_the_parameters(dtype):
+    theirs, ours = (model.to(dtype) for model in pair_of())
+    assert_same_step(theirs, ours, tolerance=2e-2)
+    assert all(parameter.grad.dtype == dtype for parameter in ours.parameters())
+
+
+def test_autocast_gives_the_same_step():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_step(*pair_of(), tolerance=1e-2)
+
+
+@pytest.mark.parametrize("scaler_of", [ampfuse.GradScaler, torch.amp.GradScaler])
+def test_loss_expects_the_gradient_of_the_scaler(scaler_of, monkeypatch):
+    expected = []
+
+    def recording(*args, **options):
+        expected.append(options["grad_scale"])
+        return ampfuse.linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr(_deferred_logits, "linear_cross_entropy", recording)
+    scaler = scaler_of("cpu", init_scale=1024.0)
+    theirs, ours = model_of().half(), apply_to_model(model_of(), scaler=scaler).half()
+    for model in (theirs, ours):
+        scaler.scale(model(**batch()).loss).backward()
+    assert [float(scale) for scale in expected] == [1024.0]
+    grads = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (theirs, ours)]
+    assert (grads[1] - grads[0]).float().norm() <= 2e-2 * grads[0].float().norm()
+
+
+def test_second_call_replaces_the_scaler():
+    model, scaler = model_of(), ampfuse.GradScaler("cpu")
+    kind = type(apply_to_model(model))
+    assert type(apply_to_model(model, scaler=scaler)) is kind
+    assert model.loss_function.scaler is scaler
+
+
+def test_experts_router_has_its_loss():
+    theirs, ours = (step(model) for model in pair_of("mixtral"))
+    assert torch.equal(ours.aux_loss, theirs.aux_loss)
+    assert ours.loss > step(pair_of("mixtral", router_aux_loss_coef=0.0)[1]).loss
+
+
+def test_model_generates_the_same_tokens_in_training_and_in_eval_mode():
+    theirs, ours = pair_of()
+    prompt = batch()["input_ids"]
+    for model in (theirs, ours):
+        step(model)
+    for train in (True, False):
+        tokens = [
+            model.train(train).generate(prompt, max_new_tokens=5, do_sample=False)
+            for model in (theirs, ours)
+        ]
+        assert torch.equal(*tokens)
+
+
+def test_checkpoints_are_those_of_the_model_itself(tmp_path):
+    theirs, ours = pair_of()
+    step(ours)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor)
+    ours.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert type(loaded) is type(theirs)
+    assert_same_step(loaded, ours)
+    assert ours.config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_train_their_own_weights_without_logits(of):
+    theirs, ours = pair_of()
+    copied = of(ours)
+    assert type(copied) is type(ours)
+    ours.zero_grad()
+    assert_same_step(theirs, copied)
+    assert step(copied).logits is None
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+def test_resized_output_layer_is_used():
+    theirs, ours = (model for model in pair_of())
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        model.resize_token_embeddings(120, mean_resizing=False)
+    assert_same_step(theirs, ours)
+    assert step(ours).logits is None
+
+
+def test_model_returns_logits_after_a_step_that_raised():
+    model = apply_to_model(model_of())
+    with pytest.raises((RuntimeError, ValueError)):
+        model(**batch() | {"labels": torch.zeros(3, 5, dtype=torch.long)})
+    assert isinstance(model(batch()["input_ids"]).logits, torch.Tensor)
+
+
+def test_model_has_the_class_and_the_signature_of_before():
+    theirs, ours = pair_of()
+    assert isinstance(ours, type(theirs))
+    assert repr(type(ours)) == repr(type(theirs))
+    assert inspect.signature(ours.forward) == inspect.signature(theirs.forward)
