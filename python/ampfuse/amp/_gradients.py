@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ampfuse import _C, ops
 from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse._graphs import traced_as
+from ampfuse.optim._backward_norms import BackwardNorms, total
 from ampfuse.optim._grad_norm import found_by_any, norm_of_groups, rounded
 from ampfuse.optim._traced import groups_of
 
@@ -118,13 +119,17 @@ def dense_part(param: Tensor) -> Tensor:
 
 
 def inspect(
-    gradients: Gradients, inv_scale: Tensor, found_inf: Tensor, process_group: Any
+    gradients: Gradients,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    process_group: Any,
+    known: BackwardNorms | None = None,
 ) -> tuple[dict[torch.device, Tensor], Inspection]:
     """Multiply gradients by `inv_scale`; return flags for non-finite products, and the norms.
 
     There is one flag per device, or, if other ranks take part, one for all devices and ranks.
     `found_inf` itself is the flag of its own device. With `inv_scale` equal to 1 no gradient is
-    written.
+    written, and those whose norms are `known` from backward are not read.
     """
     flags: dict[torch.device, Tensor] = {}
     params: list[Tensor] = []
@@ -133,6 +138,14 @@ def inspect(
     for device, part in gradients.on.items():
         flags[device] = on_device(found_inf, device)
         scale_there = on_device(inv_scale, device)
+        of_backward, part = (None, part) if known is None else known_part(part, known)
+        if of_backward is not None:
+            torch.maximum(flags[device], of_backward.found_inf, out=flags[device])
+            params += of_backward.params
+            norms += of_backward.norms
+            total_norms[device] = of_backward.total_norm
+            if not part.grads:
+                continue
         rounds = [part]
         try:
             results = [unscale(part, flags[device], scale_there)]
@@ -148,11 +161,42 @@ def inspect(
         params += [param for once in rounds for param in once.params]
         norms += [result.norms for result in results]
         if len(rounds) == 1:
-            total_norms[device] = results[0].total_norm
+            total_norm = results[0].total_norm
+            known_norm = total_norms.get(device)
+            total_norms[device] = (
+                total_norm if known_norm is None else total([total_norm, known_norm])
+            )
     if gradients.meshes or process_group is not None:
         flag = flag_of_all_ranks(found_inf, flags, gradients.meshes, process_group)
         flags = {found_inf.device: flag}
     return flags, Inspection(weak(params), norms, total_norms, are_whole)
+
+
+class OfBackward(NamedTuple):
+    """The norms of a device's gradients that were computed during backward."""
+
+    params: list[Tensor]
+    norms: list[Tensor]
+    total_norm: Tensor
+    found_inf: Tensor
+
+
+def known_part(
+    part: DeviceGradients, known: BackwardNorms
+) -> tuple[OfBackward | None, DeviceGradients]:
+    """Return the known norms, if there are any, and the gradients that must be read."""
+    found, rest = known.split(part.grads)
+    if not found:
+        return None, part
+    results = [record.result for _, record in found]
+    of_backward = OfBackward(
+        [part.params[index] for indices, _ in found for index in indices],
+        [result.norms for result in results],
+        total([result.total_norm for result in results]),
+        largest([result.found_inf for result in results]),
+    )
+    unread = DeviceGradients([part.params[i] for i in rest], [part.grads[i] for i in rest])
+    return of_backward, unread
 
 
 def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.UnscaledNorm:

@@ -221,6 +221,6 @@ class ScalerHistory:
 
 
 def names_of(params: Iterable[Tensor], model: torch.nn.Module) -> list[str]:
-    """Return the model's names of these parameters, without those that it does not contain."""
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    return [names[param] for param in dict.fromkeys(params) if param in names]
+    """Return the model's names of those parameters that it contains, in its order."""
+    found = set(params)
+    return [name for name, param in model.named_parameters() if param in found]

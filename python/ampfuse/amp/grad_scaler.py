@@ -37,6 +37,7 @@ from ampfuse.amp._tensor_step import (
 )
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.optim import Adam
+from ampfuse.optim._backward_norms import BackwardNorms
 from ampfuse.optim._traced import groups_of
 
 # The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
@@ -572,10 +573,20 @@ class GradScaler(TorchGradScaler):
 
         `found_inf` is not changed; the returned flags are new tensors.
         """
+        return self._inspect(optimizer, inv_scale, found_inf, allow_fp16, None)
+
+    def _inspect(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+        known: BackwardNorms | None,
+    ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
             gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
             flag = found_inf.clone()
-            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group)
+            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group, known)
             if self._policy.skip_outliers is not None:
                 add_norm_of_shards(optimizer, inspection)
         self._inspections[id(optimizer)] = inspection
@@ -587,7 +598,12 @@ class GradScaler(TorchGradScaler):
         # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
         # quotient, rounded down, is non-zero for exactly these scales.
         found_inf = LARGEST_WITHOUT_INVERSE // scale
-        flags = self._unscale_grads_(optimizer, torch.ones_like(scale), found_inf, True)
+        known = None if is_in_graph() else getattr(optimizer, "_backward_norms", None)
+        one = torch.ones_like(scale)
+        if known is None:
+            flags = self._unscale_grads_(optimizer, one, found_inf, True)
+        else:
+            flags = self._inspect(optimizer, one, found_inf, True, known)
         self._state_of(optimizer)["found_inf_per_device"] = flags
         self._inspections[id(optimizer)].is_scaled = True
         return flags

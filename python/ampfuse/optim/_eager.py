@@ -8,6 +8,7 @@ from torch import Tensor
 from ampfuse._graphs import is_capturing
 from ampfuse._mistakes import note_step_without_scaler
 from ampfuse.optim import _options
+from ampfuse.optim._backward_norms import BackwardNorms
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._grad_norm import grad_norm_tensor
 
@@ -50,6 +51,10 @@ class EagerStep:
         if grad_scale is None and found_inf is None:
             note_step_without_scaler()
         return grad_scale, found_inf
+
+    def backward_norms(self, optimizer: Any) -> BackwardNorms | None:
+        """Return norms that were computed during backward."""
+        return None if is_capturing() else optimizer._backward_norms
 
     def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
         """Record the step that was just taken."""

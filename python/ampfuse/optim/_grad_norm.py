@@ -11,6 +11,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import Sharding, is_distributed, local, sharding_of, spread_dimensions
+from ampfuse.optim._backward_norms import BackwardNorms, inspected_list
 from ampfuse.optim._columns import Columns
 
 
@@ -71,6 +72,7 @@ def group_clips(
     check: bool,
     process_group: Any,
     known_norms: dict[torch.device, Tensor],
+    backward_norms: BackwardNorms | None,
 ) -> tuple[list[Clip | None], Tensor | None]:
     """Return how each group is clipped, and with `check` a flag for non-finite gradients.
 
@@ -79,6 +81,7 @@ def group_clips(
     collectives as one with gradients, since other ranks may have some.
 
     `known_norms`: norms of all groups' gradients by device, if a scaler has just computed them.
+    `backward_norms`: norms of some gradients that were computed during backward.
     """
 
     def inspected_by_all(inspected_groups: list[int]) -> Inspected:
@@ -87,6 +90,7 @@ def group_clips(
             [part for index in inspected_groups for part in columns[index]],
             known_norms if are_known else {},
             spread_shardings([groups[index] for index in inspected_groups]),
+            backward_norms,
         )
         if process_group is None:
             return inspected
@@ -117,6 +121,7 @@ def inspect(
     columns: Sequence[Columns],
     known_norms: dict[torch.device, Tensor],
     spread: Iterable[tuple[torch.device, Sharding]] = (),
+    backward_norms: BackwardNorms | None = None,
 ) -> Inspected:
     """Inspect all gradients as one vector, in float64, on the device of the first one.
 
@@ -135,7 +140,7 @@ def inspect(
     parts = []
     for (device, sharding), grads in lists.items():
         known = known_norms.get(device) if grads and devices.count(device) == 1 else None
-        parts.append(_inspect_list(grads, device, sharding, known))
+        parts.append(_inspect_list(grads, device, sharding, known, backward_norms))
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -184,7 +189,11 @@ def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, S
 
 
 def _inspect_list(
-    grads: list[Tensor], device: torch.device, sharding: Sharding | None, known: Tensor | None
+    grads: list[Tensor],
+    device: torch.device,
+    sharding: Sharding | None,
+    known: Tensor | None,
+    backward_norms: BackwardNorms | None,
 ) -> Inspected:
     """Inspect tensors of one sharding, of which `grads` are this rank's shards.
 
@@ -193,8 +202,7 @@ def _inspect_list(
     if known is not None:
         inspected = Inspected(known, known.new_zeros((), dtype=torch.float32))
     elif grads:
-        result = ops.multi_tensor_norm(grads, dtype=torch.float64)
-        inspected = Inspected(result.total_norm, result.found_inf)
+        inspected = Inspected(*inspected_list(grads, backward_norms))
     else:
         inspected = _nothing(device)
     if sharding is None:

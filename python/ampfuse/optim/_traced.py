@@ -101,6 +101,9 @@ class Traced:
         """Return `grad_scale` and `found_inf`, which a scaler or the program has set."""
         return signals_of(optimizer)
 
+    def backward_norms(self, optimizer: Any) -> None:
+        """Return None: a graph computes all norms itself."""
+
     def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
         """Record nothing: the host does not see the steps of a graph."""
 

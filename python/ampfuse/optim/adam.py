@@ -18,6 +18,7 @@ from ampfuse import ops
 from ampfuse._arguments import refuse_unknown
 from ampfuse._graphs import traced_as
 from ampfuse.optim import _loading, _options
+from ampfuse.optim._backward_norms import BackwardNorms
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips
 from ampfuse.optim._remainders import exported
@@ -91,6 +92,7 @@ class Adam(torch.optim.Adam):
     _unscale = "auto"
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
+    _backward_norms: BackwardNorms | None = None
     _is_rehearsed = False  # True while steps are skipped, but create state
     _is_in_zero = False  # True if other ranks step other parameters
     _is_in_graphs = False  # True if graphs write the state in place
@@ -272,6 +274,7 @@ class Adam(torch.optim.Adam):
             check=grad_scale is not None and found_inf is None,
             process_group=self.process_group,
             known_norms=self._traced.known_norms,
+            backward_norms=run.backward_norms(self),
         )
         if found_inf is None:
             found_inf = found_here
