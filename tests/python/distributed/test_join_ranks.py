@@ -1,0 +1,109 @@
+"""`join_ranks` gives optimizer and scaler the process group that a parallelised model needs."""
+
+import ampfuse
+import pytest
+import torch
+import torch.distributed as dist
+from ampfuse.distributed import join_ranks
+from processes import Scenarios
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+scenario = Scenarios()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    scenario.play(tmp_path_factory.mktemp("processes"))
+    return scenario
+
+
+def fsdp1(**options):
+    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), **options)
+
+
+def fsdp2():
+    return fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+
+
+def group():
+    return dist.new_group([0, 1])
+
+
+MODELS = {
+    "plain": lambda: nn.Linear(4, 4),
+    "DDP": lambda: DistributedDataParallel(nn.Linear(4, 4)),
+    "FSDP2": fsdp2,
+    "FSDP1": lambda: fsdp1(process_group=group()),
+    "FSDP1 without shards": lambda: fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD),
+}
+
+
+@scenario(*MODELS)
+def join_ranks_of_a_model(kind):
+    network = MODELS[kind]()
+    optimizer = ampfuse.AdamW(network.parameters(), max_grad_norm=1.0)
+    scaler = ampfuse.GradScaler("cpu")
+    joined = join_ranks(network, optimizer, scaler)
+    expected = network.process_group if kind == "FSDP1" else None
+    groups = (joined.process_group, optimizer.process_group, scaler.process_group)
+    return {"right": all(one is expected for one in groups), "reason": joined.reason}
+
+
+@scenario(None)
+def join_the_stages_of_a_pipeline(_):
+    rank, stages = dist.get_rank(), group()
+    network = nn.Linear(4, 4)
+    stage = PipelineStage(network, rank, 2, torch.device("cpu"), group=stages)
+    optimizer, scaler = ampfuse.AdamW(network.parameters()), ampfuse.GradScaler("cpu")
+    join_ranks(network, optimizer, scaler, pipeline=stage)
+    # The second stage overflows. The first has no loss to scale.
+    for param in network.parameters():
+        param.grad = torch.full_like(param, float("inf") if rank else 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(ValueError, match="expected one process group, got 2"):
+        join_ranks(fsdp1(), optimizer, pipeline=stage)
+    with pytest.raises(TypeError, match="got SGD"):
+        join_ranks(network, torch.optim.SGD(network.parameters()), pipeline=stage)
+    with pytest.raises(ValueError, match='unscale: expected "auto"'):
+        before = ampfuse.AdamW(network.parameters(), unscale="before")
+        join_ranks(network, before, pipeline=stage)
+    return {
+        "groups": optimizer.process_group is stages and scaler.process_group is stages,
+        "scale": scaler.get_scale(),
+        "skipped": scaler.was_skipped(),
+    }
+
+
+@scenario("zero")
+def join_a_zero_redundancy_optimizer(_):
+    network = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(network.parameters(), ampfuse.AdamW, lr=0.1)
+    scaler = ampfuse.GradScaler("cpu")
+    join_ranks(network, optimizer, scaler)
+    group = optimizer.process_group
+    return {"right": optimizer.optim.process_group is group and scaler.process_group is group}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_only_plain_shards_need_a_group(outcomes, kind):
+    for result in outcomes.results("join_ranks_of_a_model", kind):
+        assert result["right"]
+        assert ("no group is needed" in result["reason"]) == (kind != "FSDP1")
+
+
+def test_stages_of_a_pipeline_skip_together(outcomes):
+    for result in outcomes.results("join_the_stages_of_a_pipeline", None):
+        assert result["groups"]
+        assert result["scale"] == 2.0**15
+        assert result["skipped"]
+
+
+def test_optimizer_within_a_zero_redundancy_optimizer_is_joined(outcomes):
+    for result in outcomes.results("join_a_zero_redundancy_optimizer", "zero"):
+        assert result["right"]
