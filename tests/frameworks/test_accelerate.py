@@ -14,11 +14,15 @@ STEPS, OVERFLOW = 8, 3
 SCALE = {"init_scale": 1024.0, "growth_interval": 4}
 
 
+def reset():
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator_before():
     """Let each test make an Accelerator of its own; they share their state otherwise."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset()
 
 
 def made(scaler="ours", accumulated=1, **options):
@@ -67,8 +71,7 @@ def test_skips_rates_and_weights_are_those_of_torch(scaler, clip, accumulated):
     accelerator = made("torch's", accumulated)
     expected, skipped, rates = train(accelerator, torch.optim.AdamW, clip)
     scale = accelerator.scaler.get_scale()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset()
     accelerator = made(scaler, accumulated)
     found = train(accelerator, ampfuse.AdamW, clip)
     assert found[1:] == (skipped, rates)
@@ -81,12 +84,31 @@ def test_skips_rates_and_weights_are_those_of_torch(scaler, clip, accumulated):
 
 def test_optimizer_may_clip_in_its_step():
     expected, skipped, rates = train(made(), ampfuse.AdamW, clip=0.1)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset()
     found = train(made(), ampfuse.AdamW, max_grad_norm=0.1)
     assert found[1:] == (skipped, rates)
     for mine, other in zip(found[0], expected, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_weights_in_float16_need_a_scaler_that_allows_them():
+    class Half(ampfuse.AdamW):
+        """An optimizer that converts its parameters to float16 first."""
+
+        def __init__(self, params, **options):
+            params = list(params)
+            for param in params:
+                param.data = param.data.half()
+            super().__init__(params, **options)
+
+    with pytest.raises(ValueError, match="allow_fp16_grads=True"):
+        train(made(), Half)
+    reset()
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    use_scaler(accelerator, **SCALE, allow_fp16_grads=True)
+    params, skipped, _ = train(accelerator, Half)
+    assert [index for index, was in enumerate(skipped) if was] == [OVERFLOW]
+    assert all(param.dtype == torch.float16 for param in params)
 
 
 def test_metrics_for_the_logger_count_skipped_steps():

@@ -32,8 +32,8 @@ def join_ranks(
     by FSDP1, whose shards are plain tensors, by the stages of a pipeline, and by a
     ZeroRedundancyOptimizer of ours.
 
-    Call this after the model was wrapped, and before the first step. `model` is the module that this
-    rank holds. `pipeline`: its stage (`torch.distributed.pipelining.PipelineStage`).
+    Call this after the model was wrapped, and before the first step. `model` is the module that
+    this rank holds. `pipeline`: its stage (`torch.distributed.pipelining.PipelineStage`).
 
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2)

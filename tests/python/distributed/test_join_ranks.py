@@ -70,8 +70,8 @@ def join_the_stages_of_a_pipeline(_):
         join_ranks(fsdp1(), optimizer, pipeline=stage)
     with pytest.raises(TypeError, match="got SGD"):
         join_ranks(network, torch.optim.SGD(network.parameters()), pipeline=stage)
+    before = ampfuse.AdamW(network.parameters(), unscale="before")
     with pytest.raises(ValueError, match='unscale: expected "auto"'):
-        before = ampfuse.AdamW(network.parameters(), unscale="before")
         join_ranks(network, before, pipeline=stage)
     return {
         "groups": optimizer.process_group is stages and scaler.process_group is stages,
