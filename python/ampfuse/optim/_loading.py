@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._dtensors import is_dtensor, local
-from ampfuse._warning import warn_caller
 from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._options import (
     NEEDED,
@@ -115,30 +114,9 @@ def new_states(
         for key, (param, group, _) in found.items()
         if key in saved["state"]
     }
-    if is_called_by_dcp():
-        _drop_stale_masters(new)
+    if is_called_by_dcp():  # which loads the parameters by itself, before or after the optimizer
+        new = {param: state._replace(param=None) for param, state in new.items()}
     return new
-
-
-def _drop_stale_masters(new: dict[Tensor, NewState]) -> None:
-    """Drop masters that are not those of the parameters, which have been loaded before.
-
-    A planner with `allow_partial_load` leaves masters as they were if the checkpoint has none.
-    """
-    are_stale = False
-    for param, state in new.items():
-        if "master_param" not in state.entries or state.param is None:
-            continue
-        if not torch.equal(local(state.param).to(param), local(param)):
-            del state.entries["master_param"]
-            new[param] = state._replace(param=None)
-            are_stale = True
-    if are_stale:
-        warn_caller(
-            "ampfuse.Adam: loaded masters do not round to the parameters, so new ones are "
-            "made from these. This is right for a checkpoint of torch's optimizer. Otherwise load "
-            "the model before the optimizer"
-        )
 
 
 def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:

@@ -33,6 +33,7 @@ class WrittenParams:
         self._after_step: Writes | None = None
         self._on_its_way: HostCopy | None = None  # sends adopt_param()'s flag
         self._has_warned = False
+        self._must_compare = False
 
     def note_step(self, columns: list[list[Columns]]) -> None:
         """Record the step that was just taken, so that its writes count as the optimizer's own."""
@@ -42,12 +43,17 @@ class WrittenParams:
         """Forget the last step."""
         self._after_step = None
 
+    def compare(self) -> None:
+        """Compare all masters with their parameters before the next step."""
+        self._must_compare = True
+
     def adopt(self, columns: list[list[Columns]]) -> None:
         """Detect and adopt writes since the last step. Call this before a step."""
         if is_capturing():
             return
         self._warn_if_arrived()
-        if have_changed(self._after_step, writes(columns)):
+        if self._must_compare or have_changed(self._after_step, writes(columns)):
+            self._must_compare = False
             self._adopt(columns)
             self._warn_if_arrived()  # on a CPU the flag has arrived
 
@@ -58,7 +64,7 @@ class WrittenParams:
             for param, master in zip(part.params, part.masters, strict=True)
         ]
         # If each step replaced a copy that is on its way, the host might never receive one.
-        if not self._has_warned and self._on_its_way is None:
+        if flags and not self._has_warned and self._on_its_way is None:
             self._on_its_way = HostCopy()
             self._on_its_way.send(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 

@@ -20,6 +20,7 @@ from ampfuse._graphs import traced_as
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._backward_norms import BackwardNorms
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
+from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import Spares, renew_master
@@ -218,6 +219,8 @@ class Adam(torch.optim.Adam):
         self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
+            if is_called_by_dcp():  # masters may have stayed, if its checkpoint had none
+                self._written.compare()
             of_nobody = _loading.of_nobody(self.param_groups, loading)
             self._spare_masters = _loading.put_states(
                 self.state, states, of_nobody, in_place=self._is_in_graphs

@@ -1,9 +1,11 @@
 """Scenarios that two or more ranks run together.
 
 Processes are slow to start, so one group runs all scenarios of a test module, and each test checks
-one result.
+one result. They are forked from a process that has only imported packages: importing torch takes
+seconds.
 """
 
+import multiprocessing
 import os
 import traceback
 import warnings
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+IMPORTED_ONCE = ["ampfuse", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
 
 class Scenarios:
@@ -35,8 +39,12 @@ class Scenarios:
 
     def play(self, folder: Path) -> None:
         """Run all scenarios, with files in the folder."""
-        arguments = (str(folder), self._functions, self.ranks)
-        torch.multiprocessing.spawn(_play, arguments, nprocs=self.ranks)
+        # The processes have the environment of the one that they are forked from.
+        arguments = (str(folder), self._functions, self.ranks, dict(os.environ))
+        multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+        torch.multiprocessing.start_processes(
+            _play, arguments, nprocs=self.ranks, start_method="forkserver"
+        )
         self._results = [
             torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(self.ranks)
         ]
@@ -50,7 +58,14 @@ class Scenarios:
         return results
 
 
-def _play(rank: int, folder: str, functions: dict[tuple[str, Any], Any], ranks: int) -> None:
+def _play(
+    rank: int,
+    folder: str,
+    functions: dict[tuple[str, Any], Any],
+    ranks: int,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     start = f"file://{folder}/init"
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=ranks)
     results: dict[tuple[str, Any], Any] = {}
