@@ -18,10 +18,10 @@ from torch.nn.utils import clip_grads_with_norm_ as torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as torch_get_total_norm
 
 from ampfuse import ops
-from ampfuse._dtensors import local
+from ampfuse._dtensors import is_distributed, is_dtensor, local
 from ampfuse._graphs import traced_as
 from ampfuse._mistakes import note_clip
-from ampfuse.optim._grad_norm import norm_of_shards
+from ampfuse.optim._grad_norm import norm_of_shards, rounded
 
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
@@ -88,6 +88,8 @@ def _have_several_meshes(tensors: list[Tensor]) -> bool:
 
     Models with tensor parallelism, alone or with FSDP, have such parameters. torch raises for them.
     """
+    if not is_distributed():
+        return False
     meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
     return any(mesh != meshes[0] for mesh in meshes)
 
@@ -127,8 +129,23 @@ def get_total_norm(
     tensor(5.)
     """
     tensors = _as_list(tensors)
-    norm_type = float(norm_type)
-    if not tensors:
+    return _total_norm(tensors, tensors, float(norm_type), error_if_nonfinite, foreach)
+
+
+def _total_norm(
+    tensors: list[Tensor],
+    owners: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """Return the norm of tensors; the collectives of several meshes are those of the `owners`.
+
+    All ranks have the same owners, but perhaps not gradients of all of them.
+    """
+    if norm_type == 2 and _have_several_meshes(owners):
+        total_norm = rounded(norm_of_shards(tensors, owners), tensors)
+    elif not tensors:
         total_norm = torch.tensor(0.0)
     elif _is_ours(tensors, norm_type):
         try:
@@ -140,8 +157,6 @@ def get_total_norm(
                 return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
             except NotImplementedError:  # torch 2.11 has no norm of sparse tensors
                 raise error from None
-    elif norm_type == 2 and _have_several_meshes(tensors):
-        total_norm = norm_of_shards(tensors)
     else:
         return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if error_if_nonfinite and not torch.isfinite(total_norm):
@@ -184,7 +199,8 @@ def clip_grad_norm_(
     """Scale gradients so that their total norm is at most `max_norm`; return the norm they had.
 
     Unlike `torch.nn.utils.clip_grad_norm_`, this does not write gradients that need no scaling. The
-    norm of 16-bit gradients is float32, as in `get_total_norm`.
+    norm of 16-bit gradients is float32, as in `get_total_norm`. If parameters belong to several
+    meshes, a rank may lack gradients that others have.
 
     The method `clip_grad_norm_` of `ampfuse.GradScaler` unscales and computes the norm in one pass.
 
@@ -204,7 +220,8 @@ def clip_grad_norm_(
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
     try:
-        total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+        owners = [parameter for parameter in parameters if parameter.requires_grad]
+        total_norm = _total_norm(grads, owners, float(norm_type), error_if_nonfinite, foreach)
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
         note_clip(grads, float(max_norm), total_norm)
     except (ValueError, TypeError) as error:
@@ -220,7 +237,7 @@ def _clip(
     foreach: bool | None,
 ) -> None:
     if not _is_ours([*grads, total_norm]):
-        if not _have_several_meshes(grads):
+        if is_dtensor(total_norm) or not _have_several_meshes(parameters):
             torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
             return
         grads = [local(grad) for grad in grads]

@@ -15,7 +15,7 @@ from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse._graphs import traced_as
 from ampfuse.optim._backward_norms import BackwardNorms, total
-from ampfuse.optim._grad_norm import found_by_any, norm_of_groups, rounded
+from ampfuse.optim._grad_norm import found_by_any, norm_of_shards, rounded
 from ampfuse.optim._traced import groups_of
 
 
@@ -48,7 +48,7 @@ class Gradients:
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
     """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
-    """False if any of them is only a rank's shard, or only the values of a sparse gradient."""
+    """False if any rank has only shards, or this one only the values of a sparse gradient."""
 
     def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
         part = self.on.setdefault(device, DeviceGradients([], []))
@@ -93,6 +93,7 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
             grad = dense_part(param)
             found.add(grad.device, [param], [grad])
             found.are_whole &= grad is param.grad
+    found.are_whole &= not found.meshes
     return found
 
 
@@ -243,9 +244,10 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
 
 def add_norm_of_shards(optimizer: Optimizer, inspection: Inspection) -> None:
     """Compute the norm of gradients of which some are shards, in one more read, on all ranks."""
-    groups = groups_of(optimizer)
-    if is_distributed() and any(is_dtensor(param) for one in groups for param in one["params"]):
-        inspection.norm_of_shards = norm_of_groups(groups)
+    params = [param for group in groups_of(optimizer) for param in group["params"]]
+    if is_distributed() and any(map(is_dtensor, params)):
+        grads = [param.grad for param in params if param.grad is not None]
+        inspection.norm_of_shards = norm_of_shards(grads, params)
 
 
 def norm_or_refuse(inspection: Inspection, scale: Tensor) -> Tensor | None:

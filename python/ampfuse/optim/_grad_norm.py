@@ -89,7 +89,9 @@ def group_clips(
         inspected = inspect(
             [part for index in inspected_groups for part in columns[index]],
             known_norms if are_known else {},
-            spread_shardings([groups[index] for index in inspected_groups]),
+            spread_shardings(
+                [param for index in inspected_groups for param in groups[index]["params"]]
+            ),
             backward_norms,
         )
         if process_group is None:
@@ -150,15 +152,12 @@ def inspect(
     return Inspected(total_norm, largest([part.found_inf for part in parts]))
 
 
-def norm_of_shards(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of tensors and DTensors: float64 if any is float64 or complex128."""
-    return rounded(inspect(_each(tensors), {}).total_norm, tensors)
+def norm_of_shards(tensors: list[Tensor], owners: list[Tensor]) -> Tensor:
+    """Return the norm of tensors and DTensors in float64.
 
-
-def norm_of_groups(groups: list[dict[str, Any]]) -> Tensor:
-    """Return the norm of all gradients in float64. All ranks of sharded parameters call this."""
-    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
-    return inspect(_each(grads), {}, spread_shardings(groups)).total_norm
+    All ranks pass the same `owners`, but perhaps not the gradients of all of them.
+    """
+    return inspect(_each(tensors), {}, spread_shardings(owners)).total_norm
 
 
 def _each(tensors: list[Tensor]) -> list[Columns]:
@@ -174,14 +173,14 @@ def rounded(norm: Tensor, tensors: list[Tensor]) -> Tensor:
     return norm if is_double else norm.float()
 
 
-def spread_shardings(groups: list[dict[str, Any]]) -> dict[tuple[torch.device, Sharding], None]:
+def spread_shardings(params: list[Tensor]) -> dict[tuple[torch.device, Sharding], None]:
     """Return the shardings of the DTensors among the parameters, in their order.
 
     So all ranks call the same collectives, whichever of their parameters have gradients.
     """
     found: dict[tuple[torch.device, Sharding], None] = {}
     if is_distributed():
-        for param in [param for group in groups for param in group["params"]]:
+        for param in params:
             sharding = sharding_of(param)
             if sharding is not None:
                 found[param.device, sharding] = None
