@@ -280,7 +280,8 @@ def _check_tensor(where: str, value: Any, may_be_meta: bool) -> None:
         raise ValueError(f"{where}: expected a dense tensor, got a nested one")
     if value.layout != torch.strided or value.is_quantized:
         raise ValueError(f"{where}: expected a dense tensor, got {_described(value)}")
-    is_freed = value.numel() > 0 and local(value).untyped_storage().nbytes() == 0
+    shard = local(value)
+    is_freed = shard.numel() > 0 and shard.untyped_storage().nbytes() == 0
     if is_freed or (value.is_meta and not may_be_meta):
         raise ValueError(f"{where}: expected a tensor with memory, got {_described(value)}")
 
