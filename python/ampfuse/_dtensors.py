@@ -60,6 +60,21 @@ def spread_dimensions(placements: Sequence[Any]) -> list[int]:
     return [i for i, placement in enumerate(placements) if not placement.is_replicate()]
 
 
+def refuse_common_ranks(params: Sequence[Tensor], process_group: Any) -> None:
+    """Raise if ranks of the group hold parts of one DTensor: norms would count it for each rank.
+
+    The ranks of a pipeline are a valid group, because each stage has DTensors of its own.
+    """
+    meshes = {param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
+    for mesh in meshes:
+        ranks = torch.distributed.get_process_group_ranks(process_group)
+        if len(set(ranks).intersection(mesh.mesh.flatten().tolist())) > 1:
+            raise ValueError(
+                "process_group: expected ranks that step other parameters, got ranks that hold "
+                "shards of the same DTensors, whose norm covers all shards without a group"
+            )
+
+
 def is_distributed() -> bool:
     """Return True if there may be DTensors. Otherwise no parameter needs to be checked."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
 from ampfuse._arguments import refuse_unknown
+from ampfuse._dtensors import refuse_common_ranks
 from ampfuse._graphs import traced_as
 from ampfuse.optim import _loading, _options
 from ampfuse.optim._backward_norms import BackwardNorms
@@ -57,8 +58,9 @@ class Adam(torch.optim.Adam):
       other code wraps `step` to notice whether it is called, as Accelerate and Transformers do.
     - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
       to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
-      An optimizer with a group cannot be pickled. DTensors need no group. For a
-      ZeroRedundancyOptimizer, which would turn these arguments into group options, pass
+      An optimizer with a group cannot be pickled. Ranks that hold shards of the same DTensors are
+      no such group. For a ZeroRedundancyOptimizer, which would turn these arguments into group
+      options, pass
       `optimizer_class=functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)`.
 
     Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
@@ -171,6 +173,8 @@ class Adam(torch.optim.Adam):
         try:
             _options.check_initial(group)
             _options.check_params(group, len(self.param_groups) - 1, self._own_options)
+            if self.process_group is not None:
+                refuse_common_ranks(group["params"], self.process_group)
         except Exception:
             del self.param_groups[-1]
             raise
