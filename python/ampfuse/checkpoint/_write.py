@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from ampfuse.checkpoint._shards import Shard
 # Tensors of a GPU are copied to the host a file at a time.
 MOST_BYTES = 2**32
 LONGEST_WAIT = 1800.0  # seconds for what another rank writes in the background
+LONGEST_WAIT_AFTER_ERROR = 60.0  # seconds; the error may be that the other rank was killed
 PAUSE = 0.05
 
 Written = tuple[dict[str, Any], dict[str, Any]]
@@ -185,14 +188,22 @@ def leave_error(beside: Path, error: BaseException) -> None:
             beside.rename(beside.with_suffix(""))
 
 
+def has_ended_by_error() -> bool:
+    """Return True if an error has ended the program, which now waits for its threads."""
+    return not threading.main_thread().is_alive() and hasattr(sys, "last_value")
+
+
 def note_of(folder: Path, rank: int) -> Written:
     """Wait for what another rank has written in the background."""
     note = folder / f".rank-{rank}"
-    end = time.monotonic() + LONGEST_WAIT
+    start, ended = time.monotonic(), inf
     while not note.exists():
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if has_ended_by_error():
+            ended = min(ended, now)
+        if now - start > LONGEST_WAIT or now - ended > LONGEST_WAIT_AFTER_ERROR:
             raise CheckpointError(
-                f"{folder}: rank {rank} has not written its part in {LONGEST_WAIT:.0f} seconds"
+                f"{folder}: rank {rank} has not written its part in {now - start:.0f} seconds"
             )
         time.sleep(PAUSE)
     try:

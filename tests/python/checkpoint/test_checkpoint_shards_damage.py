@@ -217,6 +217,6 @@ def slow(_):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_rank_that_never_writes_its_pieces_is_named():
     first, second = scenario.results("slow", "waits")
-    assert "rank 1 has not written its part in 0 seconds" in first["error"]
+    assert "rank 1 has not written its part in" in first["error"]
     assert "the checkpoint of step 2 could not be written" in second["error"]
     assert first["names"] == [".lock"]
