@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-IMPORTED_ONCE = ["ampfuse", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["ampfuse.checkpoint", "hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp"]
+)
 
 
 class Scenarios:
@@ -41,7 +44,6 @@ class Scenarios:
         """Run all scenarios, with files in the folder."""
         # The processes have the environment of the one that they are forked from.
         arguments = (str(folder), self._functions, self.ranks, dict(os.environ))
-        multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
         torch.multiprocessing.start_processes(
             _play, arguments, nprocs=self.ranks, start_method="forkserver"
         )
