@@ -37,6 +37,18 @@ def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").is_file()
 
 
+@pytest.mark.slow
+def test_program_of_the_page_about_several_ranks_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(code_block("python", "docs/distributed.md"))
+    package = environment(PYTHONPATH=str(PACKAGE.parent))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = run(*start, "train.py", cwd=tmp_path, env=package).splitlines()
+    lines = [line.split() for line in printed if line[:1].isdigit()]
+    assert [line[0] for line in lines] == ["0", "20", "40", "60", "80"]
+    assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
+    assert any("no group is needed" in line for line in printed)
+
+
 def test_python_example_of_the_page_about_accumulation_runs(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code_block("python", "docs/accumulation.md") + "print(loss)")
