@@ -1,0 +1,173 @@
+"""Training in float16 with the scaler, AdamW and clipping of torch, as docs/fp16.md reports it.
+
+If a test fails with a newer torch, torch may have learned it: update the table on that page.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fp16_fsdp import PLAN
+from processes import Scenarios
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional
+from transformer import VOCABULARY, WIDTH, Transformer, batch
+
+pytestmark = pytest.mark.slow
+
+scenario = Scenarios(ranks=4)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Run the scenarios, and return the function that looks up the results of each rank."""
+    scenario.play(tmp_path_factory.mktemp("processes"))
+    return scenario.results
+
+
+class LanguageModel(nn.Module):
+    """The model of fp16_fsdp.py with torch's loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = Transformer(blocks=2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, words, targets):
+        logits = self.head(self.transformer(words)).flatten(0, 1).float()
+        return functional.cross_entropy(logits, targets.flatten())
+
+
+def sharded(dtype):
+    """Return a model with parameters of this dtype that computes in float16, on a 2 x 2 mesh."""
+    torch.manual_seed(0)
+    model = LanguageModel().to(dtype)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plan = PLAN | {"head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tensor"], plan)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    for module in (*model.transformer.blocks.values(), model):
+        fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+    return model
+
+
+def train(model, optimizer, steps, max_norm=None, infinite=()):
+    """Train with torch's scaler; return what happened, or the error of a step."""
+    scaler = torch.amp.GradScaler("cpu")
+    losses, scales = [], []
+    for step in range(steps):
+        words, targets = (part.chunk(2)[dist.get_rank() // 2] for part in batch(step))
+        optimizer.zero_grad()
+        loss = model(words, targets)
+        scaler.scale(loss).backward()
+        if step in infinite and dist.get_rank() == 3:
+            model.head.weight.grad.to_local()[0, 0] = float("inf")
+        try:
+            if max_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+        except (RuntimeError, ValueError) as error:
+            return {"error": str(error)}
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return {"losses": losses, "scales": scales}
+
+
+@scenario(None)
+def fsdp_clipped(_):
+    model = sharded(torch.float32)
+    return train(model, torch.optim.AdamW(model.parameters()), steps=1, max_norm=0.5)
+
+
+@scenario(False, True)
+def fsdp_not_clipped(fused):
+    model = sharded(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    return train(model, optimizer, steps=3, infinite=(1,))
+
+
+@scenario(False, True)
+def fsdp_with_float16_parameters(fused):
+    model = sharded(torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
+    return train(model, optimizer, steps=30)
+
+
+class Stage(nn.Module):
+    """A linear layer with float32 parameters that computes in float16, and sends float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        with torch.autocast("cpu", torch.float16):
+            outputs = self.linear(inputs)
+        return outputs
+
+
+@scenario("scale not created", "scale created")
+def pipeline(case):
+    rank, is_last = dist.get_rank(), dist.get_rank() == 3
+    stage = Stage()
+    optimizer = torch.optim.AdamW(stage.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    if case == "scale created":
+        scaler.scale(torch.zeros(()))
+    schedule = Schedule1F1B(
+        PipelineStage(stage, rank, 4, torch.device("cpu")),
+        4,
+        lambda outputs, target: scaler.scale((outputs.float() - target).square().mean()),
+    )
+    inputs, target = torch.ones(8, 4, dtype=torch.float16), torch.zeros(8, 4)
+    schedule.step(*([inputs] if rank == 0 else []), target=target if is_last else None)
+    if rank == 0:
+        stage.linear.weight.grad[0, 0] = float("inf")
+    before = stage.linear.weight.detach().clone()
+    try:
+        scaler.step(optimizer)
+    except AssertionError as error:
+        return {"error": str(error)}
+    scaler.update()
+    moved = not torch.equal(before, stage.linear.weight.detach())
+    return {"error": "", "scale": scaler.get_scale(), "moved": moved}
+
+
+def test_torch_cannot_clip_parameters_of_two_meshes(outcomes):
+    for result in outcomes("fsdp_clipped", None):
+        assert "must have the same mesh" in result["error"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_skips_on_all_ranks_if_parameters_are_dtensors(outcomes, fused):
+    for result in outcomes("fsdp_not_clipped", fused):
+        assert result["scales"] == [2.0**16, 2.0**15, 2.0**15]
+
+
+def test_torch_cannot_unscale_gradients_of_float16_parameters(outcomes):
+    for result in outcomes("fsdp_with_float16_parameters", False):
+        assert result["error"] == "Attempting to unscale FP16 gradients."
+
+
+def test_fused_adamw_without_masters_makes_float16_parameters_nan(outcomes):
+    for result in outcomes("fsdp_with_float16_parameters", True):
+        assert result["losses"][-1] != result["losses"][-1]
+
+
+def test_scaler_of_torch_fails_on_stages_that_scale_no_loss(outcomes):
+    results = outcomes("pipeline", "scale not created")
+    for result in results[:3]:
+        assert "Attempted step but _scale is None" in result["error"]
+    assert results[3]["error"] == ""
+
+
+def test_scaler_of_torch_skips_only_on_the_stage_that_overflows(outcomes):
+    results = outcomes("pipeline", "scale created")
+    assert [result["moved"] for result in results] == [False, True, True, True]
+    assert [result["scale"] for result in results] == [2.0**15] + [2.0**16] * 3
