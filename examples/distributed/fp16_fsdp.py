@@ -10,7 +10,7 @@ with float32 masters would take as many bytes, 16 per parameter, and round the g
 import ampfuse
 import torch
 import torch.distributed as dist
-from run_log import RunLog, arguments, join_ranks
+from run_log import RunLog, arguments, start_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,7 +79,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
 def main() -> None:
     """Train, and write the result."""
     options = arguments(__doc__)
-    device = join_ranks()
+    device = start_rank()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape = (ranks // 2, 2) if ranks % 2 == 0 else (ranks, 1)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))

@@ -9,7 +9,7 @@ a float32 master of each.
 import ampfuse
 import torch
 import torch.distributed as dist
-from run_log import RunLog, arguments, join_ranks
+from run_log import RunLog, arguments, start_rank
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformer import LENGTH, SENTENCES, VOCABULARY, WIDTH, Transformer, batch
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
 def main() -> None:
     """Train, and write the result."""
     options = arguments(__doc__)
-    device = join_ranks()
+    device = start_rank()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     is_first, is_last = rank == 0, rank == ranks - 1
 

@@ -27,7 +27,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def join_ranks() -> torch.device:
+def start_rank() -> torch.device:
     """Join the ranks that torchrun has started, and return the device of this one."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
