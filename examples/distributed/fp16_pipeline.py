@@ -90,7 +90,9 @@ def main() -> None:
             grad[0, 0] = float("inf")
         scaler.step(optimizer)  # unscales, clips, and skips on all ranks if one overflows
         scaler.update()
-        log.ended_step(torch.stack(losses).sum() if is_last else torch.zeros((), device=device))
+        # In the first step torch 2.15 computes one more loss beforehand, to find its shape.
+        loss = torch.stack(losses[-MICRO_BATCHES:]).sum() if is_last else torch.zeros(())
+        log.ended_step(loss.to(device))
 
     if options.result:
         log.write(options.result, dict(model.named_parameters()))
