@@ -220,7 +220,7 @@ def clip_grad_norm_(
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
     try:
-        owners = [parameter for parameter in parameters if parameter.requires_grad]
+        owners = [one for one in parameters if one.requires_grad or one.grad is not None]
         total_norm = _total_norm(grads, owners, float(norm_type), error_if_nonfinite, foreach)
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
         note_clip(grads, float(max_norm), total_norm)
@@ -239,6 +239,8 @@ def _clip(
     if not _is_ours([*grads, total_norm]):
         if is_dtensor(total_norm) or not _have_several_meshes(parameters):
             torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+            if is_dtensor(total_norm):  # torch does not count this as a write
+                torch.autograd.graph.increment_version(grads)
             return
         grads = [local(grad) for grad in grads]
     if not grads:

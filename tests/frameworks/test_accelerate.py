@@ -121,6 +121,10 @@ def test_metrics_for_the_logger_count_skipped_steps():
     assert metrics.read()["skipped_steps"] == 1
 
 
+def test_disabled_scaler_has_no_metrics():
+    assert ScaleMetrics(ampfuse.GradScaler("cpu", enabled=False)).read() == {}
+
+
 def test_state_is_saved_and_loaded(tmp_path):
     def state(accelerator):
         optimizer = accelerator._optimizers[0].optimizer

@@ -3,6 +3,7 @@
 import ampfuse
 import pytest
 import torch
+from ampfuse.distributed import norms_in_backward
 from ampfuse.integrations.lightning import FabricMixedPrecision, MixedPrecision, ScaleLogger
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision.amp import MixedPrecision as PlainFabricPrecision
@@ -146,12 +147,31 @@ def test_fused_optimizers_may_be_clipped(make):
         close(found, expected)
 
 
-def test_limit_of_the_trainer_becomes_the_optimizers():
-    module = Regression(ampfuse.AdamW)
-    fit(module, MixedPrecision("16-mixed", "cpu", **SCALE), gradient_clip_val=0.25)
-    optimizer = module.optimizers().optimizer
-    assert optimizer.max_grad_norm == 0.25
-    assert optimizer.grad_norm.item() > 0.25
+class ClipsAtFirst(Regression):
+    def configure_gradient_clipping(self, optimizer, *_, **__):
+        if self.global_step < 2:
+            self.clip_gradients(optimizer, 1e-3, "norm")
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_limit_is_for_one_step(precision):
+    is_scaled = precision == "16-mixed"
+    expected, _ = fit(
+        ClipsAtFirst(torch.optim.AdamW),
+        plain_scaler() if is_scaled else PlainPrecision(precision, "cpu"),
+    )
+    module = ClipsAtFirst(ampfuse.AdamW)
+    found, _ = fit(module, MixedPrecision(precision, "cpu", **(SCALE if is_scaled else {})))
+    for mine, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert module.optimizers().optimizer.max_grad_norm is None
+
+
+def test_nothing_is_logged_if_lightning_logs_nothing():
+    logger, plugin = Records(), MixedPrecision("16-mixed", "cpu", **SCALE)
+    options = {"logger": logger, "log_every_n_steps": 0, "callbacks": [ScaleLogger()]}
+    fit(Regression(ampfuse.AdamW), plugin, **options)
+    assert not [metrics for _, metrics in logger.logged if "loss_scale" in metrics]
 
 
 def test_callback_logs_scale_skips_and_norm():
@@ -212,6 +232,18 @@ def fabric_training(make, plugin, clipping=None):
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach() for param in module.model.parameters()], plugin.scaler.get_scale()
+
+
+def test_optimizer_inside_fabrics_wrapper_gets_norms_of_backward():
+    fabric = Fabric(accelerator="cpu")
+    module = Regression(ampfuse.AdamW)
+    own = ampfuse.AdamW(module.model.parameters(), max_grad_norm=1.0)
+    model, optimizer = fabric.setup(module.model, own)
+    norms_in_backward(model, optimizer)
+    inputs, target = next(iter(batches()))
+    fabric.backward((model(inputs) - target).square().mean())
+    optimizer.step()
+    assert own._backward_norms._records
 
 
 @pytest.mark.parametrize(

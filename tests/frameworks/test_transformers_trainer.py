@@ -101,6 +101,19 @@ def test_arguments_reach_the_optimizer(tmp_path):
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
+def test_trials_of_a_search_have_their_own_rate_and_scaler(tmp_path):
+    ours = use_ampfuse(trainer(tmp_path, fp16=True), scaler=SCALE)
+    first = ours.accelerator.scaler
+    ours.args.learning_rate = 0.5  # what a trial does
+    ours.create_accelerator_and_postprocess()
+    ours.train()
+    assert ours.optimizer.param_groups[0]["initial_lr"] == 0.5
+    assert type(ours.accelerator.scaler) is ampfuse.GradScaler
+    assert ours.accelerator.scaler is not first
+    logs = [entry for entry in ours.state.log_history if "loss" in entry]
+    assert logs[-1]["loss_scale"] == ours.accelerator.scaler.get_scale()
+
+
 def test_options_of_the_scaler_are_refused_without_float16(tmp_path):
     with pytest.raises(ValueError, match=r"scaler: expected TrainingArguments\(fp16=True\)"):
         use_ampfuse(trainer(tmp_path, bf16=True), scaler=SCALE)

@@ -4,8 +4,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ampfuse._dtensors import is_distributed
 from ampfuse.amp import GradScaler
 from ampfuse.optim import Adam
+from ampfuse.optim._wrappers import unwrapped
 
 
 class Joined(NamedTuple):
@@ -46,18 +48,24 @@ def join_ranks(
         return Joined(
             None, "Each rank steps all parameters, or its shards of DTensors: no group is needed."
         )
-    if len({id(group) for group, _ in found}) > 1:
+    if len(found) > 1:
         reasons = " ".join(reason for _, reason in found)
         raise ValueError(f"model: expected one process group, got {len(found)}. {reasons}")
     group, reason = found[0]
-    inner = getattr(optimizer, "optim", optimizer)  # that of a ZeroRedundancyOptimizer
+    inner = unwrapped(optimizer)
+    if inner is not None and not isinstance(inner, Adam):
+        raise TypeError(
+            f"optimizer: expected ampfuse.Adam or AdamW, got {type(inner).__name__}. {reason}"
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"scaler: expected ampfuse.GradScaler, got {type(scaler).__name__}. {reason}"
+        )
+    if inner is not None and inner._unscale == "before":
+        raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
+    if scaler is not None and scaler.is_enabled() and scaler._policy.skip_outliers is not None:
+        raise ValueError("skip_outliers: expected None with a process_group")
     if inner is not None:
-        if not isinstance(inner, Adam):
-            raise TypeError(
-                f"optimizer: expected ampfuse.Adam or AdamW, got {type(inner).__name__}. {reason}"
-            )
-        if inner._unscale == "before":
-            raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
         inner.process_group = group
     if scaler is not None:
         scaler.process_group = group
@@ -68,23 +76,43 @@ def _groups(model: nn.Module, optimizer: Any, pipeline: Any) -> list[tuple[Any, 
     """Return the process groups that are needed, each with a reason."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return []
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    found: dict[int, tuple[Any, str]] = {}
-    for module in model.modules():
-        if (
-            isinstance(module, FullyShardedDataParallel)
-            and module.sharding_strategy != ShardingStrategy.NO_SHARD
-        ):
-            group = module.process_group
-            found[id(group)] = group, "FSDP1 gives each rank plain shards of all parameters."
+    found = [
+        (group, "FSDP1 gives each rank plain shards of all parameters.") for group in _fsdp1(model)
+    ]
     if pipeline is not None:
         group = pipeline.group if pipeline.group is not None else dist.group.WORLD
-        found[id(group)] = group, "The stages of a pipeline have other parameters."
+        found.append((group, "The stages of a pipeline have other parameters."))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        group = optimizer.process_group
-        found[id(group)] = group, "A ZeroRedundancyOptimizer steps other parameters on each rank."
-    return list(found.values())
+        reason = "A ZeroRedundancyOptimizer steps other parameters on each rank."
+        found.append((optimizer.process_group, reason))
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): (group, why) for group, why in found}
+    return list(by_ranks.values())
+
+
+def _fsdp1(model: nn.Module) -> list[Any]:
+    """Return the groups of FSDP1's shards; raise if some parameters are on all ranks, not sharded.
+
+    The norm over the group would count these once for each rank.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    modules = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
+    shards = [one for one in modules if one.sharding_strategy != ShardingStrategy.NO_SHARD]
+    sharded: set[int] = set()
+    for one in shards:
+        flat = one._handle.flat_param if one._handle is not None else None
+        if flat is not None:  # with use_orig_params, the module has views of it
+            sharded |= {id(param) for param in (flat, *(flat._params or ()))}
+    if shards:
+        for name, param in model.named_parameters():
+            if param.requires_grad and id(param) not in sharded:
+                raise ValueError(
+                    f"model: expected FSDP1 to shard all parameters, but {name} is whole on each "
+                    "rank, and norms would count it once for each: step such parameters by "
+                    "another optimizer"
+                )
+    return [one.process_group for one in shards]

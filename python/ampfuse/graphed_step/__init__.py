@@ -181,7 +181,7 @@ class GraphedStep:
         }
         for index, group in enumerate(groups):
             for name in self._options:
-                value: Any = group.get(name, OURS.get(name))
+                value: Any = group.get(name, self.optimizer._own_options.get(name))
                 # Betas are a list after loading from some files.
                 is_list = isinstance(value, list)
                 fixed[f"{name} of group {index}"] = tuple(value) if is_list else value

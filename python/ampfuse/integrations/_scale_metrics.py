@@ -28,8 +28,10 @@ class ScaleMetrics:
     def read(self) -> dict[str, float]:
         """Return the scale, the skipped steps so far, and the last norm. The host waits for them.
 
-        `grad_norm` is left out if the last step computed none.
+        `grad_norm` is left out if the last step computed none. A disabled scaler has no numbers.
         """
+        if not self._scaler.is_enabled():
+            return {}
         records, updates = self._scaler.history(), self._scaler._history.counts()[2]
         new = min(updates - self._updates, len(records))
         self._skipped += sum(record.skipped for record in records[len(records) - new :])

@@ -7,6 +7,7 @@ from ampfuse.amp._tensor_step import takes_tensors
 from ampfuse.integrations import ScaleMetrics
 from ampfuse.integrations._required import require
 from ampfuse.optim import Adam
+from ampfuse.optim._wrappers import unwrapped
 
 require("lightning", __name__)
 
@@ -36,7 +37,7 @@ class MixedPrecision(trainers.MixedPrecision):
     It replaces `Trainer(precision="16-mixed")` or `"bf16-mixed"`. Further keyword arguments are
     those of `ampfuse.GradScaler`, for example `growth_interval=500`.
 
-    With `gradient_clip_val`, `ampfuse.AdamW` clips the norm inside its step; the value becomes its
+    With `gradient_clip_val`, `ampfuse.AdamW` clips the norm inside its step, in place of its own
     `max_grad_norm`. Clipping by value unscales the gradients first. Hooks such as
     `on_before_optimizer_step` see gradients that are still scaled, unless the optimizer was made
     with `unscale="before"`.
@@ -46,6 +47,16 @@ class MixedPrecision(trainers.MixedPrecision):
         self, precision: str = "16-mixed", device: str = "cuda", **scaler_options: Any
     ) -> None:
         super().__init__(precision, device, _scaler(precision, device, scaler_options))
+        self._limits: list[tuple[Adam, float | None]] = []  # those before clip_gradients()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; a limit that `clip_gradients` has set is for this step only."""
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            for optimizer, limit in reversed(self._limits):
+                optimizer.max_grad_norm = limit
+            self._limits = []
 
     def clip_gradients(
         self,
@@ -56,8 +67,9 @@ class MixedPrecision(trainers.MixedPrecision):
         """Clip gradients, or let the optimizer clip them in its step."""
         if clip_val <= 0:
             return
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+        optimizer = unwrapped(optimizer)
         if isinstance(optimizer, Adam) and gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+            self._limits.append((optimizer, optimizer.max_grad_norm))
             optimizer.max_grad_norm = clip_val
             return
         if self.scaler is not None and takes_tensors(optimizer):  # Lightning leaves it to its step
@@ -102,7 +114,8 @@ class ScaleLogger(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Log, if this batch completed a step that is logged."""
         step = trainer.global_step
-        if step == self._logged or step % trainer.log_every_n_steps:
+        every = trainer.log_every_n_steps  # 0: never
+        if every == 0 or step == self._logged or step % every:
             return
         self._logged = step
         for logger in trainer.loggers:

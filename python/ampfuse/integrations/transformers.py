@@ -24,21 +24,31 @@ def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer
     those of TensorBoard and W&B, record.
     """
     inside: Any = trainer
-    if inside.optimizer is not None or inside.optimizer_cls_and_kwargs is not None:
+    is_ours = "get_optimizer_cls_and_kwargs" in vars(inside)
+    if inside.optimizer is not None or inside.optimizer_cls_and_kwargs is not None or is_ours:
         raise ValueError("trainer: expected a Trainer without an optimizer of its own")
-    args = inside.args
-    of_arguments = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-    }
-    inside.optimizer_cls_and_kwargs = (AdamW, {**of_arguments, **optimizer_options})
+
+    def class_and_options(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        of_arguments = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+        return AdamW, {**of_arguments, **optimizer_options}
+
+    # The Trainer calls these again in each trial of a search for hyperparameters.
+    inside.get_optimizer_cls_and_kwargs = class_and_options
     if inside.accelerator.mixed_precision != "fp16":
         if scaler is not None:
             raise ValueError("scaler: expected TrainingArguments(fp16=True)")
         return trainer
     metrics = ScaleMetrics(use_scaler(inside.accelerator, **scaler or {}))
-    log = inside.log
+    create, log = inside.create_accelerator_and_postprocess, inside.log
+
+    def create_with_scaler() -> None:
+        nonlocal metrics
+        create()
+        metrics = ScaleMetrics(use_scaler(inside.accelerator, **scaler or {}))
 
     def log_with_scale(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:  # of training
@@ -46,5 +56,6 @@ def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer
             logs |= {name: read[name] for name in ("loss_scale", "skipped_steps")}
         log(logs, *args, **kwargs)
 
+    inside.create_accelerator_and_postprocess = create_with_scaler
     inside.log = log_with_scale
     return trainer

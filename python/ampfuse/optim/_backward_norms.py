@@ -8,24 +8,40 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._devices import largest
+from ampfuse._dtensors import local
+
+
+class Version(NamedTuple):
+    """A gradient and the number of writes to it. A DTensor and its shard count theirs apart."""
+
+    grad: "weakref.ref[Tensor]"  # weak, so that gradients can be freed
+    shard: "weakref.ref[Tensor]"
+    writes: int
+
+    @staticmethod
+    def of(grad: Tensor) -> "Version":
+        """Return the present version."""
+        shard = local(grad)
+        return Version(weakref.ref(grad), weakref.ref(shard), grad._version + shard._version)
+
+    def unwritten(self) -> Tensor | None:
+        """Return the shard if both still exist, and none was written since."""
+        grad, shard = self.grad(), self.shard()
+        if grad is None or shard is None or grad._version + shard._version != self.writes:
+            return None
+        return shard
 
 
 class Record(NamedTuple):
     """The norms of some gradients of one device and sharding, when they had these versions."""
 
-    grads: list["weakref.ref[Tensor]"]  # weak, so that gradients can be freed
-    versions: list[int]
+    versions: list[Version]
     result: ops.MultiTensorNorm
 
-    def alive(self) -> list[Tensor] | None:
-        """Return the gradients if all still exist, and none was written since."""
-        grads = []
-        for reference, version in zip(self.grads, self.versions, strict=True):
-            grad = reference()
-            if grad is None or grad._version != version:
-                return None
-            grads.append(grad)
-        return grads
+    def unwritten(self) -> list[Tensor] | None:
+        """Return the gradients, or shards of them, if none was freed or written since."""
+        grads = [version.unwritten() for version in self.versions]
+        return None if any(grad is None for grad in grads) else grads  # type: ignore[return-value]
 
 
 class BackwardNorms:
@@ -34,21 +50,24 @@ class BackwardNorms:
     def __init__(self) -> None:
         self._records: list[Record] = []
 
+    @torch.no_grad()
     def add(self, grads: list[Tensor], result: ops.MultiTensorNorm) -> None:
         """Record the norms of gradients that have just been computed."""
-        versions = [grad._version for grad in grads]
-        self._records.append(Record([weakref.ref(grad) for grad in grads], versions, result))
+        self._records.append(Record([Version.of(grad) for grad in grads], result))
 
     def forget_stale(self) -> None:
         """Drop the records of gradients that were freed or written."""
-        self._records = [record for record in self._records if record.alive() is not None]
+        self._records = [record for record in self._records if record.unwritten() is not None]
 
     def split(self, grads: list[Tensor]) -> tuple[list[tuple[list[int], Record]], list[int]]:
-        """Return the records of these gradients, with their indices, and the other indices."""
+        """Return the records of these gradients, with their indices, and the other indices.
+
+        `grads`: plain tensors, or the shards of DTensors.
+        """
         index_of = {id(grad): index for index, grad in enumerate(grads)}
         rest, found = set(range(len(grads))), []
         for record in self._records:
-            indices = [index_of.get(id(grad), -1) for grad in record.alive() or ()]
+            indices = [index_of.get(id(grad), -1) for grad in record.unwritten() or ()]
             if indices and rest.issuperset(indices):
                 found.append((indices, record))
                 rest.difference_update(indices)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampfuse import _C
 from ampfuse._devices import on_device
-from ampfuse._dtensors import Sharding, local, sharding_of
+from ampfuse._dtensors import Sharding, is_dtensor, local, sharding_of
 from ampfuse._graphs import traced_as
 from ampfuse.optim._options import check_params, option, state_options
 from ampfuse.optim._state import Spares, ensure
@@ -37,6 +37,7 @@ class Columns:
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
     shardings: Sequence[Sharding | None] = ()  # one per gradient; empty if all are plain tensors
+    dtensors: list[Tensor] = field(default_factory=list)  # those of which `params` has shards
     copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (original, copy used here)
 
     def write_back(self) -> None:
@@ -243,6 +244,7 @@ def refuse_sparse(param: Tensor) -> None:
 def localized(columns: Columns, write_back_grads: bool) -> Columns:
     """Replace DTensors by this rank's shards, and complex tensors by pairs of real numbers."""
     columns.shardings = [sharding_of(grad) for grad in columns.grads]
+    columns.dtensors = list(filter(is_dtensor, columns.params))
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
         tensors = [local(tensor) for tensor in getattr(columns, name)]
         copied = columns.copied if name != "grads" or write_back_grads else []

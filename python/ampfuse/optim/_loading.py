@@ -220,17 +220,18 @@ def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
     torch's class keeps masters that it has loaded, but does not step them. A distributed checkpoint
     has masters only if ours saved it, since torch's class asks it for none.
     """
-    has_own_masters = is_called_by_dcp()
+    is_dcp = is_called_by_dcp()
     if not isinstance(saved.get("state"), dict):
         found = _kind(saved.get("state"))
         raise TypeError(f"loaded state dict: state: expected a dict, got {found}")
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
-        if has_torchs(group) and not has_own_masters:
-            for param in group["params"]:
-                if isinstance(state.get(param), dict):
-                    entries = state[param].items()
-                    state[param] = {k: v for k, v in entries if k != "master_param"}
+        is_stale = has_torchs(group) and not is_dcp
+        for param in group["params"]:
+            entries = state.get(param)
+            # DCP puts an empty dict for an entry that flattened state lacks.
+            if isinstance(entries, dict) and (is_stale or entries.get("master_param") == {}):
+                state[param] = {k: v for k, v in entries.items() if k != "master_param"}
         groups.append(without_torchs(group))
     return {**saved, "state": state, "param_groups": groups}
 

@@ -30,13 +30,6 @@ def has_scheduler(optimizer: Any) -> bool:
     )
 
 
-def is_wrapped(optimizer: Any) -> bool:
-    """Return True if other code wraps `step`, and so may notice whether it is called."""
-    step = vars(optimizer).get("step")
-    is_own = step is None or getattr(step, "__func__", None) is type(optimizer).step
-    return not (is_own or has_scheduler(optimizer))
-
-
 def steps_alone(optimizer: Any) -> bool:
     """Return True if no other code runs between a call of `step` and Adam's own code."""
     return (

@@ -107,7 +107,8 @@ def writes(columns: list[list[Columns]]) -> Writes | None:
     """
     try:
         return [
-            (_C.writes(part.params), _C.writes(part.state_steps))
+            # A write to a DTensor is counted by it, not by its shard.
+            (_C.writes([*part.params, *part.dtensors]), _C.writes(part.state_steps))
             for part in with_float_masters(columns)
         ]
     except RuntimeError:

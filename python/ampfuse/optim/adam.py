@@ -25,7 +25,8 @@ from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import Spares, renew_master
-from ampfuse.optim._traced import Traced, groups_of, is_wrapped, step_of
+from ampfuse.optim._traced import Traced, groups_of, step_of
+from ampfuse.optim._wrappers import is_wrapped_by_accelerate
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits
 
@@ -55,7 +56,7 @@ class Adam(torch.optim.Adam):
       framework clips the gradients, or reads them in hooks (Lightning). It takes one more pass, and
       no process group. Scalers refuse to unscale float16 gradients, unless made with
       `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is `"in_step"`, except while
-      other code wraps `step` to notice whether it is called, as Accelerate and Transformers do.
+      Accelerate, which Transformers uses, wraps `step` to notice whether it is called.
     - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
       to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
       An optimizer with a group cannot be pickled. Ranks that hold shards of the same DTensors are
@@ -302,7 +303,7 @@ class Adam(torch.optim.Adam):
         Scalers and frameworks read it. Programs set it, to have the gradients unscaled before.
         """
         is_auto = self._unscale == "auto" and self.process_group is None
-        return self._unscale != "before" and not (is_auto and is_wrapped(self))
+        return self._unscale != "before" and not (is_auto and is_wrapped_by_accelerate(self))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:

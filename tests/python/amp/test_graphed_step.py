@@ -221,6 +221,16 @@ def test_step_refuses_options_that_changed_since_capture(device, name):
         step(*batch(device))
 
 
+def test_step_compares_options_of_groups_with_those_of_the_constructor(device):
+    ours = Side(device, write_back_grads=True)
+    step = ours.graphed()
+    ours.optimizer.param_groups[0]["write_back_grads"] = True
+    step(*batch(device))
+    ours.optimizer.param_groups[0]["write_back_grads"] = False
+    with pytest.raises(RuntimeError, match=r"changed since .* write_back_grads of group 0"):
+        step(*batch(device))
+
+
 def test_unsupported_optimizers_scalers_and_samples_are_refused(device):
     side = Side(device)
     sample = batch(device)

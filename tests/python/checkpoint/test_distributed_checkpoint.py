@@ -151,6 +151,23 @@ def test_run_goes_on_with_one_rank_and_then_with_four(played, case):
             assert result["steps"] == 3 * (stage + 1)
 
 
+@STAGES[1](None)
+def set_flattened_bfloat16_state_of_torch(_):
+    """Set a state dict directly, without a checkpoint that would miss masters."""
+    saved = Run("torch, then ours", True, 0)
+    saved.model.bfloat16()
+    saved.train()
+    loaded = Run("masters", True, 1)
+    loaded.load_state_dict(saved.state_dict())
+    weights = saved.tensors([])
+    return {"same": same(loaded.tensors([]), weights)}
+
+
+def test_flattened_state_of_torch_without_masters_is_set(played):
+    (result,) = STAGES[1].results("set_flattened_bfloat16_state_of_torch", None)
+    assert result["same"]
+
+
 def test_masters_are_made_from_the_weights_of_torchs_bfloat16_checkpoint(played):
     (result,) = STAGES[1].results("load_bfloat16_from_torch", None)
     assert result["same"]

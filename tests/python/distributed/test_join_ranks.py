@@ -1,5 +1,7 @@
 """`join_ranks` gives optimizer and scaler the process group that a parallelised model needs."""
 
+from types import SimpleNamespace
+
 import ampfuse
 import pytest
 import torch
@@ -66,8 +68,17 @@ def join_the_stages_of_a_pipeline(_):
         param.grad = torch.full_like(param, float("inf") if rank else 1.0)
     scaler.step(optimizer)
     scaler.update()
+    alone = [dist.new_group([one]) for one in (0, 1)][rank]
     with pytest.raises(ValueError, match="expected one process group, got 2"):
-        join_ranks(fsdp1(), optimizer, pipeline=stage)
+        join_ranks(fsdp1(), optimizer, pipeline=SimpleNamespace(group=alone))
+    with pytest.raises(TypeError, match=r"scaler: expected ampfuse\.GradScaler, got GradScaler"):
+        join_ranks(network, optimizer, torch.amp.GradScaler("cpu"), pipeline=stage)
+    of_outliers = ampfuse.GradScaler("cpu", skip_outliers=6.0)
+    with pytest.raises(ValueError, match="skip_outliers"):
+        join_ranks(network, optimizer, of_outliers, pipeline=stage)
+    whole = nn.Sequential(fsdp1(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"1\.weight is whole on each rank"):
+        join_ranks(whole, ampfuse.AdamW(whole.parameters()))
     with pytest.raises(TypeError, match="got SGD"):
         join_ranks(network, torch.optim.SGD(network.parameters()), pipeline=stage)
     before = ampfuse.AdamW(network.parameters(), unscale="before")

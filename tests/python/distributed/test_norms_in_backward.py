@@ -1,17 +1,26 @@
 """`norms_in_backward`: steps read gradients once, with the norms that they would have computed."""
 
 import functools
+import gc
+import warnings
+import weakref
+from types import SimpleNamespace
 
 import ampfuse
 import pytest
 import torch
-from ampfuse.distributed import _norms_in_backward, norms_in_backward
+from ampfuse.distributed import _collector, norms_in_backward
 from processes import Scenarios
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -143,6 +152,109 @@ def both(case):
     return {"with": train(wrapper, True, **options), "without": train(wrapper, False, **options)}
 
 
+def tensor_parallel():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
+
+
+def sharded():
+    return fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+
+
+def clip_by_ours(model):
+    ampfuse.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def double(model):
+    for param in model.parameters():
+        param.grad.mul_(2)
+
+
+WRITES = {
+    "zeroed in place": (tensor_parallel, False, None),
+    "accumulated": (tensor_parallel, True, None),
+    "clipped": (sharded, True, clip_by_ours),
+    "doubled": (sharded, True, double),
+}
+
+
+@scenario(*WRITES)
+def norms_after_writes(kind):
+    """Take steps with and without norms of backward, whose DTensors are written in other ways."""
+    make, set_to_none, write = WRITES[kind]
+    norms = {}
+    for with_norms in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = ampfuse.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.5)
+        if with_norms:
+            norms_in_backward(model, optimizer)
+        norms[with_norms] = []
+        for step in range(3):
+            for number in range(1 + (kind == "accumulated")):
+                model(torch.ones(2, 8) * (1 + step + number)).square().mean().backward()
+            if write is not None:
+                write(model)
+            optimizer.step()
+            norms[with_norms].append(optimizer.grad_norm.item())
+            optimizer.zero_grad(set_to_none)
+    return {"same": norms[True] == pytest.approx(norms[False], rel=2**-23)}
+
+
+@scenario(None)
+def uneven_inputs(_):
+    """Let ranks take different numbers of steps: those that have joined run no backward pass."""
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(4, 3))
+    optimizer = ampfuse.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.1)
+    norms_in_backward(torch.compile(model), optimizer)
+    with model.join():
+        for _ in range(2 + torch.distributed.get_rank()):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    return {"has norms": len(optimizer._backward_norms._records) > 0}
+
+
+@scenario(None)
+def refused(_):
+    """Return the errors for models whose gradients may be reduced after backward."""
+    inner = nn.Linear(4, 4)
+    models = [inner, nn.Sequential(DDP(nn.Linear(4, 4))), DDP(inner).module]
+    messages = []
+    for model in models:
+        with pytest.raises(ValueError, match="reduced after backward") as caught:
+            norms_in_backward(model, ampfuse.AdamW(model.parameters()))
+        messages.append(str(caught.value))
+    return {"messages": messages}
+
+
+def reduce_in_float32(_, bucket):
+    """Return a result in float32, which DDP rounds to the gradients' float16."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer().float() * 2.0**16)
+    return future
+
+
+@scenario(None)
+def overflow_by_rounding(_):
+    skipped = {}
+    for with_norms in (False, True):
+        torch.manual_seed(0)
+        model = DDP(nn.Linear(4, 3).half())
+        optimizer = ampfuse.AdamW(model.parameters())
+        scaler = ampfuse.GradScaler("cpu", init_scale=1024.0)
+        if with_norms:
+            norms_in_backward(model, optimizer, (None, reduce_in_float32))
+        else:
+            model.register_comm_hook(None, reduce_in_float32)
+        scaler.scale(model(torch.ones(2, 4).half()).sum()).backward()
+        scaler.step(optimizer)
+        skipped[with_norms] = scaler.was_skipped()
+    return skipped
+
+
 @scenario(None)
 def compressed(_):
     hook = (None, bf16_compress_hook)
@@ -174,10 +286,34 @@ def test_norm_is_that_of_gradients_after_a_communication_hook(outcomes):
         assert result["with"]["reads"] == [1, 1, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRITES)
+def test_dtensors_that_were_written_after_backward_are_read_again(outcomes, kind):
+    assert all(result["same"] for result in outcomes.results("norms_after_writes", kind))
+
+
+@pytest.mark.slow
+def test_ranks_may_have_uneven_inputs_and_compiled_models(outcomes):
+    assert all(result["has norms"] for result in outcomes.results("uneven_inputs", None))
+
+
+@pytest.mark.slow
+def test_models_whose_gradients_may_be_reduced_later_are_refused(outcomes):
+    for result in outcomes.results("refused", None):
+        assert len(result["messages"]) == 3
+
+
+@pytest.mark.slow
+def test_overflow_is_found_after_the_rounding_of_a_communication_hooks_result(outcomes):
+    for result in outcomes.results("overflow_by_rounding", None):
+        assert result[True]
+        assert result[False]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] == "plain"], ids=str)
 @pytest.mark.parametrize("bytes_at_once", [2**24, 1000])
 def test_one_process_reads_gradients_once(case, bytes_at_once, monkeypatch):
-    monkeypatch.setattr(_norms_in_backward, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(_collector, "BYTES_AT_ONCE", bytes_at_once)
     wrapper, scaled, passes = case
     found = train(wrapper, True, scaled=scaled, passes=passes)
     assert_same(found, train(wrapper, False, scaled=scaled, passes=passes))
@@ -195,7 +331,7 @@ def test_gradients_that_were_written_after_backward_are_read_again(scaled):
 
 
 def test_replaced_gradients_are_read(monkeypatch):
-    monkeypatch.setattr(_norms_in_backward, "BYTES_AT_ONCE", 1)  # a record for each gradient
+    monkeypatch.setattr(_collector, "BYTES_AT_ONCE", 1)  # a record for each gradient
 
     def replace(model):
         model.last.bias.grad = model.last.bias.grad * 2
@@ -229,7 +365,48 @@ def test_gradients_are_freed_as_without_norms():
     records = optimizer._backward_norms._records
     optimizer.zero_grad()
     assert records
-    assert all(record.alive() is None for record in records)
+    assert all(record.unwritten() is None for record in records)
+
+
+def test_groups_with_limits_of_their_own_are_read_once():
+    model = Model()
+    groups = [{"params": layer.parameters(), "max_grad_norm": 0.5} for layer in model.children()]
+    optimizer = ampfuse.AdamW(groups)
+    norms_in_backward(model, optimizer)
+    for _ in range(2):  # the first step checks the arguments of all groups before it writes any
+        model(torch.ones(1, 7)).sum().backward()
+        with GradientReads(model.parameters()) as counted:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert counted.read == counted.size
+
+
+def test_graph_of_a_backward_pass_is_freed():
+    model = Model()
+    optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
+    norms_in_backward(model, optimizer)
+    inputs = torch.ones(1, 7)
+    freed = weakref.ref(inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of create_graph
+        model(inputs).square().sum().backward(create_graph=True)
+    optimizer.step()
+    del inputs
+    optimizer.zero_grad()
+    gc.collect()
+    assert freed() is None
+
+
+def test_wrapped_optimizer_gets_the_norms_of_the_one_inside():
+    model = Model()
+    optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
+    norms = norms_in_backward(model, SimpleNamespace(optimizer=optimizer))
+    assert optimizer._backward_norms is not None
+    again = norms_in_backward(model, optimizer)
+    norms.remove()
+    assert optimizer._backward_norms is not None
+    again.remove()
+    assert optimizer._backward_norms is None
 
 
 def test_overflow_report_names_parameters_in_their_order():

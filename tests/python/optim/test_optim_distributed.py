@@ -318,6 +318,25 @@ def first_stage_of_a_pipeline(_):
     return {"param": clones([param])[0], "scale": scaler.get_scale()}
 
 
+@scenario(None)
+def clip_frozen(_):
+    """Clip the gradient of a parameter that was frozen after backward, beside a DTensor's."""
+    mesh = init_device_mesh("cpu", (2,))
+    params = [
+        torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
+        torch.nn.Parameter(torch.ones(4)),
+    ]
+    for param in params:
+        param.grad = torch.full_like(param, 2.0)
+    params[1].requires_grad = False
+    return {"norm": ampfuse.clip_grad_norm_(params, 1.0).item()}
+
+
+def test_gradients_of_frozen_parameters_are_clipped_beside_dtensors(outcomes):
+    for result in outcomes("clip_frozen", None):
+        assert result["norm"] == pytest.approx(32**0.5)
+
+
 def test_ranks_of_a_process_group_need_not_all_scale_a_loss(outcomes):
     for result in outcomes("first_stage_of_a_pipeline", None):
         assert torch.equal(result["param"], torch.full((3,), 0.75))

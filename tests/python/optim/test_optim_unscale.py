@@ -23,14 +23,15 @@ class Training:
         self.scaler = SCALERS[scaler](device.type, init_scale=1024.0)
         self.device, self.called = device, 0
 
-    def count_calls(self):
-        """Wrap the step as Accelerate does, to find out whether it was called."""
+    def count_calls(self, module="accelerate.optimizer"):
+        """Wrap the step as code of a module may do, to find out whether it was called."""
         step = self.optimizer.step
 
         def counted(*args, **kwargs):
             self.called += 1
             return step(*args, **kwargs)
 
+        counted.__module__ = module
         self.optimizer.step = counted
 
     def run(self, clip=False):
@@ -65,7 +66,7 @@ def test_step_is_not_called_if_gradients_overflow(device, scaler, unscale, calls
     assert training.called == calls
 
 
-def test_step_that_only_a_scheduler_wraps_unscales_by_itself(device):
+def test_gradients_are_unscaled_before_only_while_accelerate_wraps_the_step(device):
     training = Training(device)
     for _ in range(2):
         torch.optim.lr_scheduler.StepLR(training.optimizer, 2)
@@ -79,10 +80,11 @@ def test_step_that_only_a_scheduler_wraps_unscales_by_itself(device):
     assert training.optimizer._step_supports_amp_scaling
 
 
-def test_method_that_is_put_back_is_no_wrapper(device):
-    optimizer = Training(device).optimizer
-    optimizer.step = optimizer.step
-    assert optimizer._step_supports_amp_scaling
+def test_step_that_other_code_wraps_unscales_by_itself(device):
+    training = Training(device)
+    training.count_calls(__name__)
+    training.run()
+    assert training.called == 6
 
 
 def test_wrapped_step_of_a_process_group_unscales_by_itself(device):

@@ -1,0 +1,85 @@
+"""Inspects gradients of parameters when they are complete, many at a time."""
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampfuse import ops
+from ampfuse._devices import is_served
+from ampfuse._dtensors import Sharding, local, sharding_of
+from ampfuse.distributed._end_of_backward import at_the_end, backward_pass
+from ampfuse.optim._backward_norms import BackwardNorms
+
+# Gradients are read when so many bytes have been written: few kernels, and they fit in L2 caches.
+BYTES_AT_ONCE = 2**24
+
+
+class Kind(NamedTuple):
+    """The gradients that one kernel reads, and that one norm of a step covers."""
+
+    device: torch.device
+    stream: Any  # of the GPU, on which they were computed
+    sharding: Sharding | None
+    group: int
+
+
+class Collector:
+    """The owner of the parameters' hooks, which FSDP2 calls after it has reduced gradients.
+
+    Autograd calls hooks from a thread for each device.
+    """
+
+    def __init__(self, known: BackwardNorms, groups: dict[int, int]) -> None:
+        self._known, self._groups = known, groups
+        self._pending: dict[Kind, list[Tensor]] = {}
+        self._on_streams: list[tuple[Any, ops.MultiTensorNorm]] = []
+        self._bytes = 0
+        self._queued = -1  # the backward pass at the end of which `_finish` is called
+        self._lock = threading.RLock()
+
+    @torch.no_grad()
+    def note(self, param: Tensor) -> None:
+        """Take note of a gradient. This is a hook of the parameter."""
+        grad = param.grad
+        if grad is None or torch.compiler.is_compiling() or backward_pass() < 0:
+            return
+        part = local(grad)
+        # FSDP2's gradients on the CPU may still be on their way from a GPU.
+        if part.is_sparse or not is_served(part.device) or part.is_pinned():
+            return
+        stream = torch.cuda.current_stream(part.device) if part.is_cuda else None
+        kind = Kind(part.device, stream, sharding_of(grad), self._groups.get(id(param), -1))
+        with self._lock:
+            if self._queued != backward_pass():
+                if self._queued >= 0:  # that pass has raised, or this one runs inside it
+                    self._pending, self._bytes = {}, 0
+                self._queued = backward_pass()
+                at_the_end(self._finish)
+            self._pending.setdefault(kind, []).append(grad)
+            self._bytes += part.nbytes
+            if self._bytes >= BYTES_AT_ONCE:
+                self._inspect()
+
+    @torch.no_grad()
+    def _inspect(self) -> None:
+        pending, self._pending, self._bytes = self._pending, {}, 0
+        for kind, grads in pending.items():
+            with torch.cuda.stream(kind.stream):  # nothing on a CPU
+                parts = [local(grad) for grad in grads]
+                result = ops.multi_tensor_norm(parts, dtype=torch.float64)
+            self._known.add(grads, result)
+            if kind.stream is not None:
+                self._on_streams.append((kind.stream, result))
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._known.forget_stale()
+            self._inspect()
+            for stream, result in self._on_streams:
+                current = torch.cuda.current_stream(stream.device)
+                current.wait_stream(stream)
+                for norm in (result.total_norm, result.norms, result.found_inf):
+                    norm.record_stream(current)
+            self._on_streams, self._queued = [], -1
