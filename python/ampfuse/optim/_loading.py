@@ -230,10 +230,16 @@ def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
         for param in group["params"]:
             entries = state.get(param)
             # DCP puts an empty dict for an entry that flattened state lacks.
-            if isinstance(entries, dict) and (is_stale or entries.get("master_param") == {}):
+            if isinstance(entries, dict) and (
+                is_stale or is_empty_dict(entries.get("master_param"))
+            ):
                 state[param] = {k: v for k, v in entries.items() if k != "master_param"}
         groups.append(without_torchs(group))
     return {**saved, "state": state, "param_groups": groups}
+
+
+def is_empty_dict(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def check_saved(saved: Any, param: Tensor, index: int) -> None:
