@@ -115,7 +115,7 @@ def install_frameworks() -> None:
     ready = FRAMEWORKS / ".ready"
     if ready.exists() and ready.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
         return
-    say("installing Lightning, Transformers and other frameworks (about a minute)")
+    say("installing Lightning, Transformers and other frameworks (under a minute)")
     base = VENV / "bin" / "python"
     run(base, "-m", "venv", FRAMEWORKS)
     python = FRAMEWORKS / "bin" / "python"
