@@ -10,7 +10,7 @@ with float32 masters would take as many bytes, 16 per parameter, and round the g
 import ampfuse
 import torch
 import torch.distributed as dist
-from run_log import RunLog, arguments, start_rank
+from run_log import RunLog, arguments, end_rank, start_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -112,7 +112,7 @@ def main() -> None:
 
     if options.result:
         log.write(options.result, gathered(model))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ a float32 master of each.
 import ampfuse
 import torch
 import torch.distributed as dist
-from run_log import RunLog, arguments, start_rank
+from run_log import RunLog, arguments, end_rank, start_rank
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformer import LENGTH, SENTENCES, VOCABULARY, WIDTH, Transformer, batch
@@ -96,7 +96,7 @@ def main() -> None:
 
     if options.result:
         log.write(options.result, dict(model.named_parameters()))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ import hashlib
 import json
 import math
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ampfuse
 import torch
@@ -35,6 +36,18 @@ def start_rank() -> torch.device:
         torch.cuda.set_device(device)
     dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
     return device
+
+
+def end_rank() -> NoReturn:
+    """Leave the group and end the process.
+
+    Threads of gloo release tensors, for which they take Python's lock. If Python is ending by then,
+    they abort the process, although all is done. So Python does not end, the process does.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 class RunLog:

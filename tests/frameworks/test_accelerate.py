@@ -121,6 +121,13 @@ def test_metrics_for_the_logger_count_skipped_steps():
     assert metrics.read()["skipped_steps"] == 1
 
 
+def test_scaler_without_a_history_is_refused():
+    with pytest.raises(ValueError, match="scaler: expected one made with history="):
+        ScaleMetrics(ampfuse.GradScaler("cpu"))
+    with pytest.raises(TypeError, match=r"scaler: expected ampfuse\.GradScaler, got NoneType"):
+        ScaleMetrics(None)
+
+
 def test_disabled_scaler_has_no_metrics():
     assert ScaleMetrics(ampfuse.GradScaler("cpu", enabled=False)).read() == {}
 

@@ -119,6 +119,18 @@ def test_options_of_the_scaler_are_refused_without_float16(tmp_path):
         use_ampfuse(trainer(tmp_path, bf16=True), scaler=SCALE)
 
 
+def test_a_trainer_for_another_kind_of_optimizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"which ampfuse\.AdamW replaces, got .*adafactor"):
+        use_ampfuse(trainer(tmp_path, optim="adafactor"))
+
+
+def test_wrong_arguments_are_refused_at_once(tmp_path):
+    with pytest.raises(TypeError, match=r"expected a transformers\.Trainer, got Linear"):
+        use_ampfuse(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="growth_interval"):
+        use_ampfuse(trainer(tmp_path), growth_interval=4)
+
+
 def test_a_trainer_with_an_optimizer_is_refused(tmp_path):
     ours = use_ampfuse(trainer(tmp_path))
     with pytest.raises(ValueError, match="without an optimizer of its own"):

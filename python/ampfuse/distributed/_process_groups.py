@@ -9,6 +9,11 @@ from ampfuse.amp import GradScaler
 from ampfuse.optim import Adam
 from ampfuse.optim._wrappers import unwrapped
 
+NOT_NEEDED = (
+    "Each rank steps all parameters, or its shards of DTensors: no group is needed. For a stage of "
+    "a pipeline pass pipeline=stage."
+)
+
 
 class Joined(NamedTuple):
     """The result of `join_ranks`."""
@@ -40,14 +45,12 @@ def join_ranks(
     >>> import torch, ampfuse
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer, scaler = ampfuse.AdamW(model.parameters()), ampfuse.GradScaler("cpu")
-    >>> ampfuse.distributed.join_ranks(model, optimizer, scaler).reason
-    'Each rank steps all parameters, or its shards of DTensors: no group is needed.'
+    >>> print(ampfuse.distributed.join_ranks(model, optimizer, scaler).process_group)
+    None
     """
     found = _groups(model, optimizer, pipeline)
     if not found:
-        return Joined(
-            None, "Each rank steps all parameters, or its shards of DTensors: no group is needed."
-        )
+        return Joined(None, NOT_NEEDED)
     if len(found) > 1:
         reasons = " ".join(reason for _, reason in found)
         raise ValueError(f"model: expected one process group, got {len(found)}. {reasons}")
@@ -58,9 +61,7 @@ def join_ranks(
             f"optimizer: expected ampfuse.Adam or AdamW, got {type(inner).__name__}. {reason}"
         )
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(
-            f"scaler: expected ampfuse.GradScaler, got {type(scaler).__name__}. {reason}"
-        )
+        raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler)}. {reason}")
     if inner is not None and inner._unscale == "before":
         raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
     if scaler is not None and scaler.is_enabled() and scaler._policy.skip_outliers is not None:
@@ -85,9 +86,9 @@ def _groups(model: nn.Module, optimizer: Any, pipeline: Any) -> list[tuple[Any, 
     ]
     if pipeline is not None:
         group = pipeline.group if pipeline.group is not None else dist.group.WORLD
-        found.append((group, "The stages of a pipeline have other parameters."))
+        found.append((group, "Each stage of a pipeline has different parameters."))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        reason = "A ZeroRedundancyOptimizer steps other parameters on each rank."
+        reason = "A ZeroRedundancyOptimizer steps different parameters on each rank."
         found.append((optimizer.process_group, reason))
     by_ranks = {tuple(dist.get_process_group_ranks(group)): (group, why) for group, why in found}
     return list(by_ranks.values())

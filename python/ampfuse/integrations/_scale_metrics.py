@@ -7,6 +7,7 @@ class ScaleMetrics:
     """Reads a scaler's numbers for a logger, for example `accelerator.log(metrics.read(), step)`.
 
     The scaler must have been made with `history=`, at least as long as the steps between two reads.
+    Skipped steps are counted from the start of the program.
 
     >>> import torch, ampfuse
     >>> from ampfuse.integrations import ScaleMetrics
@@ -22,6 +23,12 @@ class ScaleMetrics:
     """
 
     def __init__(self, scaler: GradScaler) -> None:
+        if not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler).__name__}")
+        if scaler.is_enabled() and scaler._history.length == 0:
+            raise ValueError(
+                "scaler: expected one made with history=, as in GradScaler(history=100)"
+            )
         self._scaler = scaler
         self._updates = self._skipped = 0  # until the last read
 

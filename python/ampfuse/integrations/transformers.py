@@ -2,6 +2,8 @@
 
 from typing import Any, TypeVar
 
+import torch
+
 from ampfuse.integrations import ScaleMetrics
 from ampfuse.integrations._required import require
 from ampfuse.optim import AdamW
@@ -11,6 +13,7 @@ require("accelerate", __name__)
 
 from ampfuse.integrations.accelerate import use_scaler  # noqa: E402
 
+TORCHS_ADAMW = ("adamw_torch", "adamw_torch_fused")
 T = TypeVar("T")  # a transformers.Trainer
 
 
@@ -24,9 +27,21 @@ def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer
     those of TensorBoard and W&B, record.
     """
     inside: Any = trainer
+    if not hasattr(inside, "create_accelerator_and_postprocess"):
+        raise TypeError(f"trainer: expected a transformers.Trainer, got {type(trainer).__name__}")
+    optim = getattr(inside.args.optim, "value", inside.args.optim)
+    if optim not in TORCHS_ADAMW:
+        raise ValueError(
+            f"trainer: expected TrainingArguments with one of optim={TORCHS_ADAMW}, which "
+            f"ampfuse.AdamW replaces, got {optim}"
+        )
+    AdamW([torch.zeros(1)], **optimizer_options)  # raises for invalid options
     is_ours = "get_optimizer_cls_and_kwargs" in vars(inside)
     if inside.optimizer is not None or inside.optimizer_cls_and_kwargs is not None or is_ours:
-        raise ValueError("trainer: expected a Trainer without an optimizer of its own")
+        raise ValueError(
+            "trainer: expected a Trainer without an optimizer of its own; call use_ampfuse once, "
+            "before train()"
+        )
 
     def class_and_options(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         of_arguments = {

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging_tools import PACKAGE, ROOT, environment, run
+from packaging_tools import END_OF_RANK, PACKAGE, ROOT, environment, run
 
 
 def code_blocks(language: str, page: str = "README.md") -> list[str]:
@@ -39,7 +39,7 @@ def test_python_examples_of_the_page_about_memory_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_program_of_the_page_about_several_ranks_runs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(code_block("python", "docs/distributed.md"))
+    (tmp_path / "train.py").write_text(code_block("python", "docs/distributed.md") + END_OF_RANK)
     package = environment(PYTHONPATH=str(PACKAGE.parent))
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     printed = run(*start, "train.py", cwd=tmp_path, env=package).splitlines()
