@@ -47,10 +47,24 @@ def ask(*command: str | Path) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def torch_version(python: str | Path) -> tuple[int, ...]:
+def installed_torch(python: str | Path) -> str:
     """Return the version of an interpreter's torch, without importing it; empty without torch."""
-    found = ask(python, "-c", "import importlib.metadata as m; print(m.version('torch'))")
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    return ask(python, "-c", "import importlib.metadata as m; print(m.version('torch'))")
+
+
+def torch_version(python: str | Path) -> tuple[int, ...]:
+    """Return the first two numbers of the version; empty without torch."""
+    return tuple(int(part) for part in re.findall(r"\d+", installed_torch(python))[:2])
+
+
+def site_packages(python: Path) -> Path:
+    """Return the folder in which an environment's packages are."""
+    return Path(ask(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+
+
+def pip_install(python: Path) -> list[str | Path]:
+    """Return the command that installs packages into an environment."""
+    return [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
 
 
 def make_venv() -> Path:
@@ -65,7 +79,7 @@ def make_venv() -> Path:
             sys.exit("Python's venv module does not work: install python3-venv (Debian, Ubuntu)")
     if REQUESTED_TORCH:
         return python
-    site = Path(ask(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    site = site_packages(python)
     (site / "ampfuse_checkout.pth").write_text(f"{ROOT / 'python'}\n")
     # If this runs inside .venv, as from make, there is no other environment to use.
     if Path(sys.prefix).resolve() != VENV.resolve() and torch_version(sys.executable) >= (2, 11):
@@ -91,7 +105,7 @@ def extras(names: list[str]) -> list[str]:
 def install_packages(python: Path) -> None:
     """Install torch, unless a usable one exists, and packages for builds, tests and the demo."""
     packages = [*BUILD, *extras(EXTRAS)]
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = pip_install(python)
     if not REQUESTED_TORCH and torch_version(python) >= (2, 11):
         say("installing packages for builds and tests (under a minute)")
     else:
@@ -119,16 +133,15 @@ def install_frameworks() -> None:
     base = VENV / "bin" / "python"
     run(base, "-m", "venv", FRAMEWORKS)
     python = FRAMEWORKS / "bin" / "python"
-    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     # Unlike --system-site-packages, site.addsitedir reads the .pth files of .venv.
-    line = f"import site; site.addsitedir({ask(base, '-c', purelib)!r})\n"
-    Path(ask(python, "-c", purelib), "ampfuse_venv.pth").write_text(line)
+    line = f"import site; site.addsitedir({str(site_packages(base))!r})\n"
+    (site_packages(python) / "ampfuse_venv.pth").write_text(line)
+    # Without a constraint pip would install another torch, for torchvision.
+    torch = f"torch=={installed_torch(base)}"
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        version = ask(base, "-c", "import importlib.metadata as m; print(m.version('torch'))")
-        constraints.write(f"torch=={version}\n")  # or pip would install another for torchvision
+        constraints.write(f"{torch}\n")
         constraints.flush()
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        run(*pip, "--constraint", constraints.name, *extras(["frameworks"]))
+        run(*pip_install(python), "--constraint", constraints.name, *extras(["frameworks"]))
     ready.touch()
 
 

@@ -4,7 +4,8 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.integrations.transformers import use_ampfuse
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from small_llama import llama, texts
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 STEPS, OVERFLOW = 8, 3
 SCALE = {"init_scale": 1024.0, "growth_interval": 4}
@@ -32,18 +33,7 @@ class Rates(TrainerCallback):
 
 
 def trainer(folder, accumulated=1, **options):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-    )
-    model = LlamaForCausalLM(config)
-    samples = torch.randint(64, (STEPS * 2 * accumulated, 16))
-    data = [{"input_ids": sample, "labels": sample} for sample in samples]
+    data = texts(STEPS * 2 * accumulated, 16)
     given = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -59,7 +49,7 @@ def trainer(folder, accumulated=1, **options):
         "optim": "adamw_torch",
     }
     arguments = TrainingArguments(**{**given, **options})
-    return OverflowingTrainer(model, arguments, train_dataset=data, callbacks=[Rates()])
+    return OverflowingTrainer(llama(), arguments, train_dataset=data, callbacks=[Rates()])
 
 
 def rates(one):

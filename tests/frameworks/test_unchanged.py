@@ -1,4 +1,4 @@
-"""Parts of ours in frameworks without any integration: what worked with torch's works the same."""
+"""Frameworks with our optimizer and no integration train as with torch's optimizer."""
 
 import copy
 import warnings
@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from peft import LoraConfig, get_peft_model
+from small_llama import llama, texts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as TransformersTrainer
+from transformers import TrainingArguments
 
 QUIET = {
     "accelerator": "cpu",
@@ -150,21 +151,8 @@ def test_fabric_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
     assert all(map(torch.equal, first["model"].parameters(), second["model"].parameters()))
 
 
-def llama(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    return LlamaForCausalLM(config).to(dtype)
-
-
-def texts(model, folder, **options):
+def trainer_of(model, folder, **options):
     """Return a Trainer for random texts."""
-    samples = torch.randint(64, (16, 12), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         str(folder),
         **{
@@ -178,7 +166,7 @@ def texts(model, folder, **options):
             **options,
         },
     )
-    data = [{"input_ids": sample, "labels": sample} for sample in samples]
+    data = texts(16, 12)
     return lambda **given: TransformersTrainer(model, arguments, train_dataset=data, **given)
 
 
@@ -193,11 +181,11 @@ def test_trainer_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, dtype, master
     options = {"save_strategy": "steps", "save_steps": 4}
     whole = llama(dtype)
     with_our_optimizer(
-        texts(whole, tmp_path, **options), whole, master_weights=master_weights
+        trainer_of(whole, tmp_path, **options), whole, master_weights=master_weights
     ).train()
     resumed = llama(dtype)
     trainer = with_our_optimizer(
-        texts(resumed, tmp_path, **options), resumed, master_weights=master_weights
+        trainer_of(resumed, tmp_path, **options), resumed, master_weights=master_weights
     )
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
@@ -207,9 +195,9 @@ def test_trainer_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, dtype, master
 @pytest.mark.parametrize("bf16", [False, True])
 def test_patched_trainer_trains_as_before(tmp_path, optim, bf16):
     expected, found = llama(), llama()
-    texts(expected, tmp_path, optim=optim, bf16=bf16)().train()
+    trainer_of(expected, tmp_path, optim=optim, bf16=bf16)().train()
     with ampfuse.patched():
-        trainer = texts(found, tmp_path, optim=optim, bf16=bf16)()
+        trainer = trainer_of(found, tmp_path, optim=optim, bf16=bf16)()
         trainer.train()
         assert isinstance(trainer.optimizer.optimizer, ampfuse.AdamW)
     for mine, torchs in zip(found.parameters(), expected.parameters(), strict=True):

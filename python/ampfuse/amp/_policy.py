@@ -66,6 +66,14 @@ class Policy:
     dynamic: bool = True
     skip_outliers: float | None = None
 
+    def check_process_group(self, process_group: Any) -> None:
+        """Raise if ranks with different gradients cannot have this policy."""
+        if self.skip_outliers is not None and process_group is not None:
+            raise ValueError(
+                "skip_outliers: expected None with a process_group, whose ranks have different "
+                "gradients"
+            )
+
     def __post_init__(self) -> None:
         for name in ("min_scale", "max_scale", "skip_outliers"):
             limit = getattr(self, name)

@@ -131,11 +131,7 @@ class GradScaler(TorchGradScaler):
         self._policy = Policy(
             min_scale, max_scale, hysteresis, hysteresis_refill, dynamic, skip_outliers
         )
-        if skip_outliers is not None and process_group is not None:
-            raise ValueError(
-                "skip_outliers: expected None with a process_group, whose ranks have different "
-                "gradients"
-            )
+        self._policy.check_process_group(process_group)
         self._init_scale = _policy.checked_scale("init_scale", init_scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
             self._policy, growth_factor, backoff_factor, growth_interval

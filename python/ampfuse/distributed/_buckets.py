@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
-from ampfuse.distributed._end_of_backward import at_the_end, backward_pass
+from ampfuse.distributed._end_of_backward import at_the_end, backward_pass, keep_for_current_stream
 from ampfuse.optim._backward_norms import BackwardNorms
 
 
@@ -74,6 +74,4 @@ class Buckets:
             grads = [param.grad for param in params if param.grad is not None]
             if len(grads) == len(params):  # or some were not used in this backward pass
                 self._known.add(grads, result)
-            for norm in (result.total_norm, result.norms, result.found_inf):
-                if norm.is_cuda:  # allocated on the stream of the communication
-                    norm.record_stream(torch.cuda.current_stream(norm.device))
+            keep_for_current_stream(result)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._devices import is_served
 from ampfuse._dtensors import Sharding, local, sharding_of
-from ampfuse.distributed._end_of_backward import at_the_end, backward_pass
+from ampfuse.distributed._end_of_backward import at_the_end, backward_pass, keep_for_current_stream
 from ampfuse.optim._backward_norms import BackwardNorms
 
 # Gradients are read when so many bytes have been written: few kernels, and they fit in L2 caches.
@@ -78,8 +78,6 @@ class Collector:
             self._known.forget_stale()
             self._inspect()
             for stream, result in self._on_streams:
-                current = torch.cuda.current_stream(stream.device)
-                current.wait_stream(stream)
-                for norm in (result.total_norm, result.norms, result.found_inf):
-                    norm.record_stream(current)
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+                keep_for_current_stream(result)
             self._on_streams, self._queued = [], -1

@@ -63,16 +63,16 @@ def norms_in_backward(
             f"optimizer: expected ampfuse.Adam or AdamW, got {type(optimizer).__name__}"
         )
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    known, limits = BackwardNorms(), _limits(optimizer)
+    known, groups = BackwardNorms(), _groups_of_norms(optimizer)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        buckets = Buckets(known, limits, comm_hook or _averaging(model))
+        buckets = Buckets(known, groups, comm_hook or _averaging(model))
         model.register_comm_hook(buckets, Buckets.hook)
         optimizer._backward_norms = known
         return Norms(optimizer, known, buckets.stop)
     if comm_hook is not None:
         raise ValueError("comm_hook: expected None, since the model is not DDP's")
     params = _complete_after_backward(model, optimizer)
-    collector = Collector(known, limits)
+    collector = Collector(known, groups)
     handles = [
         param.register_post_accumulate_grad_hook(collector.note)  # type: ignore[no-untyped-call]
         for param in params
@@ -86,7 +86,7 @@ def norms_in_backward(
     return Norms(optimizer, known, remove)
 
 
-def _limits(optimizer: Adam) -> dict[int, int]:
+def _groups_of_norms(optimizer: Adam) -> dict[int, int]:
     """Return the group of each parameter, by its id; -1 for all groups that share a norm."""
     own = optimizer._own_options
     found: dict[int, int] = {}

@@ -7,6 +7,7 @@ from torch import nn
 from ampfuse._dtensors import is_distributed
 from ampfuse.amp import GradScaler
 from ampfuse.optim import Adam
+from ampfuse.optim._options import check_unscale
 from ampfuse.optim._wrappers import unwrapped
 
 NOT_NEEDED = (
@@ -37,7 +38,7 @@ def join_ranks(
     steps. DTensors (`fully_shard`, tensor parallelism) need no group, since they know their ranks,
     and neither does DistributedDataParallel, whose ranks have the same gradients. A group is needed
     by FSDP1, whose shards are plain tensors, by the stages of a pipeline, and by a
-    ZeroRedundancyOptimizer of ours.
+    ZeroRedundancyOptimizer that constructs `ampfuse.AdamW`.
 
     Call this after the model was wrapped, and before the first step. `model` is the module that
     this rank holds. `pipeline`: its stage (`torch.distributed.pipelining.PipelineStage`).
@@ -62,14 +63,13 @@ def join_ranks(
         )
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler)}. {reason}")
-    if inner is not None and inner._unscale == "before":
-        raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
-    if scaler is not None and scaler.is_enabled() and scaler._policy.skip_outliers is not None:
-        raise ValueError("skip_outliers: expected None with a process_group")
+    if inner is not None:
+        check_unscale(inner._unscale, group)
+    if scaler is not None:
+        scaler._policy.check_process_group(group)
+        scaler.process_group = group
     if inner is not None:
         inner.process_group = group
-    if scaler is not None:
-        scaler.process_group = group
     return Joined(group, reason)
 
 

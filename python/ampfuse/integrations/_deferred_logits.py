@@ -13,7 +13,7 @@ from ampfuse.losses._options import grad_scale_of
 
 
 class DeferredLogits:
-    """The arguments of `linear_cross_entropy`, in the place of a language model's logits.
+    """The arguments of `linear_cross_entropy`, which replace a language model's logits.
 
     The logits are `scale * head(hidden)`, or `cap * tanh(scale * head(hidden))` with a cap. They
     can be multiplied and divided by numbers, and passed to `tanh` once. This is all that models do

@@ -1,6 +1,15 @@
 """The numbers of a scaler that loggers record."""
 
+from typing import Any
+
 from ampfuse.amp import GradScaler
+
+HISTORY = 1000  # updates that a scaler remembers for its metrics, unless asked for another number
+
+
+def measured_scaler(device: str, options: dict[str, Any]) -> GradScaler:
+    """Return a scaler with these options, and with a history for `ScaleMetrics`."""
+    return GradScaler(device, **{"history": HISTORY, **options})
 
 
 class ScaleMetrics:

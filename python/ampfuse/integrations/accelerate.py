@@ -4,12 +4,11 @@ from typing import Any
 
 from ampfuse.amp import GradScaler
 from ampfuse.integrations._required import require
+from ampfuse.integrations._scale_metrics import measured_scaler
 
 require("accelerate", __name__)
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
-
-HISTORY = 1000  # updates that a scaler remembers unless asked for another number
 
 
 def use_scaler(accelerator: Accelerator, **options: Any) -> GradScaler:
@@ -34,6 +33,6 @@ def use_scaler(accelerator: Accelerator, **options: Any) -> GradScaler:
 
         # FSDP1's gradients are plain tensors, different ones on each rank.
         options = {"process_group": torch.distributed.group.WORLD, **options}
-    scaler = GradScaler(accelerator.device.type, **{"history": HISTORY, **options})
+    scaler = measured_scaler(accelerator.device.type, options)
     accelerator.scaler, accelerator.native_amp = scaler, True
     return scaler

@@ -160,7 +160,7 @@ def _empty(base: Any) -> Any:
 
 
 def _without_logits(output: Any) -> Any:
-    """Return a model's outputs with None in the place of the logits."""
+    """Return a model's outputs with None instead of logits."""
     parts = output if isinstance(output, tuple) else output.values()
     if not any(isinstance(part, DeferredLogits) for part in parts):
         raise TypeError(

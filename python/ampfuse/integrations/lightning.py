@@ -6,6 +6,7 @@ from ampfuse.amp import GradScaler
 from ampfuse.amp._tensor_step import takes_tensors
 from ampfuse.integrations import ScaleMetrics
 from ampfuse.integrations._required import require
+from ampfuse.integrations._scale_metrics import measured_scaler
 from ampfuse.optim import Adam
 from ampfuse.optim._wrappers import unwrapped
 
@@ -17,12 +18,10 @@ from lightning.pytorch.plugins.precision import amp as trainers  # noqa: E402
 from lightning.pytorch.plugins.precision.precision import Precision  # noqa: E402
 from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 
-HISTORY = 1000  # updates that a scaler remembers unless asked for another number
-
 
 def _scaler(precision: str, device: str, options: dict[str, Any]) -> GradScaler | None:
     if precision == "16-mixed":
-        return GradScaler(device, **{"history": HISTORY, **options})
+        return measured_scaler(device, options)
     if options:
         raise ValueError(
             f"precision: expected '16-mixed' with the scaler's options {sorted(options)}, got "

@@ -11,7 +11,7 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # The options that torch does not have, with the values that stand for torch's behaviour. Only the
 # optimizer holds the constructor's values; a group holds those that were set for it. So groups in
-# state dicts have the keys of torch's, and tools that match checkpoints by key find them all.
+# state dicts have the same keys as in torch, for tools that match checkpoints by key.
 OURS = {
     "master_weights": False,
     "state_dtype": None,
@@ -19,8 +19,8 @@ OURS = {
     "write_back_grads": False,
 }
 
-# Options that choose one of torch's implementations, with torch's defaults. Groups of torch's have
-# them, ours do not.
+# Options that choose one of torch's implementations, with torch's defaults. Only the groups of
+# torch's optimizers have them.
 TORCHS_OWN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 _ALWAYS_FUSED = "the step is always fused: drop foreach, fused, capturable and differentiable"
@@ -133,18 +133,18 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
     if options["weight_decay"] != options["weight_decay"]:  # NaN; isnan refuses very large ints
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-    check_ours(OURS | options)
+    check_ours(options)
 
 
 def check_ours(options: dict[str, Any]) -> None:
     """Raise for invalid values of the options that torch does not have."""
-    master_weights = options["master_weights"]
+    master_weights = option(options, "master_weights", OURS)
     if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
         raise ValueError(
             f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
         )
-    state_dtype = options["state_dtype"]
-    if not is_flag(options["write_back_grads"]):
+    state_dtype = option(options, "state_dtype", OURS)
+    if not is_flag(option(options, "write_back_grads", OURS)):
         raise TypeError(
             f"write_back_grads: expected a bool, got {described(options['write_back_grads'])}"
         )
@@ -152,7 +152,16 @@ def check_ours(options: dict[str, Any]) -> None:
         raise ValueError(
             f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}"
         )
-    check_limit(options["max_grad_norm"])
+    check_limit(option(options, "max_grad_norm", OURS))
+
+
+def check_unscale(unscale: str, process_group: Any) -> None:
+    """Raise for an invalid `unscale`, or for one that the ranks of a group cannot have."""
+    if unscale not in ("auto", "in_step", "before"):
+        raise ValueError(f'unscale: expected "auto", "in_step" or "before", got {unscale!r}')
+    if unscale == "before" and process_group is not None:
+        # Each rank would decide by its own gradients whether to call the step.
+        raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
 
 
 def is_number(value: Any) -> bool:

@@ -12,8 +12,8 @@ from ampfuse._warning import warn_caller
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
 
-Writes = list[tuple[tuple[int, int], tuple[int, int]]]
-"""For each call of the op, what `_C.writes` returns for its parameters and for its step counters.
+Writes = list[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]
+"""For each call of the op, the results of `_C.writes` for parameters, DTensors and step counters.
 
 This is the sum of the tensors' version counters, and a hash of their addresses.
 """
@@ -97,7 +97,7 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
     """
     if before is None or now is None or before == now:
         return False
-    return [steps for _, steps in before] == [steps for _, steps in now]
+    return [steps for *_, steps in before] == [steps for *_, steps in now]
 
 
 def writes(columns: list[list[Columns]]) -> Writes | None:
@@ -108,7 +108,7 @@ def writes(columns: list[list[Columns]]) -> Writes | None:
     try:
         return [
             # A write to a DTensor is counted by it, not by its shard.
-            (_C.writes([*part.params, *part.dtensors]), _C.writes(part.state_steps))
+            (_C.writes(part.params), _C.writes(part.dtensors), _C.writes(part.state_steps))
             for part in with_float_masters(columns)
         ]
     except RuntimeError:

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from types import FrameType
+
+from ampfuse.optim._callers import callers
 
 
 def is_constructed_by_zero() -> bool:
@@ -11,12 +12,10 @@ def is_constructed_by_zero() -> bool:
     ZeroRedundancyOptimizer does not declare this, so the callers' frames are searched for one.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    frame: FrameType | None = None if module is None else sys._getframe(1)
-    while frame is not None:
+    for frame in () if module is None else callers():
         caller = frame.f_locals.get("self")
         if isinstance(caller, module.ZeroRedundancyOptimizer):  # type: ignore[union-attr]
             return bool(caller.world_size > 1)
-        frame = frame.f_back
     return False
 
 

@@ -144,11 +144,7 @@ class Adam(torch.optim.Adam):
         _options.check_initial(_options.plain(defaults))
         _options.check_ours(_options.plain_flags(own_options))
         _options.check_limit(max_grad_norm)
-        if unscale not in ("auto", "in_step", "before"):
-            raise ValueError(f'unscale: expected "auto", "in_step" or "before", got {unscale!r}')
-        if unscale == "before" and process_group is not None:
-            # Each rank would decide by its own gradients whether to call the step.
-            raise ValueError('unscale: expected "auto" or "in_step" with a process_group')
+        _options.check_unscale(unscale, process_group)
         self._unscale = unscale
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm

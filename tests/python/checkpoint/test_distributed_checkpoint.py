@@ -112,7 +112,7 @@ for scenario in STAGES:
 
 @STAGES[1](None)
 def load_bfloat16_from_torch(_):
-    """Let a planner leave out the masters, which the checkpoint of torch's optimizer lacks."""
+    """Load weights and moments by a planner that accepts a checkpoint without masters."""
     path = folder("bfloat16", False, 0)
     saved = Run("torch, then ours", False, 0)
     saved.model.bfloat16()
