@@ -1,7 +1,10 @@
 """ampfuse.AdamW on two ranks, inside ZeroRedundancyOptimizer and PostLocalSGDOptimizer."""
 
 import copy
+import gc
+import sys
 import warnings
+import weakref
 from functools import partial
 
 import ampfuse
@@ -218,3 +221,14 @@ def test_step_starts_from_parameters_that_a_model_averager_assigned(outcomes, dt
         torch.testing.assert_close(params, others, rtol=0.02, atol=1e-3)
     (first,), (second,) = (result["ampfuse"][1] for result in results)
     assert torch.equal(first, second)
+
+
+def test_optimizer_is_freed_with_its_last_reference_while_zero_is_imported():
+    assert ZeroRedundancyOptimizer.__module__ in sys.modules
+    gc.disable()
+    try:
+        ampfuse.AdamW(parameters(CPU, torch.float32))  # torch imports modules for the first one
+        freed = weakref.ref(ampfuse.AdamW(parameters(CPU, torch.float32)))
+        assert freed() is None
+    finally:
+        gc.enable()
