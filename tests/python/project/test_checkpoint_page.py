@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from packaging_tools import PACKAGE, ROOT, environment, run
+from packaging_tools import END_OF_RANK, PACKAGE, ROOT, environment, run
 
 PLAIN, TRAINER, DISTRIBUTED = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.DOTALL
@@ -66,7 +66,7 @@ def test_distributed_program_goes_on_with_the_same_and_with_another_number_of_pr
 ) -> None:
     # Lines that two processes print at once may be mixed, so each has a file.
     shown = "open(f'loss-{dist.get_rank()}', 'w').write(f'{start} {loss.item()}')\n"
-    program = DISTRIBUTED.replace("dist.barrier()", f"{shown}dist.barrier()")
+    program = DISTRIBUTED.replace("dist.barrier()", f"{shown}dist.barrier()") + END_OF_RANK
     (tmp_path / "train.py").write_text(program)
 
     def train(processes: int) -> list[list[str]]:

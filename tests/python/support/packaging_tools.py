@@ -20,9 +20,9 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
-# The end of a program with ranks. Threads of gloo release tensors, for which they take Python's
-# lock. If Python is ending by then, they abort the process, although all is done.
-END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
+# The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the
+# last collectives. If Python is ending by then, they abort the process, although all is done.
+END_OF_RANK = "\nimport time\ntime.sleep(1)\n"
 
 
 def find_tool(name: str) -> str | None:
