@@ -53,7 +53,8 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-frameworks test-one bench wheel lint format build cpp-headers clean
+.PHONY: help demo test test-fast test-frameworks test-one docs bench wheel lint format build \
+	cpp-headers clean
 
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +103,11 @@ else
 	@$(BIN)/cmake --build $(BUILD) --target $(T)
 	@$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -R '^$(T)$$'
 endif
+
+docs:  ## build the documentation in build/site, without a compiled library
+	@$(PYTHON) tools/environment.py docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
+	@echo "docs: build/site/index.html"
 
 bench: build  ## compare with torch, quickly; BENCH_FLAGS= for all cases, BENCH_FLAGS=--help
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH_FLAGS) || exit 1; done

@@ -97,7 +97,7 @@ def gpus() -> str:
 
 
 class TorchInVersion(egg_info):
-    """Puts torch's version into the wheel's name: ampfuse-0.1.0+torch2.11-….whl."""
+    """Puts torch's version into the wheel's name: ampfuse-0.2.0+torch2.11-….whl."""
 
     def finalize_options(self) -> None:
         if "sdist" not in self.distribution.commands:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / os.environ.get("VENV", ".venv")
 CPP_HEADERS = ROOT / ".venv" / "cpp-headers"
 FRAMEWORKS = ROOT / f"{VENV.name}-frameworks"
+DOCS = ROOT / f"{VENV.name}-docs"
 # Debian's packages of headers for the C++ tests, and a header or folder of each.
 DEBIAN = {"catch2": "catch2", "libxxhash-dev": "xxhash.h", "nlohmann-json3-dev": "nlohmann"}
 PINNED = "2.11.0"
@@ -145,6 +146,17 @@ def install_frameworks() -> None:
     ready.touch()
 
 
+def install_docs() -> None:
+    """Make an environment with what builds the documentation, without torch."""
+    ready = DOCS / ".ready"
+    if ready.exists() and ready.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+        return
+    say("installing what builds the documentation (under a minute)")
+    run(sys.executable, "-m", "venv", DOCS)
+    run(*pip_install(DOCS / "bin" / "python"), *extras(["docs"]))
+    ready.touch()
+
+
 def install_cpp_headers() -> None:
     """Download and unpack headers for the C++ tests of all builds, which does not need root."""
     folders = [*SYSTEM_INCLUDES, CPP_HEADERS / "usr" / "include"]
@@ -179,8 +191,12 @@ def succeeds(command: list[str | Path], folder: str | None = None) -> bool:
 
 
 def main() -> None:
-    """Prepare everything; with an argument `cpp-headers` or `frameworks`, only install those."""
-    only = {"cpp-headers": install_cpp_headers, "frameworks": install_frameworks}
+    """Prepare everything; with `cpp-headers`, `frameworks` or `docs`, only install those."""
+    only = {
+        "cpp-headers": install_cpp_headers,
+        "frameworks": install_frameworks,
+        "docs": install_docs,
+    }
     if sys.argv[1:]:
         only[sys.argv[1]]()
         return

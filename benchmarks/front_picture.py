@@ -1,0 +1,53 @@
+"""Draws the picture of the front page from the numbers of its table.
+
+python benchmarks/front_picture.py
+"""
+
+import textwrap
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from harness.published import COMPILED, FRONT, TABLES
+from matplotlib.patches import Patch
+from tables import ROOT, text, value
+
+OURS, TORCHS, COMPILERS = "#d9542b", "#a8b3bd", "#5b7c99"
+PICTURE = ROOT / "docs" / "images" / "speed.png"
+
+
+def main() -> None:
+    """Draw time per case as a share of torch's: shorter bars are faster."""
+    table = TABLES["front"]
+    torchs, compiled, ours = table.columns
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for place, line in enumerate(reversed(table.lines)):
+        base = value(line, torchs)
+        assert base is not None
+        bars = [(ours, OURS, 0.27), (compiled, COMPILERS, 0.0), (torchs, TORCHS, -0.27)]
+        for column, color, offset in bars:
+            measured = value(line, column)
+            if measured is None:
+                continue
+            share = min(measured / base, 2.0)
+            axes.barh(place + offset, share, 0.25, color=color)
+            label = f"{text(measured)} ms"
+            axes.text(share + 0.02, place + offset, label, va="center", fontsize=8, color="#333333")
+    names = [f"{label} ({machine})".replace("`", "") for label, (machine, *_) in FRONT.items()]
+    axes.set_yticks(range(len(names)), [textwrap.fill(name, 44) for name in reversed(names)])
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.set_xlim(0, 2.3)
+    axes.set_xticks([0, 0.5, 1, 1.5, 2])
+    axes.set_xlabel("time, as a multiple of torch's (shorter is faster)", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title("Time of parts of a training step", fontsize=11)
+    handles = [Patch(color=color) for color in (OURS, COMPILERS, TORCHS)]
+    labels = ["ampfuse", COMPILED.head, "torch"]
+    axes.legend(handles, labels, frameon=False, fontsize=9, loc="lower right")
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=150, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The tables that the pages show: which rows of which results, and how they are called there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+H100 = "nvidia-h100-80gb-hbm3"
+EPYC = "amd-epyc"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers: a field of the first of these providers that was measured."""
+
+    head: str
+    providers: Sequence[str]
+    field: str = "median_ms"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: a case of a file of results, after its labels."""
+
+    labels: Sequence[str]
+    file: str
+    operation: str
+    shape: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; with `has_ratio`, its last column compares the first provider with the last."""
+
+    heads: Sequence[str]
+    columns: Sequence[Column]
+    lines: Sequence[Line]
+    has_ratio: bool = False
+
+
+TORCH = Column("torch", ("torch", "torch foreach"))
+FUSED = Column("torch, fused", ("torch fused", "torch fused=True"))
+FLOAT = Column("torch, `.float()`", ("torch .float()",))
+COMPILED = Column("torch.compile", ("torch.compile",))
+LIGER = Column("Liger", ("Liger",))
+OURS = Column("ampfuse", ("ampfuse",))
+RATE = Column("of the memory's rate", ("ampfuse",), "of_ceiling")
+
+
+def memory(column: Column) -> Column:
+    """Return the same provider's column of memory, in MiB."""
+    return Column(f"{column.head}, MiB", column.providers, "peak_mib")
+
+
+MULTI_TENSOR = {
+    "total norm": "total_norm",
+    "clip, scaling needed": "clip",
+    "clip, norm within the limit": "clip_below_limit",
+    "unscale": "unscale",
+    "unscale, norm and clip": "unscale_norm_clip",
+}
+SCALER = {
+    "no clipping": "step",
+    "clipping, scaling needed": "step_clip",
+    "clipping, norm within the limit": "step_clip_below_limit",
+    "optimizer steps on the device": "step_on_device",
+}
+STEPS = {
+    "float32": ("step", "float32"),
+    "bfloat16, float32 masters": ("step", "bfloat16"),
+    "bfloat16, remainders": ("step_remainder", "bfloat16"),
+    "bfloat16, remainders, bfloat16 moments": ("step_smallest", "bfloat16"),
+    "float32, the update alone": ("update", "float32"),
+}
+
+
+def multi_tensor(machine: str, more: Sequence[Column]) -> Table:
+    """Return the table of functions over lists of gradients."""
+    lines = [
+        Line([label], f"{machine}/multi_tensor.csv", operation, "64x1M", "float32")
+        for label, operation in MULTI_TENSOR.items()
+    ]
+    return Table(["64 × 1M float32 elements"], [TORCH, COMPILED, OURS, *more], lines)
+
+
+def scaler(machine: str, shapes: Sequence[str]) -> Table:
+    """Return the table of what loss scaling costs."""
+    lines = [
+        Line([label, shape], f"{machine}/grad_scaler.csv", operation, shape, "float32")
+        for shape in shapes
+        for label, operation in SCALER.items()
+    ]
+    return Table(["", "gradients"], [TORCH, OURS], lines)
+
+
+def steps(machine: str, shapes: Sequence[str], kinds: Sequence[str]) -> Table:
+    """Return the table of optimizer steps."""
+    lines = [
+        Line([label, shape], f"{machine}/fused_adam.csv", STEPS[label][0], shape, STEPS[label][1])
+        for shape in shapes
+        for label in kinds
+    ]
+    return Table(["", "parameters"], [FUSED, COMPILED, OURS], lines)
+
+
+def losses(machine: str, cases: Sequence[tuple[str, str]], more: Sequence[Column]) -> Table:
+    """Return the table of losses with gradients, by shape and dtype of the logits."""
+    file = f"{machine}/cross_entropy.csv"
+    lines = [
+        Line([shape.replace("x", " × "), dtype], file, "train", shape, dtype)
+        for shape, dtype in cases
+    ]
+    return Table(["logits", "dtype"], [TORCH, FLOAT, COMPILED, OURS, *more], lines)
+
+
+def linear(machine: str, shapes: Sequence[str], columns: Sequence[Column]) -> Table:
+    """Return the table of linear cross-entropies with gradients: time and memory."""
+    file = f"{machine}/linear_cross_entropy.csv"
+    lines = [
+        Line([shape.replace("x", " × ")], file, "train", shape, "bfloat16") for shape in shapes
+    ]
+    pairs = [each for column in columns for each in (column, memory(column))]
+    return Table(["rows × features × classes"], pairs, lines)
+
+
+BEST_OF_TORCH = Column("torch", ("torch fused=True", "torch fused", "torch", "torch foreach"))
+FRONT = {
+    "AdamW step with unscaling and clipping, float32, 64 × 1M parameters": (
+        *("H100", f"{H100}/fused_adam.csv"),
+        *("step", "64x1M", "float32"),
+    ),
+    "Cross-entropy and its gradient, bfloat16, 8192 × 50257 logits": (
+        *("H100", f"{H100}/cross_entropy.csv"),
+        *("train", "8192x50257", "bfloat16"),
+    ),
+    "Loss scaling with clipping, 1000 gradients of 64K elements": (
+        *("H100", f"{H100}/grad_scaler.csv"),
+        *("step_clip", "1000x64K", "float32"),
+    ),
+    "AdamW step, bfloat16 with float32 masters, ResNet-50": (
+        *("CPU", f"{EPYC}/fused_adam.csv"),
+        *("step", "resnet50", "bfloat16"),
+    ),
+    "Linear cross-entropy and its gradients, bfloat16, 4096 rows, 50257 classes": (
+        *("CPU", f"{EPYC}/linear_cross_entropy.csv"),
+        *("train", "4096x512x50257", "bfloat16"),
+    ),
+    "Unchanged program: scaler, clipping and `AdamW(fused=True)`, ResNet-50": (
+        *("CPU", f"{EPYC}/patched_step.csv"),
+        *("patched_step", "resnet50", "float32"),
+    ),
+}
+TABLES = {
+    "front": Table(
+        ["milliseconds", "on"],
+        [BEST_OF_TORCH, COMPILED, OURS],
+        [Line([label, machine], *case) for label, (machine, *case) in FRONT.items()],
+        has_ratio=True,
+    ),
+    "multi-tensor-h100": multi_tensor(H100, [RATE]),
+    "multi-tensor-cpu": multi_tensor(EPYC, []),
+    "step-h100": steps(H100, ["64x1M"], ["float32"]),
+    "step-cpu": steps(EPYC, ["64x1M", "resnet50"], list(STEPS)),
+    "scaler-h100": scaler(H100, ["10x1K", "1000x1K", "1000x64K"]),
+    "scaler-cpu": scaler(EPYC, ["10x1K", "1000x1K", "1000x64K"]),
+    "patched-cpu": Table(
+        ["gradients"],
+        [TORCH, FUSED, OURS],
+        [
+            Line([shape], f"{EPYC}/patched_step.csv", "patched_step", shape, "float32")
+            for shape in ("100x1K", "1000x1K", "resnet50")
+        ],
+    ),
+    "busy-cpu": Table(
+        ["gradients"],
+        [TORCH, OURS],
+        [
+            Line([shape], f"{EPYC}/busy_cores.csv", "step_clip_2_threads", shape, "float32")
+            for shape in ("10x1K", "100x1K", "1000x1K", "10000x1K")
+        ],
+    ),
+    "loss-h100": losses(
+        H100,
+        [
+            *(("8192x50257", "bfloat16"), ("8192x50257", "float32")),
+            *(("8192x128256", "bfloat16"), ("4096x151936", "bfloat16")),
+            *(("32768x65536", "bfloat16"), ("32768x32768", "bfloat16")),
+            *(("32768x4096", "bfloat16"), ("32768x1024", "bfloat16")),
+            *(("8192x1000", "bfloat16"), ("8192x100", "bfloat16")),
+        ],
+        [RATE],
+    ),
+    "loss-cpu": losses(
+        EPYC,
+        [
+            (shape, dtype)
+            for shape in (
+                *("1024x32000", "512x50257", "128x262144", "1024x1000", "8192x100", "8192x10"),
+                *("8x21x256x256", "4x150x128x128"),
+            )
+            for dtype in ("bfloat16", "float32")
+        ],
+        [],
+    ),
+    "linear-h100": linear(
+        H100,
+        ["4096x4096x128256", "1024x4096x128256", "1024x768x50257"],
+        [TORCH, COMPILED, LIGER, OURS],
+    ),
+    "linear-cpu": linear(
+        EPYC,
+        [
+            *("256x512x50257", "1024x512x50257", "4096x512x50257", "1024x96x50257"),
+            *("1024x512x128256", "1024x288x256000"),
+        ],
+        [TORCH, COMPILED, OURS],
+    ),
+}

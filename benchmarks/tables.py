@@ -1,0 +1,117 @@
+"""Writes the tables of results into the pages, from the numbers that were kept.
+
+python benchmarks/tables.py           # write them
+python benchmarks/tables.py --check   # only say which pages have other numbers
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
+"""
+
+import csv
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from harness.published import TABLES, Column, Line, Table
+
+ROOT = Path(__file__).parents[1]
+PAGES: dict[str, Mapping[str, str]] = {"README.md": {}, "docs/benchmarks.md": {}}
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Key = tuple[str, str, str, str]
+
+
+@cache
+def results(file: str) -> dict[Key, dict[str, str]]:
+    """Read the rows of a CSV that have numbers, by operation, shape, dtype and provider."""
+    with (ROOT / "benchmarks" / "results" / file).open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["status"] == "ok"]
+    return {(row["operation"], row["shape"], row["dtype"], row["provider"]): row for row in rows}
+
+
+def value(line: Line, column: Column) -> float | None:
+    """Return a number, or None if none of the column's providers was measured."""
+    rows = results(line.file)
+    for provider in column.providers:
+        row = rows.get((line.operation, line.shape, line.dtype, provider))
+        if row is not None and row[column.field]:
+            return float(row[column.field])
+    return None
+
+
+def text(number: float) -> str:
+    """Return a number with three digits, or with all its digits before the point."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
+
+
+def cells(line: Line, columns: Sequence[Column]) -> Iterator[str]:
+    """Yield a line's cells. The least time of a line is bold, and so is the least memory."""
+    values = [value(line, column) for column in columns]
+    for column, number in zip(columns, values, strict=True):
+        alike = [
+            other
+            for other, its in zip(values, columns, strict=True)
+            if its.field == column.field and other is not None
+        ]
+        if number is None:
+            yield ""
+        elif column.field == "of_ceiling":
+            yield f"{100 * number:.0f} %"
+        elif len(alike) > 1 and text(number) == text(min(alike)):
+            yield f"**{text(number)}**"
+        else:
+            yield text(number)
+
+
+def ratio(line: Line, columns: Sequence[Column]) -> str:
+    """Return how many times as long the first column's provider takes as the last one's."""
+    first, last = value(line, columns[0]), value(line, columns[-1])
+    assert first is not None, line
+    assert last is not None, line
+    return f"{first / last:.1f} ×"
+
+
+def markdown(table: Table, translations: Mapping[str, str]) -> str:
+    """Return a table as Markdown."""
+    heads = [*table.heads, *(column.head for column in table.columns)]
+    rule = ["---"] * len(table.heads) + ["---:"] * len(table.columns)
+    lines = [[*line.labels, *cells(line, table.columns)] for line in table.lines]
+    if table.has_ratio:
+        heads.append("ratio")
+        rule.append("---:")
+        lines = [
+            [*cells, ratio(line, table.columns)]
+            for cells, line in zip(lines, table.lines, strict=True)
+        ]
+    translated = [[translations.get(cell, cell) for cell in row] for row in (heads, *lines)]
+    translated.insert(1, rule)
+    return "".join(f"| {' | '.join(row)} |\n" for row in translated)
+
+
+def with_tables(page: str, translations: Mapping[str, str]) -> str:
+    """Return a page's text with the tables of now."""
+
+    def filled(match: re.Match[str]) -> str:
+        return match[1] + markdown(TABLES[match[2]], translations) + match[3]
+
+    return MARKED.sub(filled, (ROOT / page).read_text())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check all pages; return 1 if a checked page has other numbers."""
+    status = 0
+    for page, translations in PAGES.items():
+        path = ROOT / page
+        expected = with_tables(page, translations)
+        if path.read_text() == expected:
+            continue
+        if "--check" in arguments:
+            print(f"{page}: other numbers than in the results; run python benchmarks/tables.py")
+            status = 1
+        else:
+            path.write_text(expected)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
