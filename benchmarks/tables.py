@@ -13,10 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from harness.published import TABLES, Column, Line, Table
+from harness.published import IN_CHINESE, TABLES, Column, Line, Table
 
 ROOT = Path(__file__).parents[1]
-PAGES: dict[str, Mapping[str, str]] = {"README.md": {}, "docs/benchmarks.md": {}}
+PAGES: dict[str, Mapping[str, str]] = {
+    "README.md": {},
+    "README.zh-CN.md": IN_CHINESE,
+    "docs/benchmarks.md": {},
+}
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Key = tuple[str, str, str, str]
 

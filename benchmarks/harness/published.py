@@ -215,3 +215,22 @@ TABLES = {
         [TORCH, COMPILED, OURS],
     ),
 }
+IN_CHINESE = {
+    "milliseconds": "毫秒",
+    "on": "设备",
+    "ratio": "加速",
+    **dict(
+        zip(
+            FRONT,
+            (
+                "AdamW 一步，含反缩放和裁剪，float32，64 × 1M 个参数",
+                "交叉熵及其梯度，bfloat16，8192 × 50257 个 logits",
+                "带裁剪的损失缩放，1000 个梯度，每个 64K 个元素",
+                "AdamW 一步，bfloat16 加 float32 主权重，ResNet-50",
+                "线性交叉熵及其梯度，bfloat16，4096 行，50257 个类别",
+                "不改程序：scaler、裁剪和 `AdamW(fused=True)`，ResNet-50",
+            ),
+            strict=True,
+        )
+    ),
+}

@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
 # Pages whose blocks are one program, in their order.
 PROGRAMS = [
-    *("start", "optimizers", "losses", "grad-scaler", "clipping"),
+    *("start", "zh/start", "optimizers", "losses", "grad-scaler", "clipping"),
     *("patching", "troubleshooting", "memory", "accumulation"),
 ]
 # Pages whose blocks are tested elsewhere: each block is a program of its own, or needs a framework,
@@ -78,6 +78,36 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
     assert wrong == []
+
+
+TRANSLATED = {
+    "README.zh-CN.md": "README.md",
+    "docs/zh/index.md": "docs/index.md",
+    "docs/zh/start.md": "docs/start.md",
+}
+
+
+def parts_in_common(page: str) -> dict[str, list[str]]:
+    """Return what a page and its translation have in common."""
+    text = (ROOT / page).read_text()
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    code = re.findall(r"```(?!.*```)(.*?)```", text, re.DOTALL)
+    rows = re.findall(r"^\|.*\|$", prose, re.MULTILINE)
+    return {
+        "headings": re.findall(r"^#+ ", prose, re.MULTILINE),
+        "code, without comments": [re.sub(r" *# .*", "", block) for block in code],
+        "numbers in tables": [
+            number for row in rows for number in re.findall(r"\d+(?:[.,]\d+)*", row)
+        ],
+        "names in code": sorted(
+            set(re.findall(r"`[^`\n]+`", re.sub(r"^\|.*$", "", prose, flags=re.M)))
+        ),
+    }
+
+
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_translation_has_the_parts_of_the_english_page(page: str) -> None:
+    assert parts_in_common(page) == parts_in_common(TRANSLATED[page])
 
 
 def test_every_page_is_in_the_navigation() -> None:
