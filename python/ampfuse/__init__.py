@@ -71,10 +71,14 @@ cmake_prefix_path: str = str(_library.PACKAGE)
 def build_info() -> dict[str, Any]:
     """Return how the loaded library was built: versions, CUDA architectures, compiler, CPU kernels.
 
-    >>> import ampfuse
-    >>> sorted(ampfuse.build_info())  # doctest: +NORMALIZE_WHITESPACE
-    ['build_type', 'compiler', 'cpu_capability', 'cuda_archs', 'cuda_version', 'torch_version',
-     'version']
+    Returns:
+        Texts by name. `cuda_archs` is in CMake's notation, for example `"80-real 90"`.
+
+    Examples:
+        >>> import ampfuse
+        >>> sorted(ampfuse.build_info())  # doctest: +NORMALIZE_WHITESPACE
+        ['build_type', 'compiler', 'cpu_capability', 'cuda_archs', 'cuda_version', 'torch_version',
+         'version']
     """
     return _C.build_info()
 
@@ -86,8 +90,12 @@ def check_targets() -> None:
     `GraphedStep`. Replays of other CUDA graphs do not: call this function now and then. The host
     does not wait, so errors of kernels that are still running are reported by a later call.
 
-    >>> import ampfuse
-    >>> ampfuse.check_targets()
+    Raises:
+        IndexError: A target was out of range; the message names its row and the classes.
+
+    Examples:
+        >>> import ampfuse
+        >>> ampfuse.check_targets()
     """
     _C.check_targets()
 

@@ -25,29 +25,39 @@ def accumulate(
     The gradients are those of the mean loss over all targets of all micro-batches, up to rounding,
     however many each micro-batch has. A mean of the micro-batches' means is something else.
 
-    step: `step(micro_batch, denominator)` computes the loss of a micro-batch, which is a sum
-        divided by `denominator`, and returns it. ampfuse's losses take `denominator=`; of others,
-        divide a sum. It does not call `backward`.
-    micro_batches: at least one, on each rank.
-    count: returns the number of targets in a micro-batch, or their total weight: of those that the
-        loss adds up. By default a micro-batch is a pair of inputs and integer targets, of which
-        those that are not -100 count.
-    scaler: scales the losses before `backward`. Unscaling, `scaler.step(optimizer)` and
-        `scaler.update()` come once, after `accumulate`.
-    model: a DistributedDataParallel, whose gradients are averaged once, in the last micro-batch.
-        The batch is that of all ranks, and its loss is the mean of the ranks' results.
-    process_group: all ranks over which gradients are averaged; by default those of `model`. Pass
-        it for models of `fully_shard`: `mesh.get_group()` if their mesh has one dimension. Their
-        gradients are averaged in each micro-batch, which takes no further memory.
+    Args:
+        step: `step(micro_batch, denominator)` computes the loss of a micro-batch, which is a sum
+            divided by `denominator`, and returns it. ampfuse's losses take `denominator=`; of
+            others, divide a sum. It does not call `backward`.
+        micro_batches: At least one, on each rank.
+        count: Returns the number of targets in a micro-batch, or their total weight: of those that
+            the loss adds up. By default a micro-batch is a pair of inputs and integer targets, of
+            which those that are not -100 count.
+        scaler: Scales the losses before `backward`. Unscaling, `scaler.step(optimizer)` and
+            `scaler.update()` come once, after `accumulate`.
+        model: A DistributedDataParallel, whose gradients are averaged once, in the last
+            micro-batch. The batch is that of all ranks, and its loss is the mean of the ranks'
+            results.
+        process_group: All ranks over which gradients are averaged; by default those of `model`.
+            Pass it for models of `fully_shard`: `mesh.get_group()` if their mesh has one dimension.
+            Their gradients are averaged in each micro-batch, which takes no further memory.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 3)
-    >>> inputs, targets = torch.randn(6, 4), torch.tensor([0, 2, 1, 1, -100, 2])
-    >>> def step(part, denominator):
-    ...     return ampfuse.cross_entropy(model(part[0]), part[1], denominator=denominator)
-    >>> parts = list(zip(inputs.split(2), targets.split(2)))
-    >>> loss = ampfuse.accumulate(step, parts)
-    >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
+    Returns:
+        The sum of the micro-batches' losses, detached, not scaled, on their device.
+
+    Raises:
+        ValueError: There is no micro-batch, or a sharded model comes without `process_group`.
+        TypeError: A micro-batch cannot be counted, or `step` returns something else than a loss.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 3)
+        >>> inputs, targets = torch.randn(6, 4), torch.tensor([0, 2, 1, 1, -100, 2])
+        >>> def step(part, denominator):
+        ...     return ampfuse.cross_entropy(model(part[0]), part[1], denominator=denominator)
+        >>> parts = list(zip(inputs.split(2), targets.split(2)))
+        >>> loss = ampfuse.accumulate(step, parts)
+        >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
     """
     parts = list(micro_batches)
     if not parts:

@@ -121,12 +121,22 @@ def get_total_norm(
     mesh must pass the same DTensors. A norm of order 2 that is in range is finite even if squares
     of elements overflow, as the square of 1e200 does in float64; torch returns infinity.
 
-    `foreach` has no effect on our kernels, which always process the whole list at once.
-    `error_if_nonfinite` makes the host wait for the result.
+    Args:
+        tensors: A tensor, or an iterable of tensors of any dtypes and devices.
+        norm_type: Order of the norm.
+        error_if_nonfinite: Raise if the norm is NaN or infinite, for which the host waits.
+        foreach: Has no effect on our kernels, which always process the whole list at once.
 
-    >>> import torch, ampfuse
-    >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
-    tensor(5.)
+    Returns:
+        The norm, 0-dim, on the device of the first tensor; 0 if there is no tensor.
+
+    Raises:
+        RuntimeError: The norm is non-finite, and `error_if_nonfinite` is True.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
     """
     tensors = _as_list(tensors)
     return _total_norm(tensors, tensors, float(norm_type), error_if_nonfinite, foreach)
@@ -175,9 +185,20 @@ def clip_grads_with_norm_(
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """Scale gradients by `min(1, max_norm / (total_norm + 1e-6))`, as in `torch.nn.utils`.
+    """Scale gradients in place by `min(1, max_norm / (total_norm + 1e-6))`, as in `torch.nn.utils`.
 
-    The factor is computed on the device. At factor 1 the gradients stay the same bit by bit.
+    The factor is computed on the device; the host does not wait. At factor 1 the gradients stay the
+    same bit by bit.
+
+    Args:
+        parameters: A tensor, or an iterable of tensors; those without `.grad` are left out.
+        max_norm: The largest norm that is left as it is.
+        total_norm: Norm of the gradients, a tensor with one element, as of `get_total_norm`.
+        foreach: Has no effect on our kernels, which always process the whole list at once.
+
+    Raises:
+        TypeError: A gradient or `total_norm` has a dtype that is not supported.
+        ValueError: Gradients overlap in memory without being the same.
     """
     parameters = _as_list(parameters)
     grads = _gradients(parameters)
@@ -196,7 +217,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; return the norm they had.
+    """Scale gradients in place so that their total norm is at most `max_norm`.
 
     Unlike `torch.nn.utils.clip_grad_norm_`, this does not write gradients that need no scaling. The
     norm of 16-bit gradients is float32, as in `get_total_norm`. If parameters belong to several
@@ -204,11 +225,25 @@ def clip_grad_norm_(
 
     The method `clip_grad_norm_` of `ampfuse.GradScaler` unscales and computes the norm in one pass.
 
-    >>> import torch, ampfuse
-    >>> p = torch.nn.Parameter(torch.zeros(2))
-    >>> p.grad = torch.tensor([3.0, 4.0])
-    >>> ampfuse.clip_grad_norm_([p], max_norm=1.0), p.grad
-    (tensor(5.), tensor([0.6000, 0.8000]))
+    Args:
+        parameters: A tensor, or an iterable of tensors; those without `.grad` are left out.
+        max_norm: The largest norm that is left as it is.
+        norm_type: Order of the norm.
+        error_if_nonfinite: Raise if the norm is NaN or infinite, for which the host waits.
+        foreach: Has no effect on our kernels, which always process the whole list at once.
+
+    Returns:
+        The norm before scaling, 0-dim, on the device of the first gradient.
+
+    Raises:
+        RuntimeError: The norm is non-finite, and `error_if_nonfinite` is True.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> p = torch.nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> ampfuse.clip_grad_norm_([p], max_norm=1.0), p.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
     """
     if isinstance(parameters, types.GeneratorType):
         parameters = list(parameters)

@@ -6,6 +6,9 @@ complex128 in any mixture. All operators work inside `torch.compile(fullgraph=Tr
 norm of an empty list, which has no device. They have no derivatives: call them under
 `torch.no_grad()` if tensors require grad.
 
+They raise TypeError for an argument of a wrong type or dtype, and ValueError for an option out of
+range, a sparse tensor, one on another device, and written tensors that share memory.
+
 The device decides whether a function writes. Even if it writes nothing, tensors with gaps in memory
 are copied to dense ones and back on a GPU.
 """
@@ -56,13 +59,21 @@ def multi_tensor_norm(
 ) -> MultiTensorNorm:
     """Compute the norm of a list as one vector, of order 1, 2 or inf, in one read.
 
-    `dtype`: the dtype of the norms, float32 or float64. Sums are float64, so a float64 norm of
-    float32 tensors is infinite only if an element is.
+    Args:
+        tensors: The list; an empty one has norm 0.
+        ord: The order of the norm: 1, 2 or inf.
+        dtype: The dtype of the norms, float32 or float64; by default float64 if any tensor is
+            float64 or complex128. Sums are float64, so a float64 norm of float32 tensors is
+            infinite only if an element is.
 
-    >>> import torch, ampfuse
-    >>> result = ampfuse.ops.multi_tensor_norm([torch.tensor([3.0]), torch.tensor([4.0])])
-    >>> result.total_norm, result.norms
-    (tensor(5.), tensor([3., 4.]))
+    Returns:
+        The norms and the non-finite elements, as tensors on the device.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> result = ampfuse.ops.multi_tensor_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        >>> result.total_norm, result.norms
+        (tensor(5.), tensor([3., 4.]))
     """
     try:
         return MultiTensorNorm(*_multi_tensor_norm(tensors, ord, dtype=dtype))
@@ -73,13 +84,17 @@ def multi_tensor_norm(
 def multi_tensor_unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiply in place by `inv_scale`; set `found_inf` to 1 if a result is NaN or infinite.
 
-    `found_inf` is never cleared. With `inv_scale` equal to 1 nothing is written.
+    Args:
+        tensors: The list, which is written in place.
+        found_inf: Float32 tensor with one element, which is set to 1 or stays; it is never cleared.
+        inv_scale: Float32 tensor with one element. If it is 1, nothing is written to `tensors`.
 
-    >>> import torch, ampfuse
-    >>> grads, found_inf = [torch.tensor([2.0, 8.0])], torch.zeros(())
-    >>> ampfuse.ops.multi_tensor_unscale(grads, found_inf, torch.tensor(0.5))
-    >>> grads, found_inf
-    ([tensor([1., 4.])], tensor(0.))
+    Examples:
+        >>> import torch, ampfuse
+        >>> grads, found_inf = [torch.tensor([2.0, 8.0])], torch.zeros(())
+        >>> ampfuse.ops.multi_tensor_unscale(grads, found_inf, torch.tensor(0.5))
+        >>> grads, found_inf
+        ([tensor([1., 4.])], tensor(0.))
     """
     try:
         _multi_tensor_unscale(tensors, found_inf, inv_scale)
@@ -97,12 +112,21 @@ def multi_tensor_unscale_norm(
 ) -> UnscaledNorm:
     """Do `multi_tensor_unscale`, and compute the norms of its results in the same pass.
 
-    `ord` and `dtype` are those of `multi_tensor_norm`.
+    Args:
+        tensors: The list, which is written in place.
+        found_inf: Float32 tensor with one element, which is set to 1 or stays; it is never cleared.
+        inv_scale: Float32 tensor with one element, on the same device.
+        ord: The order of the norm: 1, 2 or inf.
+        dtype: The dtype of the norms, as in `multi_tensor_norm`.
 
-    >>> import torch, ampfuse
-    >>> grads, found_inf = [torch.tensor([6.0, 8.0])], torch.zeros(())
-    >>> ampfuse.ops.multi_tensor_unscale_norm(grads, found_inf, torch.tensor(0.5)).total_norm
-    tensor(5.)
+    Returns:
+        The norms of the results, as tensors on the device.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> grads, found_inf = [torch.tensor([6.0, 8.0])], torch.zeros(())
+        >>> ampfuse.ops.multi_tensor_unscale_norm(grads, found_inf, torch.tensor(0.5)).total_norm
+        tensor(5.)
     """
     try:
         return UnscaledNorm(
@@ -117,11 +141,17 @@ def multi_tensor_clip(tensors: Sequence[Tensor], total_norm: Tensor, max_norm: f
 
     At factor 1 the tensors are neither read nor written.
 
-    >>> import torch, ampfuse
-    >>> grads = [torch.tensor([3.0, 4.0])]
-    >>> ampfuse.ops.multi_tensor_clip(grads, torch.tensor(5.0), 1.0)
-    >>> grads
-    [tensor([0.6000, 0.8000])]
+    Args:
+        tensors: The list, which is written in place.
+        total_norm: Float32 or float64 tensor with one element, on the same device.
+        max_norm: The largest norm that is left as it is.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> grads = [torch.tensor([3.0, 4.0])]
+        >>> ampfuse.ops.multi_tensor_clip(grads, torch.tensor(5.0), 1.0)
+        >>> grads
+        [tensor([0.6000, 0.8000])]
     """
     try:
         _multi_tensor_clip(tensors, total_norm, max_norm)
@@ -156,33 +186,54 @@ def fused_adam(
 ) -> None:
     """Take one step of Adam or AdamW in place, as `torch.optim` does. `ampfuse.Adam` calls this.
 
-    All lists are as long as `params`, except `max_exp_avg_sqs`, which is empty without `amsgrad`,
-    and `masters`, which may be empty. Entries with the same index have the same shape. Parameters
-    and gradients are float16, bfloat16 or float32 in any mixture, and moments are float32 or
-    bfloat16. If a parameter is float64, its gradient and moments are, too. Masters of 16-bit
-    parameters are float32, or int16 for the bits that a bfloat16 lacks. `state_steps` are float32
-    scalars, which the step increments.
+    Entries of the lists with the same index have the same shape and device. A step is skipped,
+    counters included, if `found_inf` is not 0, or if the inverse of `grad_scale` is not a finite
+    float32.
 
-    Gradients are divided by `grad_scale`, and then scaled so that their norm is at most `max_norm`;
-    `total_norm` is the norm of the gradients before both. A `found_inf` other than 0 skips the
-    step, counters included, and so does a `grad_scale` whose inverse is not a finite float32.
-    `grad_norm` receives `total_norm / grad_scale`, even if the step is skipped. With
-    `write_back_grads` the unscaled, clipped gradients replace `grads`. With `adopt_params`,
-    elements of a parameter that differ from the rounded float32 master count as written by other
-    code, and are copied to the master. A CPU compares all elements. A GPU compares one element in
-    128, and the last one of each chunk of 2048; if any of these differs, it compares the whole
-    chunk.
+    Args:
+        params: Parameters, float16, bfloat16, float32 or float64 in any mixture; written.
+        grads: Gradients, float16, bfloat16 or float32 in any mixture, and float64 for float64
+            parameters; written only with `write_back_grads`.
+        exp_avgs: First moments, float32 or bfloat16, float64 for float64 parameters; written.
+        exp_avg_sqs: Second moments, of the same dtypes; written.
+        max_exp_avg_sqs: The largest second moments so far, written; empty without `amsgrad`.
+        state_steps: Float32 scalars, the numbers of steps, which are incremented.
+        masters: Float32 masters, or int16 bits that a bfloat16 lacks; written. May be empty.
+        lr: Learning rate, a tensor with one element.
+        beta1: Decay rate of the first moments.
+        beta2: Decay rate of the second moments.
+        weight_decay: Factor of weight decay.
+        eps: Number added to the denominator.
+        amsgrad: Divide by the largest second moments so far.
+        maximize: Ascend instead of descend.
+        decoupled_weight_decay: Decay the weights, as AdamW does, instead of adding to the
+            gradients.
+        write_back_grads: Replace `grads` by the unscaled, clipped gradients.
+        grad_scale: Float32 scalar by which gradients are divided, or None.
+        found_inf: Float32 scalar that skips the step unless it is 0, or None.
+        total_norm: Norm of the gradients before unscaling and clipping; with `max_norm`.
+        max_norm: After unscaling, gradients are scaled so that their norm is at most this.
+        grad_norm: Receives `total_norm / grad_scale`, even if the step is skipped, or None.
+        adopt_params: Elements of a parameter that differ from the rounded float32 master count as
+            written by other code, and are copied to the master. A CPU compares all elements; a GPU
+            one in 128 and the last one of each chunk of 2048, and the whole chunk if one differs.
 
-    >>> import torch, ampfuse
-    >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]
-    >>> options = dict(beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
-    >>> options |= dict(amsgrad=False, maximize=False, decoupled_weight_decay=True)
-    >>> ampfuse.ops.fused_adam(
-    ...     [param], [torch.tensor([5.0])], *state, [], [torch.zeros(())],
-    ...     lr=torch.tensor(0.25), **options
-    ... )
-    >>> param
-    tensor([0.7500])
+    Raises:
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A list has another length, a tensor another shape or device, or an option is
+            invalid.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> param, state = torch.tensor([1.0]), [[torch.zeros(1)], [torch.zeros(1)]]
+        >>> options = dict(beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
+        >>> options |= dict(amsgrad=False, maximize=False, decoupled_weight_decay=True)
+        >>> ampfuse.ops.fused_adam(
+        ...     [param], [torch.tensor([5.0])], *state, [], [torch.zeros(())],
+        ...     lr=torch.tensor(0.25), **options
+        ... )
+        >>> param
+        tensor([0.7500])
     """
     columns = {
         "params": params,
@@ -234,27 +285,47 @@ def update_scale(
     norm: Tensor | None = None,
     norms: Tensor | None = None,
 ) -> None:
-    """Update a loss scale in place. `ampfuse.GradScaler` calls this, and explains the options.
+    """Update a loss scale in place. `ampfuse.GradScaler` calls this.
 
-    The step has overflowed if any of `found_infs`, float32 scalars, is not 0. With the defaults
-    this is torch's `_amp_update_scale_`, bit by bit, except that the scale also grows if the
-    tracker is past the growth interval already. `scale`: float32 scalar. `growth_tracker`: int32
-    scalar. `counters`: int64 tensor of the hysteresis left (initially `hysteresis`), the skips in a
-    row, and the number of updates. `history`: float32 tensor (n, 3) with a row for each of the last
-    n updates: the scale before it, 1 if it has overflowed or 2 if it was skipped as an outlier, and
-    `norm`, a float32 scalar. Update i is in row i mod n. `norms`: float64 tensor of the number of
-    norms so far, the mean and the variance of their logarithms, and the limit above which a norm is
-    an outlier, which is `skip_outliers` standard deviations above the mean. It begins as 0, 0, 0
-    and infinity. `growth_factor` is at least 1, `backoff_factor` is above 0 and at most
-    1, and the limits are above 0.
+    With the defaults this is torch's `_amp_update_scale_`, bit by bit, except that the scale also
+    grows if the tracker is past the growth interval already.
 
-    >>> import torch, ampfuse
-    >>> scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
-    >>> counters, flags = torch.tensor([1, 0, 0]), [torch.tensor(0.0), torch.tensor(1.0)]
-    >>> options = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
-    >>> ampfuse.ops.update_scale(scale, tracker, counters, flags, **options)
-    >>> scale, counters
-    (tensor(4.), tensor([1, 1, 1]))
+    Args:
+        scale: Float32 scalar, written.
+        growth_tracker: Int32 scalar, the number of steps without overflow in a row; written.
+        counters: Int64 tensor of the hysteresis left (initially `hysteresis`), the skips in a row,
+            and the number of updates; written.
+        found_infs: Float32 scalars; the step has overflowed if any of them is not 0.
+        growth_factor: Factor by which the scale grows, at least 1.
+        backoff_factor: Factor by which the scale backs off, above 0 and at most 1.
+        growth_interval: Number of steps in a row without overflow after which the scale grows.
+        min_scale: The lower limit of backing off, above 0, or None.
+        max_scale: The upper limit of growing, above 0, or None.
+        hysteresis: Number of overflows that it takes to lower the scale.
+        hysteresis_refill: `"growth"` or `"clean_step"`: what restores `hysteresis`.
+        dynamic: False keeps the scale constant.
+        skip_outliers: A norm is an outlier if its logarithm is so many standard deviations above
+            the mean, or None.
+        history: Float32 tensor (n, 3) with a row for each of the last n updates: the scale before
+            it, 1 if it has overflowed or 2 if it was skipped as an outlier, and `norm`. Update i is
+            written to row i mod n.
+        norm: Float32 scalar, the norm of the unscaled gradients, or None.
+        norms: Float64 tensor of the number of norms so far, the mean and the variance of their
+            logarithms, and the limit above which a norm is an outlier; written. It begins as 0, 0,
+            0 and infinity.
+
+    Raises:
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A tensor has another size or device, or an option is out of range.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+        >>> counters, flags = torch.tensor([1, 0, 0]), [torch.tensor(0.0), torch.tensor(1.0)]
+        >>> options = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+        >>> ampfuse.ops.update_scale(scale, tracker, counters, flags, **options)
+        >>> scale, counters
+        (tensor(4.), tensor([1, 1, 1]))
     """
     try:
         _update_scale(

@@ -11,10 +11,14 @@ MOST_UNKNOWN = 16  # steps of a GPU that may be ahead of the host before it wait
 
 
 class Gate:
-    """Steps a scheduler unless the last step of the optimizer was skipped.
+    """Steps a scheduler unless the last step of the optimizer was skipped; see `GradScaler.gate`.
 
     On a GPU it is known some steps later whether a step was skipped. The scheduler follows then,
     and the host does not wait. Other attributes are those of the scheduler.
+
+    Args:
+        scheduler: A scheduler of `torch.optim.lr_scheduler`.
+        scaler: An `ampfuse.GradScaler`.
     """
 
     def __init__(self, scheduler: Any, scaler: Any) -> None:
@@ -49,7 +53,11 @@ class Gate:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scheduler's state. Steps so far do not count."""
+        """Load the scheduler's state. Steps so far do not count.
+
+        Args:
+            state_dict: The result of `state_dict()` of a gate or of the scheduler.
+        """
         self._unknown.clear()
         self.scheduler.load_state_dict(state_dict)
 

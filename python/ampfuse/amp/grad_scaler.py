@@ -69,32 +69,46 @@ class GradScaler(TorchGradScaler):
     States of each optimizer: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. In
     the state READY, step() unscales the gradients itself, or the optimizer does.
 
-    Keyword arguments that torch does not have:
+    Args:
+        device: Type of the device, for example `"cuda"` or `"cpu"`. The scale is created on the
+            device of the first loss, or on this one if it is needed before.
+        init_scale: The first scale, a finite number above 0.
+        growth_factor: The factor, above 1, by which the scale grows.
+        backoff_factor: The factor, between 0 and 1, by which the scale backs off.
+        growth_interval: Number of steps in a row without overflow after which the scale grows.
+        enabled: If False, losses are not scaled and `step` only calls `optimizer.step()`.
+        min_scale: The lower limit of backing off, or None.
+        max_scale: The upper limit of growing, or None.
+        hysteresis: Number of overflows that it takes to lower the scale (1: every overflow does).
+        hysteresis_refill: `"growth"` or `"clean_step"`, as in the table above.
+        dynamic: False keeps the scale constant; steps that overflow are still skipped.
+        skip_outliers: Also skip a step if the norm of its gradients is an outlier: its logarithm is
+            more than so many standard deviations, for example 6, above a running mean. The first 64
+            steps are taken. Outliers do not change the scale. There may be one optimizer.
+        max_consecutive_skips: `update()` raises `ScaleCollapseError` after this many overflows in a
+            row. On a GPU it checks the last count that has arrived on the host. So the error may
+            come some steps late, or not at all if a step was taken since. The scale has been
+            updated nevertheless, and training may go on.
+        history: Number of last updates that `history()` returns.
+        process_group: Ranks with different gradients, which all skip a step if one overflows.
+        allow_fp16_grads: Unscale float16 gradients, too, for optimizers that have masters.
+        allow_no_grads: Stepping an optimizer without gradients is not an error.
 
-    - `min_scale`, `max_scale`: the limits of backing off and growing.
-    - `hysteresis`: how many overflows it takes to lower the scale (1: every overflow lowers it).
-    - `dynamic`: False keeps the scale constant; steps that overflow are still skipped.
-    - `skip_outliers`: also skip a step if the norm of its gradients is an outlier: its logarithm is
-      more than so many standard deviations, for example 6, above a running mean. The first 64 steps
-      are taken. Outliers do not change the scale. There may be one optimizer.
-    - `max_consecutive_skips`: `update()` raises `ScaleCollapseError` after this many overflows in
-      a row. On a GPU it checks the last count that has arrived on the host. So the error may
-      come some steps late, or not at all if a step was taken since. The scale has been updated
-      nevertheless, and training may go on.
-    - `history`: how many of the last updates `history()` returns.
-    - `process_group`: ranks with different gradients, which all skip a step if one overflows.
-    - `allow_fp16_grads`: float16 gradients may be unscaled, for optimizers that have masters.
-    - `allow_no_grads`: stepping an optimizer without gradients is not an error.
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
+        AssertionError: `growth_factor` or `backoff_factor` is out of range, as in torch.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 2)
-    >>> optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-    >>> scaler = ampfuse.GradScaler("cpu", history=100)
-    >>> scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-    >>> scaler.step(optimizer)
-    >>> scaler.update()
-    >>> scaler.history()[0].scale, scaler.was_skipped()
-    (65536.0, False)
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
+        >>> scaler = ampfuse.GradScaler("cpu", history=100)
+        >>> scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.history()[0].scale, scaler.was_skipped()
+        (65536.0, False)
     """
 
     def __init__(
@@ -150,17 +164,36 @@ class GradScaler(TorchGradScaler):
     # --- gradients ------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """Return a tensor, or an iterable of tensors, multiplied by the scale."""
+        """Multiply a loss by the scale, on the loss's device. The host does not wait.
+
+        Args:
+            outputs: A tensor, or an iterable of tensors, which may be nested.
+
+        Returns:
+            The products in new tensors. Lists and tuples keep their type; other iterables become
+            generators. If the scaler is disabled, `outputs` itself.
+
+        Raises:
+            ValueError: `outputs` is neither a tensor nor an iterable.
+        """
         if not self._enabled:
             return outputs
         self._watch.note_scaled_loss()
         return scaled(outputs, self._scale_on)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and check whether any is non-finite.
+        """Divide the gradients by the scale in place, and check whether any is non-finite.
 
         Call this at most once before a step, and only if the program uses the unscaled gradients:
-        `step` unscales by itself.
+        `step` unscales by itself. The host does not wait.
+
+        Args:
+            optimizer: The optimizer whose parameters' gradients are divided.
+
+        Raises:
+            RuntimeError: It was called before since the last `update()`, or `step` was.
+            ValueError: A gradient is float16, and `allow_fp16_grads` is False.
+            AssertionError: No loss has been scaled yet.
         """
         if not self._enabled:
             return
@@ -182,7 +215,23 @@ class GradScaler(TorchGradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients; skip if any is non-finite.
 
-        Returns the call's result, or None. `was_skipped()` reports whether the step was skipped.
+        The host waits once for the check, except for optimizers that take scale and flag as tensors
+        (`ampfuse.Adam`, `AdamW`, torch's with `fused=True`), which skip on the device.
+        `was_skipped()` reports whether the step was skipped.
+
+        Args:
+            optimizer: The optimizer that steps. Its gradients are unscaled here, unless `unscale_`
+                or `clip_grad_norm_` did so. `ampfuse.Adam` and `AdamW` leave them scaled in
+                `.grad`.
+            *args: Passed to `optimizer.step`.
+            **kwargs: Passed to `optimizer.step`. A `closure` is refused.
+
+        Returns:
+            The result of `optimizer.step`; None if the step was skipped by the host.
+
+        Raises:
+            RuntimeError: It was called before since the last `update()`, or with a closure.
+            AssertionError: No loss has been scaled, or no parameter has a gradient.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -234,19 +283,31 @@ class GradScaler(TorchGradScaler):
         return result
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Unscale gradients, and clip their norm to `max_norm`; return the norm before clipping.
+        """Unscale gradients in place, and clip their norm to `max_norm`.
 
         Call this between `backward()` and `step`. The host does not wait. One pass unscales the
         gradients and computes their norm; if `unscale_` was called before, they are read once more.
         They are written again only if the norm is above `max_norm`. An
         `ampfuse.AdamW(max_grad_norm=...)` clips inside its step, which costs less.
 
-        >>> import torch, ampfuse
-        >>> param = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer, scaler = torch.optim.SGD([param], lr=1.0), ampfuse.GradScaler("cpu")
-        >>> scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
-        >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0), param.grad
-        (tensor(5.), tensor([0.6000, 0.8000]))
+        Args:
+            optimizer: The optimizer whose parameters' gradients are clipped, all by one norm.
+            max_norm: The largest norm of the unscaled gradients.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, 0-dim, on their device.
+
+        Raises:
+            RuntimeError: `step` was called since the last `update()`.
+            ValueError: A gradient is float16, and `allow_fp16_grads` is False.
+
+        Examples:
+            >>> import torch, ampfuse
+            >>> param = torch.nn.Parameter(torch.zeros(2))
+            >>> optimizer, scaler = torch.optim.SGD([param], lr=1.0), ampfuse.GradScaler("cpu")
+            >>> scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
+            >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0), param.grad
+            (tensor(5.), tensor([0.6000, 0.8000]))
         """
         params = [param for group in groups_of(optimizer) for param in group["params"]]
         if self._enabled and self._state_of(optimizer)["stage"] is not OptState.UNSCALED:
@@ -260,7 +321,16 @@ class GradScaler(TorchGradScaler):
     # --- the scale ------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale after the steps since the last update, or set it to `new_scale`."""
+        """Update the scale after the steps since the last update. The host does not wait.
+
+        Args:
+            new_scale: Set the scale to this number, or to this tensor with one element, instead.
+
+        Raises:
+            AssertionError: No optimizer with gradients was stepped or unscaled since the last
+                update.
+            ScaleCollapseError: `max_consecutive_skips` steps in a row were skipped.
+        """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
@@ -307,15 +377,36 @@ class GradScaler(TorchGradScaler):
         self._history.raise_if_collapsed(self.max_consecutive_skips)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows; with 1 it never grows."""
+        """Set the factor by which the scale grows.
+
+        Args:
+            new_factor: At least 1; with 1 the scale never grows.
+
+        Raises:
+            ValueError: The factor is out of range.
+        """
         self._growth_factor = torchs_options(self._policy, growth_factor=new_factor)[0]
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale backs off; with 1 it never backs off."""
+        """Set the factor by which the scale backs off.
+
+        Args:
+            new_factor: Above 0 and at most 1; with 1 the scale never backs off.
+
+        Raises:
+            ValueError: The factor is out of range.
+        """
         self._backoff_factor = torchs_options(self._policy, backoff_factor=new_factor)[1]
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of steps without overflow after which the scale grows."""
+        """Set the number of steps in a row without overflow after which the scale grows.
+
+        Args:
+            new_interval: At least 1.
+
+        Raises:
+            ValueError: The interval is out of range.
+        """
         self._growth_interval = torchs_options(self._policy, growth_interval=new_interval)[2]
 
     def get_scale(self) -> float:
@@ -353,23 +444,39 @@ class GradScaler(TorchGradScaler):
         when it is known that a step was taken, some steps later. `wait()` lets it follow all, for
         example before the optimizer's state, which has the rate, is saved; ampfuse.checkpoint does.
 
-        >>> import torch, ampfuse
-        >>> optimizer = ampfuse.AdamW([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-        >>> scaler = ampfuse.GradScaler("cpu")
-        >>> scheduler = scaler.gate(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-        >>> for factor in (1.0, float("inf"), 1.0):
-        ...     optimizer.zero_grad()
-        ...     scaler.scale(optimizer.param_groups[0]["params"][0].sum() * factor).backward()
-        ...     scaler.step(optimizer)
-        ...     scaler.update()
-        ...     scheduler.step()
-        >>> scheduler.get_last_lr()
-        [0.25]
+        Args:
+            scheduler: A scheduler of `torch.optim.lr_scheduler`, of the optimizer that is stepped.
+
+        Returns:
+            An object with the methods `step`, `wait`, `state_dict` and `load_state_dict`, and with
+            the scheduler's other attributes.
+
+        Raises:
+            TypeError: The scheduler is a ReduceLROnPlateau.
+
+        Examples:
+            >>> import torch, ampfuse
+            >>> optimizer = ampfuse.AdamW([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+            >>> scaler = ampfuse.GradScaler("cpu")
+            >>> scheduler = scaler.gate(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+            >>> for factor in (1.0, float("inf"), 1.0):
+            ...     optimizer.zero_grad()
+            ...     scaler.scale(optimizer.param_groups[0]["params"][0].sum() * factor).backward()
+            ...     scaler.step(optimizer)
+            ...     scaler.update()
+            ...     scheduler.step()
+            >>> scheduler.get_last_lr()
+            [0.25]
         """
         return Gate(scheduler, self)
 
     def history(self) -> list[ScaleRecord]:
-        """Return the last updates, oldest first. This takes one copy to the host."""
+        """Return the last updates, oldest first. The host waits for one copy.
+
+        Returns:
+            At most `history` records; none if the scaler is disabled or was made without
+            `history=`.
+        """
         if not self._enabled:
             return []
         if self._history.length == 0:
@@ -382,15 +489,26 @@ class GradScaler(TorchGradScaler):
     def overflow_report(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the parameters with non-finite gradients in the last skipped step.
 
-        The last 16 steps are searched; the list is empty if all of them were taken. So call this
-        if `was_skipped()` returns True. The host waits for the result.
+        The last 16 steps are searched; the list is empty if all of them were taken. So call this if
+        `was_skipped()` returns True. The host waits for the result.
+
+        Args:
+            model: The model that names the parameters.
+
+        Returns:
+            Names as in `model.named_parameters()`.
         """
         return names_of(self._history.offenders(), model) if self._enabled else []
 
     # --- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries, which torch's scaler can load, and ours; not the history."""
+        """Return the state, for example for a checkpoint. The host waits for the numbers.
+
+        Returns:
+            torch's five entries, which torch's scaler can load, and further options and counters;
+            without the history. It is empty if the scaler is disabled.
+        """
         if not self._enabled:
             return {}
         own: dict[str, float] = dict(zip(COUNTERS, self._history.counts(), strict=True))
@@ -402,6 +520,15 @@ class GradScaler(TorchGradScaler):
         """Load a state dict of this class or torch's. Options that it lacks stay unchanged.
 
         Nothing is loaded if an entry of torch's is missing or any entry is invalid.
+
+        Args:
+            state_dict: The result of `state_dict()` of a scaler that was enabled.
+
+        Raises:
+            KeyError: An entry of torch's is missing.
+            TypeError: An entry has a wrong type.
+            ValueError: An entry is out of range.
+            RuntimeError: The state dict is empty, as that of a disabled scaler is.
         """
         torchs = state_dict
         if self._enabled and state_dict:

@@ -35,7 +35,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint of a run's folder, or None."""
+    """Return the newest complete checkpoint of a run's folder, or None.
+
+    Args:
+        path: The folder of a run, which need not exist.
+
+    Returns:
+        The folder of the checkpoint with the highest step.
+    """
     return next(reversed(checkpoints(Path(path))), None)
 
 

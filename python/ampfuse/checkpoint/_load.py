@@ -28,8 +28,10 @@ class Loaded(NamedTuple):
     """The result of `load`."""
 
     path: Path
+    """The folder of the checkpoint."""
     step: int
     values: Any
+    """What `save` got as `values`."""
 
 
 class Reader:
@@ -108,15 +110,24 @@ class Reader:
 def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: Any) -> Loaded:
     """Load a checkpoint into objects, and return its step and values.
 
-    path: a checkpoint, or the folder of a run, whose newest checkpoint is loaded.
-    rng: set the states of random number generators; by default if an optimizer is loaded. Those
-        of another number of processes are an error, or by default a warning.
-    objects: see `save`. Each must be in the checkpoint. A warning says what is in the checkpoint
-        and was not asked for, if an optimizer is loaded.
-
     All processes of a group call it. All that is loaded is compared with its hashes first, and
-    models and optimizers with what was saved. If anything differs, the error is a CheckpointError
-    that names it, on all ranks, and nothing is loaded.
+    models and optimizers with what was saved. If anything differs, the error names it, on all
+    ranks, and nothing is loaded.
+
+    Args:
+        path: A checkpoint, or the folder of a run, whose newest checkpoint is loaded.
+        rng: Set the states of random number generators; by default if an optimizer is loaded. Those
+            of another number of processes are an error, or by default a warning.
+        **objects: What is loaded into, by the names of `save`. Each must be in the checkpoint. A
+            warning says what is in the checkpoint and was not asked for, if an optimizer is loaded.
+
+    Returns:
+        The folder of the checkpoint, its step and its values.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it does not fit the objects.
+        TypeError: An object has no `state_dict` or `load_state_dict`.
+        ImportError: safetensors or xxhash is missing: `pip install ampfuse[checkpoint]`.
     """
     check_parts(objects, ("state_dict", "load_state_dict"), "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
@@ -140,9 +151,16 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
 
 
 def verify(path: str | os.PathLike[str]) -> Path:
-    """Compare a whole checkpoint, or the newest one of a run, with its hashes; return its folder.
+    """Compare a whole checkpoint, or the newest one of a run, with its hashes.
 
-    Raise a CheckpointError that names what differs.
+    Args:
+        path: A checkpoint, or the folder of a run.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or something differs, which the message names.
     """
     folder = found(path)
     reader = Reader(folder)

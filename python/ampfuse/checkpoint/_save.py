@@ -33,7 +33,11 @@ from ampfuse.checkpoint._write import (
 
 
 class Saving:
-    """A checkpoint that is being written, or has been."""
+    """A checkpoint that is being written, or has been; `save` returns it.
+
+    Args:
+        path: The folder of the checkpoint.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,9 +46,15 @@ class Saving:
         self._thread: threading.Thread | None = None
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is on the disk, and return its folder, or raise the error.
+        """Wait until the checkpoint is on the disk.
 
         A save in the background is waited for on rank 0. Other ranks wait for what they write.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -56,7 +66,7 @@ class Saving:
         """Return True if the checkpoint is there, or could not be written."""
         return self._thread is None or not self._thread.is_alive()
 
-    def start(self, function: Callable[[], None]) -> None:
+    def _start(self, function: Callable[[], None]) -> None:
         """Write the checkpoint in a thread, which the interpreter waits for before it exits."""
         self._thread = threading.Thread(target=self._run, args=[function], name="checkpoint")
         self._thread.start()
@@ -82,33 +92,45 @@ def save(
 ) -> Saving:
     """Write a checkpoint of this step into the folder `path` of a run.
 
-    >>> import tempfile, torch, ampfuse.checkpoint
-    >>> model = torch.nn.Linear(3, 2)
-    >>> folder = tempfile.mkdtemp()
-    >>> ampfuse.checkpoint.save(folder, step=10, model=model).path.name
-    'step-00000010'
-    >>> ampfuse.checkpoint.load(folder, model=model).step
-    10
-
-    objects: what has a `state_dict` and `load_state_dict`, by any name, for example `model=`,
-        `optimizer=`, `scaler=`, `scheduler=` and `loader=` (a StatefulDataLoader). DDP and
-        torch.compile may be around a model.
-    values: numbers, texts, tensors, and lists, tuples and dicts of them; `load` returns them.
-    rng: store the states of the random number generators of Python, NumPy and torch.
-    gradients: store the gradients of models, too, for a save between two micro-batches.
-    keep: remove older checkpoints, so that this many are left.
-    background: return when all tensors are copied, and write in a thread. The next save waits for
-        it. An error is printed, and raised by `wait()` of the result.
-
-    Return a `Saving`, whose `path` is the folder of the checkpoint.
-
     All processes of a group call it. Each rank writes its shards of DTensors (FSDP2, tensor
     parallel), and rank 0 the rest of models and optimizers. Other states that differ, as those of
     loaders and random numbers do, are stored for each rank.
 
     The checkpoint is complete or not there, whenever the process is killed. It holds tensors as
     safetensors and the rest as JSON. Nothing is executed when it is loaded. If it cannot be
-    written, the error is a CheckpointError, and earlier checkpoints are as they were.
+    written, earlier checkpoints are as they were. The host waits for the copies of tensors on a
+    GPU.
+
+    Args:
+        path: The folder of the run, which is made if needed.
+        step: The number of the step; a checkpoint of the same step is replaced.
+        values: Numbers, texts, tensors, and lists, tuples and dicts of them; `load` returns them.
+        rng: Store the states of the random number generators of Python, NumPy and torch.
+        gradients: Store the gradients of models, too, for a save between two micro-batches.
+        keep: Remove older checkpoints, so that this many are left; None keeps all.
+        background: Return when all tensors are copied, and write in a thread. The next save waits
+            for it. An error is printed, and raised by `wait()` of the result.
+        **objects: What has a `state_dict` and `load_state_dict`, by any name, for example `model=`,
+            `optimizer=`, `scaler=`, `scheduler=` and `loader=` (a StatefulDataLoader). DDP and
+            torch.compile may be around a model.
+
+    Returns:
+        A `Saving`, whose `path` is the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be written.
+        TypeError: `step` is not an int, or an object or value cannot be stored.
+        ValueError: `step` or `keep` is out of range.
+        ImportError: safetensors or xxhash is missing: `pip install ampfuse[checkpoint]`.
+
+    Examples:
+        >>> import tempfile, torch, ampfuse.checkpoint
+        >>> model = torch.nn.Linear(3, 2)
+        >>> folder = tempfile.mkdtemp()
+        >>> ampfuse.checkpoint.save(folder, step=10, model=model).path.name
+        'step-00000010'
+        >>> ampfuse.checkpoint.load(folder, model=model).step
+        10
     """
     if keep is not None and keep < 1:
         raise ValueError(f"save: keep: expected 1 or more, got {keep}")
@@ -167,13 +189,13 @@ def save(
     elif rank == 0:
         others = range(1, size if encode.shards else 1)
         try:
-            saving.start(lambda: _write_all(opened[0], content, write, others, keep))
+            saving._start(lambda: _write_all(opened[0], content, write, others, keep))
         except BaseException:
             opened[0].close()
             raise
         opened[0].hand_over()
     elif encode.shards:
-        saving.start(write_part)
+        saving._start(write_part)
     return saving
 
 

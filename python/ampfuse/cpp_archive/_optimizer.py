@@ -30,18 +30,31 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def load_cpp_optimizer_state(file: File) -> dict[str, Any]:
-    """Return the state dict of an optimizer saved in C++, `ampfuse::AdamW` or one of torch's.
+    """Read the state dict of an optimizer saved in C++, `ampfuse::AdamW` or one of torch's.
 
-    Its tensors are on the CPU. `load_state_dict` of `ampfuse.Adam`, `ampfuse.AdamW` and torch's
-    classes accepts it. The file is read as data: nothing in it is run, and a file that contains
-    code is refused.
+    This loads nothing into an optimizer: pass the result to `optimizer.load_state_dict`. The file
+    is read as data: nothing in it is run, and a file that contains code is refused.
 
-    >>> import tempfile, torch, ampfuse
-    >>> optimizer = ampfuse.AdamW([torch.zeros(2)], lr=0.25)
-    >>> with tempfile.NamedTemporaryFile() as file:
-    ...     ampfuse.save_cpp_optimizer_state(optimizer.state_dict(), file.name)
-    ...     ampfuse.load_cpp_optimizer_state(file.name)["param_groups"][0]["lr"]
-    0.25
+    Args:
+        file: A path, or a binary file that is open for reading.
+
+    Returns:
+        A state dict for `load_state_dict` of `ampfuse.Adam`, `ampfuse.AdamW` and torch's classes.
+        Its tensors are on the CPU.
+
+    Raises:
+        ValueError: The file is not an Adam or AdamW saved in C++, or is damaged.
+        OSError: The file cannot be read.
+
+    Examples:
+        >>> import tempfile, torch, ampfuse
+        >>> optimizer = ampfuse.AdamW([torch.zeros(2)], lr=0.25)
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     ampfuse.save_cpp_optimizer_state(optimizer.state_dict(), file.name)
+        ...     state = ampfuse.load_cpp_optimizer_state(file.name)
+        >>> optimizer.load_state_dict(state)
+        >>> state["param_groups"][0]["lr"]
+        0.25
     """
     saved = read_archive(file)
     try:
@@ -81,8 +94,14 @@ def _state(module: Module) -> dict[str, Any]:
 def save_cpp_optimizer_state(state_dict: dict[str, Any], file: File) -> None:
     """Save an optimizer's state dict for `torch::load(optimizer, file)` in C++.
 
-    A learning rate in a tensor becomes a number. Options that C++ does not have are left out. If
-    writing fails, an OSError is raised; a file given by its path keeps its old content.
+    A learning rate in a tensor becomes a number. Options that C++ does not have are left out.
+
+    Args:
+        state_dict: The result of `state_dict()` of Adam or AdamW, ampfuse's or torch's.
+        file: A path, or a binary file that is open for writing.
+
+    Raises:
+        OSError: Writing fails; a file given by its path then keeps its old content.
     """
     states = {}
     for param, state in state_dict["state"].items():

@@ -47,15 +47,27 @@ def norms_in_backward(
     collectives, and those of `torch.nn.utils.clip_grad_norm_` to DTensors. Clip by `max_grad_norm`
     or `ampfuse.clip_grad_norm_`.
 
-    `comm_hook`: state and hook that DDP would get from `register_comm_hook`; by default gradients
-    are averaged.
+    Args:
+        model: The module that computes the gradients, after wrapping.
+        optimizer: `ampfuse.Adam` or `AdamW`, which may be wrapped, for example by Accelerate.
+        comm_hook: State and hook that DDP would get from `register_comm_hook`; by default gradients
+            are averaged. Only for DDP.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 2)
-    >>> optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-    >>> norms = ampfuse.distributed.norms_in_backward(model, optimizer)
-    >>> model(torch.ones(1, 4)).sum().backward()
-    >>> optimizer.step()
+    Returns:
+        An object whose method `remove()` removes the hooks.
+
+    Raises:
+        TypeError: The optimizer is another one.
+        ValueError: The model's gradients may be reduced after backward, or `comm_hook` is given
+            without DDP.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
+        >>> norms = ampfuse.distributed.norms_in_backward(model, optimizer)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
     """
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, Adam):

@@ -40,14 +40,28 @@ def join_ranks(
     by FSDP1, whose shards are plain tensors, by the stages of a pipeline, and by a
     ZeroRedundancyOptimizer that constructs `ampfuse.AdamW`.
 
-    Call this after the model was wrapped, and before the first step. `model` is the module that
-    this rank holds. `pipeline`: its stage (`torch.distributed.pipelining.PipelineStage`).
+    Call this after the model was wrapped, and before the first step.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 2)
-    >>> optimizer, scaler = ampfuse.AdamW(model.parameters()), ampfuse.GradScaler("cpu")
-    >>> print(ampfuse.distributed.join_ranks(model, optimizer, scaler).process_group)
-    None
+    Args:
+        model: The module that this rank holds.
+        optimizer: `ampfuse.Adam` or `AdamW`, which may be wrapped; its `process_group` is set.
+        scaler: An `ampfuse.GradScaler`, whose `process_group` is set, or None.
+        pipeline: The stage of a pipeline (`torch.distributed.pipelining.PipelineStage`), or None.
+
+    Returns:
+        The group, or None if none is needed, and the reason.
+
+    Raises:
+        ValueError: Several groups are needed, FSDP1 leaves a parameter whole, or the group does not
+            go with an option of the optimizer or the scaler.
+        TypeError: A group is needed, and the optimizer or the scaler is not ampfuse's.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer, scaler = ampfuse.AdamW(model.parameters()), ampfuse.GradScaler("cpu")
+        >>> print(ampfuse.distributed.join_ranks(model, optimizer, scaler).process_group)
+        None
     """
     found = _groups(model, optimizer, pipeline)
     if not found:

@@ -44,40 +44,60 @@ class GraphedStep:
     and skips steps by itself. Gradients stay in `.grad` until the next step. One scaler may serve
     several of these steps, for example for several shapes, and other steps in between.
 
-    What the model and the loss do on the host, including hooks, is done only in the constructor.
-    Learning rates become tensors on the device. Schedulers write these tensors in place, so use
-    `item()` to store or print one. If a program assigns a number to `lr`, it is copied to the
-    tensor; if it assigns a tensor, that is read at each step. Everything else is fixed: the
-    arguments of the constructor, the other options of the optimizer and the scaler, which
-    parameters are trained, their addresses, and which modules are in training mode. A step that
-    finds a change raises. So pass `cycle_momentum=False` to OneCycleLR and CyclicLR, set the model
-    back to training mode after an evaluation, and drop a smaller last batch (`drop_last=True`) or
-    train on it eagerly. Checkpoints may be loaded at any time: state is copied to the graph's
-    tensors.
+    Fixed when the step is made; a step that finds a change raises:
 
-    - `optimizer`: `ampfuse.Adam` or `AdamW`; other optimizers are refused.
-    - `autocast`: the dtype in which forward and loss run, or None.
-    - `max_grad_norm`: clip gradients to this norm between unscaling and the step. The optimizer's
-      own `max_grad_norm` costs less.
-    - `micro_batches`: split each batch into this many equal parts along its first dimension, to
-      use less memory. The step trains on the mean of the parts' losses, and returns it. Use a
-      criterion without `scaler=`, since that expects losses that are not divided.
+    - the arguments of the constructor, and the options of the scaler
+    - the options of the optimizer except `lr`: pass `cycle_momentum=False` to OneCycleLR and
+      CyclicLR
+    - which parameters are trained, and their addresses
+    - which modules are in training mode: call `model.train()` after an evaluation
+    - shapes and dtypes of a batch: drop a smaller last one (`drop_last=True`) or train on it
+      eagerly
+    - what the model and the loss do on the host, including hooks, which is done only in the
+      constructor (the graph does not notice a change)
 
-    To recompute activations in a graph (`torch.utils.checkpoint`), which also saves memory, pass
+    May change between steps:
+
+    - learning rates. They become tensors on the device, which schedulers write in place, so use
+      `item()` to store or print one. A number that is assigned to `lr` is copied to the tensor; a
+      tensor that is assigned is read at each step.
+    - parameters, state and scale: checkpoints may be loaded, and are copied to the graph's tensors.
+
+    To recompute activations in a graph (`torch.utils.checkpoint`), which saves memory, pass
     `preserve_rng_state=False`.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 3)
-    >>> step = ampfuse.GraphedStep(
-    ...     model,
-    ...     torch.nn.functional.cross_entropy,
-    ...     ampfuse.AdamW(model.parameters(), lr=0.1),
-    ...     ampfuse.GradScaler("cpu"),
-    ...     sample=(torch.ones(2, 4), torch.tensor([0, 2])),
-    ... )
-    >>> losses = [step(torch.ones(2, 4), torch.tensor([0, 2])).item() for _ in range(5)]
-    >>> losses[4] < losses[0]
-    True
+    Args:
+        model: The module that is trained.
+        loss_fn: A function or module that takes the model's output and the last tensor of a batch,
+            and returns the loss, one number in a tensor.
+        optimizer: `ampfuse.Adam` or `AdamW`; other optimizers are refused.
+        scaler: An `ampfuse.GradScaler`; `GradScaler(enabled=False)` if losses are not scaled.
+        sample: The tensors of a batch, all on the device of the model. Warm-up steps use them.
+        autocast: The dtype in which forward and loss run, or None.
+        max_grad_norm: Clip gradients to this norm between unscaling and the step, or None. The
+            optimizer's own `max_grad_norm` costs less.
+        micro_batches: Split each batch into this many equal parts along its first dimension, to use
+            less memory. The step trains on the mean of the parts' losses, and returns it. Use a
+            criterion without `scaler=`, since that expects losses that are not divided.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The sample is on several devices, or cannot be split.
+        RuntimeError: No parameter of the optimizer gets a gradient; later, something fixed changed.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 3)
+        >>> step = ampfuse.GraphedStep(
+        ...     model,
+        ...     torch.nn.functional.cross_entropy,
+        ...     ampfuse.AdamW(model.parameters(), lr=0.1),
+        ...     ampfuse.GradScaler("cpu"),
+        ...     sample=(torch.ones(2, 4), torch.tensor([0, 2])),
+        ... )
+        >>> losses = [step(torch.ones(2, 4), torch.tensor([0, 2])).item() for _ in range(5)]
+        >>> losses[4] < losses[0]
+        True
     """
 
     def __init__(
@@ -122,7 +142,21 @@ class GraphedStep:
         self._put_learning_rates()
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Train on a batch and return the loss, which later steps do not overwrite."""
+        """Train on a batch and return the loss, which later steps do not overwrite.
+
+        Args:
+            *batch: Tensors of the shapes and dtypes of `sample`, on its device or on the host.
+
+        Returns:
+            The loss before the step, detached and not scaled, on the device.
+
+        Raises:
+            TypeError: The batch has another number of tensors.
+            ValueError: A tensor has another shape or dtype, or requires grad.
+            RuntimeError: Something that is fixed has changed.
+            IndexError: A target was out of range in an earlier step.
+            ScaleCollapseError: As from `GradScaler.update`.
+        """
         self._check(batch)
         self._put_learning_rates()
         if self._graph is None:

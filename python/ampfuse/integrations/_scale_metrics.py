@@ -15,20 +15,28 @@ def measured_scaler(device: str, options: dict[str, Any]) -> GradScaler:
 class ScaleMetrics:
     """Reads a scaler's numbers for a logger, for example `accelerator.log(metrics.read(), step)`.
 
-    The scaler must have been made with `history=`, at least as long as the steps between two reads.
     Skipped steps are counted from the start of the program.
 
-    >>> import torch, ampfuse
-    >>> from ampfuse.integrations import ScaleMetrics
-    >>> param = torch.nn.Parameter(torch.zeros(2))
-    >>> optimizer = ampfuse.AdamW([param])
-    >>> scaler = ampfuse.GradScaler("cpu", history=100)
-    >>> metrics = ScaleMetrics(scaler)
-    >>> scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
-    >>> scaler.step(optimizer)
-    >>> scaler.update()
-    >>> metrics.read()
-    {'loss_scale': 65536.0, 'skipped_steps': 0, 'grad_norm': 5.0}
+    Args:
+        scaler: An `ampfuse.GradScaler` that was made with `history=`, at least as long as the steps
+            between two reads. It may be disabled.
+
+    Raises:
+        TypeError: The scaler is another one.
+        ValueError: The scaler was made without `history=`.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> from ampfuse.integrations import ScaleMetrics
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = ampfuse.AdamW([param])
+        >>> scaler = ampfuse.GradScaler("cpu", history=100)
+        >>> metrics = ScaleMetrics(scaler)
+        >>> scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> metrics.read()
+        {'loss_scale': 65536.0, 'skipped_steps': 0, 'grad_norm': 5.0}
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -44,7 +52,9 @@ class ScaleMetrics:
     def read(self) -> dict[str, float]:
         """Return the scale, the skipped steps so far, and the last norm. The host waits for them.
 
-        `grad_norm` is left out if the last step computed none. A disabled scaler has no numbers.
+        Returns:
+            Numbers by the names `loss_scale`, `skipped_steps` and `grad_norm`. The last one is left
+            out if the last step computed no norm. A disabled scaler has no numbers.
         """
         if not self._scaler.is_enabled():
             return {}

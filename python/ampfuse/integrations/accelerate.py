@@ -12,12 +12,24 @@ from accelerate import Accelerator, DistributedType  # noqa: E402
 
 
 def use_scaler(accelerator: Accelerator, **options: Any) -> GradScaler:
-    """Make an `Accelerator(mixed_precision="fp16")` use our scaler; return the scaler.
+    """Make an `Accelerator(mixed_precision="fp16")` use our scaler.
 
-    Call this before `prepare()`. The options are those of `ampfuse.GradScaler`. With our scaler or
-    torch's, `ampfuse.AdamW` needs no setting: `accelerator.optimizer_step_was_skipped` is right,
-    and prepared schedulers stand still when a step is skipped. On a CPU, where Accelerate computes
-    in float32 despite "fp16", the model then computes in float16.
+    Call this before `prepare()`. With our scaler or torch's, `ampfuse.AdamW` needs no setting:
+    `accelerator.optimizer_step_was_skipped` is right, and prepared schedulers stand still when a
+    step is skipped. On a CPU, where Accelerate computes in float32 despite "fp16", the model then
+    computes in float16.
+
+    Args:
+        accelerator: The Accelerator, whose scaler is replaced.
+        **options: Arguments of `ampfuse.GradScaler` except `device`. `history` is 1000 by default,
+            and `process_group` is that of all ranks under FSDP1.
+
+    Returns:
+        The scaler.
+
+    Raises:
+        ValueError: The precision is not fp16, or DeepSpeed or Megatron-LM scales the loss.
+        RuntimeError: An optimizer was prepared before.
     """
     if accelerator.mixed_precision != "fp16":
         raise ValueError(

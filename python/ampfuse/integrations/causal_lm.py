@@ -28,16 +28,24 @@ def apply_to_model(model: M, *, scaler: Any = None) -> M:
     same type whose `logits` are None. `num_items_in_batch`, `shift_labels` and `ignore_index` mean
     what they mean in Transformers. Calls without labels and calls in eval mode are as before.
 
-    The model is changed in place, and returned. It may be a PeftModel, or become one later. Call
-    this before other wrappers: DDP, `torch.compile`, `accelerator.prepare`. With FSDP2 the output
-    layer must belong to the `fully_shard` group of the whole model.
-
-    - `scaler`: ours or torch's. As in `LinearCrossEntropyLoss`, the loss then expects the gradient
-      that `scaler.scale(loss).backward()` passes. A second call replaces the scaler.
+    Call this before other wrappers: DDP, `torch.compile`, `accelerator.prepare`. With FSDP2 the
+    output layer must belong to the `fully_shard` group of the whole model.
 
     The output layer must be a plain `nn.Linear`: adapters on it and quantised weights are refused.
     So are encoder-decoder models and models with a loss of their own. A model that does more with
     its logits than to scale or soft-cap them raises in the first training step.
+
+    Args:
+        model: The model, which is changed in place. It may be a PeftModel, or become one later.
+        scaler: The GradScaler, ours or torch's, that scales the loss; None if none does. As in
+            `LinearCrossEntropyLoss`, the loss then expects the gradient that
+            `scaler.scale(loss).backward()` passes. A second call replaces the scaler.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is of another kind, is wrapped already, or has another output layer.
     """
     inner: Any = model
     if hasattr(type(inner), "get_base_model"):  # PEFT's

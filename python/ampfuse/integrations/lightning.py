@@ -33,13 +33,21 @@ def _scaler(precision: str, device: str, options: dict[str, Any]) -> GradScaler 
 class MixedPrecision(trainers.MixedPrecision):
     """`Trainer(plugins=MixedPrecision("16-mixed"))`: mixed precision with our scaler.
 
-    It replaces `Trainer(precision="16-mixed")` or `"bf16-mixed"`. Further keyword arguments are
-    those of `ampfuse.GradScaler`, for example `growth_interval=500`.
+    It replaces `Trainer(precision="16-mixed")` or `"bf16-mixed"`.
 
     With `gradient_clip_val`, `ampfuse.AdamW` clips the norm inside its step, in place of its own
     `max_grad_norm`. Clipping by value unscales the gradients first. Hooks such as
     `on_before_optimizer_step` see gradients that are still scaled, unless the optimizer was made
     with `unscale="before"`.
+
+    Args:
+        precision: `"16-mixed"`, or `"bf16-mixed"`, which needs no scaler.
+        device: Type of the device, `"cuda"` or `"cpu"`.
+        **scaler_options: Further arguments of `ampfuse.GradScaler`, for example
+            `growth_interval=500`. `history` is 1000 by default.
+
+    Raises:
+        ValueError: There are options of a scaler, but the precision needs none.
     """
 
     def __init__(
@@ -49,7 +57,15 @@ class MixedPrecision(trainers.MixedPrecision):
         self._limits: list[tuple[Adam, float | None]] = []  # those before clip_gradients()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; a limit that `clip_gradients` has set is for this step only."""
+        """Step, as Lightning calls it; a limit that `clip_gradients` has set is for this step only.
+
+        Args:
+            *args: Passed to Lightning's method.
+            **kwargs: Passed to Lightning's method.
+
+        Returns:
+            The result of Lightning's method.
+        """
         try:
             return super().optimizer_step(*args, **kwargs)
         finally:
@@ -63,7 +79,13 @@ class MixedPrecision(trainers.MixedPrecision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip gradients, or let the optimizer clip them in its step."""
+        """Clip gradients, as Lightning calls it, or let the optimizer clip them in its step.
+
+        Args:
+            optimizer: The optimizer, which Lightning may have wrapped.
+            clip_val: The largest norm or value; 0 or less clips nothing.
+            gradient_clip_algorithm: Lightning's choice between norm and value.
+        """
         if clip_val <= 0:
             return
         optimizer = unwrapped(optimizer)
@@ -79,8 +101,16 @@ class MixedPrecision(trainers.MixedPrecision):
 class FabricMixedPrecision(fabric.MixedPrecision):
     """`Fabric(plugins=FabricMixedPrecision("16-mixed"))`: mixed precision with our scaler.
 
-    Further keyword arguments are those of `ampfuse.GradScaler`. `fabric.clip_gradients` unscales
-    the gradients first. `ampfuse.AdamW(max_grad_norm=...)` clips in its step, which costs less.
+    `fabric.clip_gradients` unscales the gradients first. `ampfuse.AdamW(max_grad_norm=...)` clips
+    in its step, which costs less.
+
+    Args:
+        precision: `"16-mixed"`, or `"bf16-mixed"`, which needs no scaler.
+        device: Type of the device, `"cuda"` or `"cpu"`.
+        **scaler_options: Further arguments of `ampfuse.GradScaler`. `history` is 1000 by default.
+
+    Raises:
+        ValueError: There are options of a scaler, but the precision needs none.
     """
 
     def __init__(
@@ -89,7 +119,11 @@ class FabricMixedPrecision(fabric.MixedPrecision):
         super().__init__(precision, device, _scaler(precision, device, scaler_options))
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale gradients before they are clipped, also for optimizers that do it themselves."""
+        """Unscale gradients before they are clipped, also for optimizers that do it themselves.
+
+        Args:
+            optimizer: The optimizer whose gradients are unscaled in place.
+        """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
@@ -105,7 +139,15 @@ class ScaleLogger(Callback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that there is a scaler to log."""
+        """Check that there is a scaler to log.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model, which is not used.
+
+        Raises:
+            TypeError: The Trainer has no scaler of ours.
+        """
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler):
             raise TypeError(
@@ -115,7 +157,11 @@ class ScaleLogger(Callback):
         self._metrics, self._logged = ScaleMetrics(scaler), 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log, if this batch completed a step that is logged."""
+        """Log, if this batch completed a step that is logged.
+
+        Args:
+            trainer: The Trainer.
+        """
         step = trainer.global_step
         every = trainer.log_every_n_steps  # 0: never
         if every == 0 or step == self._logged or step % every:

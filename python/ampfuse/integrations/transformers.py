@@ -18,13 +18,26 @@ T = TypeVar("T")  # a transformers.Trainer
 
 
 def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer_options: Any) -> T:
-    """Make a `Trainer` step with `ampfuse.AdamW` and, with `fp16=True`, our scaler; return it.
+    """Make a `Trainer` step with `ampfuse.AdamW` and, with `fp16=True`, our scaler.
 
-    Call this before `train()`. Learning rate, betas, epsilon and weight decay are those of
-    the `TrainingArguments`; `optimizer_options` are further arguments of `ampfuse.AdamW`, and
-    `scaler` has those of `ampfuse.GradScaler`. The learning rate stands still when a step is
-    skipped. The trainer's logs get `loss_scale` and `skipped_steps`, which its callbacks, such as
-    those of TensorBoard and W&B, record.
+    Call this once, before `train()`. Learning rate, betas, epsilon and weight decay are those of
+    the `TrainingArguments`. The learning rate stands still when a step is skipped. The trainer's
+    logs get `loss_scale` and `skipped_steps`, which its callbacks, such as those of TensorBoard and
+    W&B, record.
+
+    Args:
+        trainer: A `transformers.Trainer` without an optimizer of its own, which is changed in
+            place.
+        scaler: Arguments of `ampfuse.GradScaler`, only with `TrainingArguments(fp16=True)`; or
+            None.
+        **optimizer_options: Further arguments of `ampfuse.AdamW`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is something else, or an option of the optimizer is unknown.
+        ValueError: The Trainer has another optimizer, or an option is out of range or not allowed.
     """
     inside: Any = trainer
     if not hasattr(inside, "create_accelerator_and_postprocess"):

@@ -21,18 +21,22 @@ from ampfuse.losses._transforms import raise_if_refused, refusal
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """Metrics of each row from the same pass, in the shape of class targets. They have no gradient.
+    """Metrics of each row from the same pass, in the shape of class targets.
 
-    `lse` is the log-sum-exp of the logits after softcap, and `entropy` the entropy of the predicted
-    distribution in nats; both have the loss's dtype. `argmax` is the class of the largest logit.
-    `correct` is True if that is the target (for probabilities, the most probable class); it is
-    False for ignored rows.
+    They have no gradient.
     """
 
     lse: Tensor
+    """Log-sum-exp of the logits after softcap, in the loss's dtype."""
     entropy: Tensor
+    """Entropy of the predicted distribution in nats, in the loss's dtype."""
     argmax: Tensor
+    """The class of the largest logit, int64."""
     correct: Tensor
+    """True if that is the target (for probabilities, the most probable class).
+
+    It is False for ignored rows.
+    """
 
 
 @overload
@@ -74,26 +78,8 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute `torch.nn.functional.cross_entropy`; the arithmetic of 16-bit logits is float32.
 
-    Logits have shape `(C)`, `(N, C)` or `(N, C, d1, ...)`. They are read in place if the class
-    dimension has stride 1, or if at least max(16, C/16) positions of a class are contiguous; others
-    are copied. Targets are classes (int64, int32, uint8) or probabilities.
-
-    - `grad_scale`: the gradient that backward will receive, for example `scaler.scale_tensor()`, or
-      a number. The logits' gradient is multiplied by it before it is rounded to their dtype.
-      Without `grad_scale`, a float16 gradient of a mean over thousands of rows would be mostly
-      zeros if it were computed in forward, so backward computes it. If backward receives another
-      number than `grad_scale`, one more pass multiplies the gradient by the ratio and rounds again;
-      elements that have already overflowed or underflowed the logits' dtype stay so.
-    - `denominator`: divides the loss instead of the rows' total weight, with `reduction="mean"`.
-      If all parts of a batch get the same one, their gradients add up to the whole batch's, and
-      the loss of a part whose rows are all ignored is not NaN. Under DDP, which averages gradients,
-      pass the count over all ranks, divided by the number of ranks.
-    - `z_loss`: adds `z_loss * lse**2` to the loss of each row that is not ignored, where `lse` is
-      the row's log-sum-exp. Class weights do not multiply this term. `reduction="mean"` divides it
-      like the rest of the loss: by `denominator`, or by the sum of the targets' class weights (for
-      probabilities, by the number of rows).
-    - `softcap`: first replaces logits by `softcap * tanh(logits / softcap)`.
-    - `return_metrics`: also returns `CrossEntropyMetrics` of all rows, including ignored ones.
+    Logits are read in place if the class dimension has stride 1, or if at least max(16, C/16)
+    positions of a class are contiguous; others are copied.
 
     If logits require grad, the pass that computes the loss also computes their gradient. In some
     cases logits are kept instead, and backward computes the gradient: with `reduction="none"`, for
@@ -107,13 +93,52 @@ def cross_entropy(
     raises, since the host does not wait; the environment variable AMPFUSE_TARGETS=trap stops the
     GPU at once.
 
-    >>> import torch, ampfuse
-    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 0.0]], requires_grad=True)
-    >>> loss = ampfuse.cross_entropy(logits, torch.tensor([0, 1]))
-    >>> loss.backward()
-    >>> loss.detach(), logits.grad
-    (tensor(0.4100), tensor([[-0.0596,  0.0596],
-            [ 0.2500, -0.2500]]))
+    Args:
+        input: Logits of shape `(C)`, `(N, C)` or `(N, C, d1, ...)` for C classes, float16,
+            bfloat16, float32 or float64.
+        target: Classes (int64, int32 or uint8) in the shape of `input` without C, or probabilities
+            in the shape of `input` and of a floating-point dtype.
+        weight: A factor for the loss of each class, of shape `(C)`, or None.
+        ignore_index: Rows with this target have loss and gradient 0, and are not counted by a mean.
+        reduction: `"mean"` divides the sum of the rows' losses by the sum of their targets' weights
+            (for probabilities, by the number of rows). `"sum"` adds them up, `"none"` returns them.
+        label_smoothing: The part of each target, from 0 to 1, that is spread over all classes.
+        grad_scale: The gradient that backward will receive, for example `scaler.scale_tensor()`, or
+            a number. The logits' gradient is multiplied by it before it is rounded to their dtype.
+            Without it, a float16 gradient of a mean over thousands of rows would be mostly zeros if
+            it were computed in forward, so backward computes it. If backward receives another
+            number than `grad_scale`, one more pass multiplies the gradient by the ratio and rounds
+            again; elements that have already overflowed or underflowed the logits' dtype stay so.
+        denominator: Divides the loss instead of the rows' total weight, with `reduction="mean"`. If
+            all parts of a batch get the same one, their gradients add up to the whole batch's, and
+            the loss of a part whose rows are all ignored is not NaN. Under DDP, which averages
+            gradients, pass the count over all ranks, divided by the number of ranks.
+        z_loss: Adds `z_loss * lse**2` to the loss of each row that is not ignored, where `lse` is
+            the row's log-sum-exp. Class weights do not multiply this term. `reduction="mean"`
+            divides it like the rest of the loss: by `denominator`, or by the sum of the targets'
+            class weights (for probabilities, by the number of rows).
+        softcap: First replaces logits by `softcap * tanh(logits / softcap)`.
+        return_metrics: Also returns `CrossEntropyMetrics` of all rows, including ignored ones.
+
+    Returns:
+        The loss, 0-dim, or with `reduction="none"` of the shape of class targets; float32 for
+        16-bit logits, else of their dtype. With `return_metrics`, a pair of the loss and the
+        metrics.
+
+    Raises:
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape does not fit, or an option is out of range.
+        IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
+        NotImplementedError: A transform of torch.func is active that needs another derivative.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 0.0]], requires_grad=True)
+        >>> loss = ampfuse.cross_entropy(logits, torch.tensor([0, 1]))
+        >>> loss.backward()
+        >>> loss.detach(), logits.grad
+        (tensor(0.4100), tensor([[-0.0596,  0.0596],
+                [ 0.2500, -0.2500]]))
     """
     refuse_unknown(cross_entropy, unknown, REMEDIES)
     options = op_options(
@@ -149,15 +174,37 @@ def cross_entropy_(
 
     Only use this for logits that are not needed any more. It allocates no memory of their size, and
     gradients of tensors from which they were computed may share the logits' memory. The logits are
-    overwritten under `no_grad`, too. `input` must not be a leaf, `reduction` is "mean" or "sum",
-    and float16 logits need `grad_scale`. `torch.compile` does not support this function.
+    overwritten under `no_grad`, too. `torch.compile` does not support this function.
 
-    >>> import torch, ampfuse
-    >>> hidden = torch.ones(1, 2, requires_grad=True)
-    >>> logits = hidden * torch.tensor([2.0, 0.0])
-    >>> ampfuse.cross_entropy_(logits, torch.tensor([0])).backward()
-    >>> logits.detach(), hidden.grad
-    (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
+    Args:
+        input: Logits of shape `(N, C)`, which are overwritten; not a leaf that requires grad.
+        target: Classes of shape `(N)` (int64, int32 or uint8), or probabilities `(N, C)`.
+        weight: A factor for the loss of each class, of shape `(C)`, or None.
+        ignore_index: Rows with this target have loss and gradient 0, and are not counted by a mean.
+        reduction: `"mean"` or `"sum"`.
+        label_smoothing: The part of each target, from 0 to 1, that is spread over all classes.
+        grad_scale: The gradient that backward will receive; float16 logits need it.
+        denominator: Divides the loss instead of the rows' total weight, with `reduction="mean"`.
+        z_loss: Adds `z_loss * lse**2` to each row's loss, as in `cross_entropy`.
+        softcap: First replaces logits by `softcap * tanh(logits / softcap)`.
+
+    Returns:
+        The loss, 0-dim; float32 for 16-bit logits, else of their dtype.
+
+    Raises:
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape does not fit, or an option is out of range.
+        RuntimeError: `input` is a leaf that requires grad.
+        IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
+        NotImplementedError: A transform of torch.func is active that needs another derivative.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> hidden = torch.ones(1, 2, requires_grad=True)
+        >>> logits = hidden * torch.tensor([2.0, 0.0])
+        >>> ampfuse.cross_entropy_(logits, torch.tensor([0])).backward()
+        >>> logits.detach(), hidden.grad
+        (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
     """
     refuse_unknown(cross_entropy_, unknown, REMEDIES)
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
@@ -183,13 +230,26 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     division stays infinite. Call it with `denominator` for the parts of an accumulated batch
     instead.
 
-    >>> import torch, ampfuse
-    >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
-    >>> criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
-    >>> logits = torch.zeros(1, 2, dtype=torch.float16, requires_grad=True)
-    >>> scaler.scale(criterion(logits, torch.tensor([0]))).backward()
-    >>> logits.grad
-    tensor([[-512.,  512.]], dtype=torch.float16)
+    Args:
+        weight: A factor for the loss of each class, of shape `(C)`, or None. It becomes a buffer.
+        ignore_index: Rows with this target have loss and gradient 0, and are not counted by a mean.
+        reduction: `"mean"`, `"sum"` or `"none"`, as in `cross_entropy`.
+        label_smoothing: The part of each target, from 0 to 1, that is spread over all classes.
+        scaler: The GradScaler, ampfuse's or torch's, that scales this loss; None if none does.
+        z_loss: Adds `z_loss * lse**2` to each row's loss, as in `cross_entropy`.
+        softcap: First replaces logits by `softcap * tanh(logits / softcap)`.
+
+    Raises:
+        TypeError: `scaler` is not a scaler.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> scaler = ampfuse.GradScaler("cpu", 1024.0)
+        >>> criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+        >>> logits = torch.zeros(1, 2, dtype=torch.float16, requires_grad=True)
+        >>> scaler.scale(criterion(logits, torch.tensor([0]))).backward()
+        >>> logits.grad
+        tensor([[-512.,  512.]], dtype=torch.float16)
     """
 
     def __init__(
@@ -220,7 +280,17 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def forward(
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
     ) -> Tensor:
-        """Return the loss; `denominator` is as in `cross_entropy`."""
+        """Compute the loss; errors are those of `cross_entropy`.
+
+        Args:
+            input: Logits, as in `cross_entropy`.
+            target: Classes or probabilities, as in `cross_entropy`.
+            denominator: Divides the loss instead of the rows' total weight, with
+                `reduction="mean"`.
+
+        Returns:
+            The loss, as of `cross_entropy`.
+        """
         return cross_entropy(
             input,
             target,

@@ -10,7 +10,6 @@ from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse._arguments import explain, refuse_unknown
 from ampfuse._dtensors import is_dtensor
-from ampfuse._graphs import eager_only
 from ampfuse.losses._options import (
     DEFAULTS,
     REMEDIES,
@@ -21,6 +20,7 @@ from ampfuse.losses._options import (
     op_options,
 )
 from ampfuse.losses._transforms import raise_if_refused
+from ampfuse.losses._vocab_shard import vocab_shard
 from ampfuse.losses.cross_entropy import CrossEntropyMetrics
 
 if TYPE_CHECKING:
@@ -77,73 +77,92 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute `cross_entropy(hidden @ weight.T + bias, target)` in a fraction of the memory.
 
-    Hidden states have shape `(..., H)`, the weight `(V, H)`, the bias `(V)`; targets are classes of
-    shape `(...)` (int64, int32, uint8), or probabilities `(..., V)`. Hidden states, weight and bias
-    must have the same dtype; autocast converts them once. If products are in float16 or bfloat16,
-    losses are float32, logits have `logits_dtype`, and the weight's gradient is summed in float32.
-    This sum is then rounded to the weight's dtype, unless `weight.grad_dtype` is float32. float32
-    gradients of 16-bit weights are supported by `ampfuse.Adam`, `AdamW` and torch's SGD, but not
-    by other optimizers, torch.compile and DDP. For float64 inputs, the loss is float64.
+    Hidden states, weight and bias must have the same dtype; autocast converts them once. If
+    products are in float16 or bfloat16, losses are float32, logits have `logits_dtype`, and the
+    weight's gradient is summed in float32. This sum is then rounded to the weight's dtype, unless
+    `weight.grad_dtype` is float32. float32 gradients of 16-bit weights are supported by
+    `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers, torch.compile and DDP.
 
     One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
     and sum, backward then only multiplies the gradients by the number that it receives. With
     `reduction="none"` it computes the logits again. Gradients that are not required cost nothing.
 
-    - `class_weight`, `ignore_index`, `reduction`, `label_smoothing`, `denominator`, `z_loss`,
-      `softcap` and `return_metrics` are those of `cross_entropy` (which calls the first one
-      `weight`).
-    - `grad_scale`: the gradient that backward will receive, for example `scaler.scale_tensor()`, or
-      a number. If backward receives another number, one more pass multiplies the gradients by the
-      ratio and, unless this is a power of two, rounds 16-bit ones a second time. For a loss that is
-      divided by n pass `1 / n`, or a `denominator`. Without `grad_scale`, float16 gradients are
-      computed from losses that are not divided yet.
-    - `chunk_rows`: number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU
-      (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). On a GPU all
-      rows are one chunk if that takes no more memory: several chunks need a float32 sum of the
-      weight's gradient. The same rows in the same chunks give the same bits. On a CPU the number of
-      threads must be the same, too, because some matrix products depend on it (for example those of
-      bfloat16 without AVX512-BF16).
-    - `chunk_classes`: take all rows, and this number of classes at a time, instead of chunks of
-      rows. Memory is then needed for the logits of these classes, 88 bytes per row and tile of
-      classes, and a float32 sum of the hidden states' gradient. If the weight's gradient is
-      bfloat16, this is the least, since no float32 sum of it is kept. Logits are computed twice:
-      four products instead of three. Allowed with reductions mean and sum, without `chunk_rows` and
-      `process_group`.
-    - `logits_dtype`: the dtype in which logits are stored if products are in float16 or bfloat16:
-      float32 or the dtype of the products. float32 logits are not rounded. Others are rounded as by
-      `F.linear`: a bfloat16 logit of 40 is off by up to 1/8, and a float16 logit beyond 65504 is
-      infinite. In return a GPU needs 2 bytes for a logit and its gradient instead of 6. The default
-      is float32 on a CPU and with a `process_group` or `chunk_classes`, otherwise the dtype of the
-      products. A `process_group` and `chunk_classes` allow only float32. A CPU allows float32, and
-      bfloat16 if it has bfloat16 products.
-    - `accumulate_into`: a float32 tensor (float64 for float64 inputs) of the weight's shape, to
-      which backward adds the weight's gradient. The weight itself then gets none, but DDP waits for
-      one: do not use this for weights inside DDP. For `ampfuse.AdamW` to use the buffer, set
-      `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and call
-      `zero_grad(set_to_none=False)`. If an embedding shares the weight, its part of the gradient
-      is in `weight.grad`.
-    - `process_group`, of `torch.distributed`: the ranks that each hold a shard of the classes
-      (tensor parallelism). Weight, bias and probabilities are those of this rank's classes. By
-      default all shards have the same size and lie in the order of ranks; otherwise pass
-      `first_class`, the first class of this shard, and `num_classes`, the number of all classes.
-      Padding of a vocabulary counts as classes. All ranks pass the same hidden states, the same
-      targets (numbered among all classes), `class_weight` of all classes and the same options,
-      request the same gradients, and call backward with the same number. All get the same loss, to
-      the last bit, and the whole gradient of the hidden states, summed in float32. Besides that sum
-      they exchange a few numbers per row. A loss is NaN if the shards do not cover all classes, or
-      if no shard has the row's target. Other differences between the ranks' arguments are not
-      detected.
-
     Second derivatives, forward mode and `torch.func.grad` are not supported: use torch's
     cross_entropy of the logits for them. Targets out of range are treated as in `cross_entropy`.
 
-    >>> import torch, ampfuse
-    >>> hidden = torch.ones(1, 2, requires_grad=True)
-    >>> weight = torch.tensor([[1.0, 0.0], [0.0, -1.0]], requires_grad=True)
-    >>> loss = ampfuse.linear_cross_entropy(hidden, weight, torch.tensor([0]))
-    >>> loss.backward()
-    >>> loss.detach(), hidden.grad
-    (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
+    Args:
+        hidden: Hidden states of shape `(..., H)`.
+        weight: The weight of the last layer, of shape `(V, H)` for V classes.
+        target: Classes of shape `(...)` (int64, int32 or uint8), or probabilities `(..., V)`.
+        bias: The bias of the last layer, of shape `(V)`, or None.
+        class_weight: A factor for the loss of each class, of shape `(V)`, or None.
+        ignore_index: Rows with this target have loss and gradient 0, and are not counted by a mean.
+        reduction: `"mean"`, `"sum"` or `"none"`, as in `cross_entropy`.
+        label_smoothing: The part of each target, from 0 to 1, that is spread over all classes.
+        grad_scale: The gradient that backward will receive, for example `scaler.scale_tensor()`, or
+            a number. If backward receives another number, one more pass multiplies the gradients by
+            the ratio and, unless this is a power of two, rounds 16-bit ones a second time. For a
+            loss that is divided by n pass `1 / n`, or a `denominator`. Without `grad_scale`,
+            float16 gradients are computed from losses that are not divided yet.
+        denominator: Divides the loss instead of the rows' total weight, as in `cross_entropy`.
+        z_loss: Adds `z_loss * lse**2` to each row's loss, as in `cross_entropy`.
+        softcap: First replaces logits by `softcap * tanh(logits / softcap)`.
+        chunk_rows: Number of rows per chunk. By default as many as fit 64 MiB of logits on a CPU
+            (at least 128), or 1 GiB of logits and their gradient on a GPU (at least 2048). On a GPU
+            all rows are one chunk if that takes no more memory: several chunks need a float32 sum
+            of the weight's gradient. The same rows in the same chunks give the same bits. On a CPU
+            the number of threads must be the same, too, because some matrix products depend on it
+            (for example those of bfloat16 without AVX512-BF16).
+        chunk_classes: Take all rows, and this number of classes at a time, instead of chunks of
+            rows. Memory is then needed for the logits of these classes, 88 bytes per row and tile
+            of classes, and a float32 sum of the hidden states' gradient. If the weight's gradient
+            is bfloat16, this is the least, since no float32 sum of it is kept. Logits are computed
+            twice: four products instead of three. Allowed with reductions mean and sum, without
+            `chunk_rows` and `process_group`.
+        logits_dtype: The dtype in which logits are stored if products are in float16 or bfloat16:
+            float32 or the dtype of the products. float32 logits are not rounded. Others are rounded
+            as by `F.linear`: a bfloat16 logit of 40 is off by up to 1/8, and a float16 logit beyond
+            65504 is infinite. In return a GPU needs 2 bytes for a logit and its gradient instead of
+            6. The default is float32 on a CPU and with a `process_group` or `chunk_classes`,
+            otherwise the dtype of the products. A `process_group` and `chunk_classes` allow only
+            float32. A CPU allows float32, and bfloat16 if it has bfloat16 products.
+        accumulate_into: A float32 tensor (float64 for float64 inputs) of the weight's shape, to
+            which backward adds the weight's gradient in place. The weight itself then gets none,
+            but DDP waits for one: do not use this for weights inside DDP. For `ampfuse.AdamW` to
+            use the buffer, set `weight.grad_dtype = torch.float32`, `weight.grad = buffer`, and
+            call `zero_grad(set_to_none=False)`. If an embedding shares the weight, its part of the
+            gradient is in `weight.grad`.
+        process_group: Ranks of `torch.distributed` that each hold a shard of the classes (tensor
+            parallelism). Weight, bias and probabilities are those of this rank's classes. All ranks
+            pass the same hidden states, the same targets (numbered among all classes),
+            `class_weight` of all classes and the same options, request the same gradients, and call
+            backward with the same number. All get the same loss, to the last bit, and the whole
+            gradient of the hidden states, summed in float32. Besides that sum they exchange a few
+            numbers per row. A loss is NaN if the shards do not cover all classes, or if no shard
+            has the row's target. Other differences between the ranks' arguments are not detected.
+        first_class: The first class of this rank's shard; with `num_classes`. By default all shards
+            have the same size and lie in the order of ranks.
+        num_classes: The number of all classes of the group. Padding of a vocabulary counts, too.
+        return_metrics: Also returns `CrossEntropyMetrics` of all rows, including ignored ones.
+
+    Returns:
+        The loss, 0-dim, or with `reduction="none"` of shape `(...)`; float32, or float64 for
+        float64 inputs. With `return_metrics`, a pair of the loss and the metrics.
+
+    Raises:
+        TypeError: An argument has a wrong type or dtype, or is a DTensor.
+        ValueError: A shape does not fit, or an option is out of range or not allowed with another.
+        IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
+        NotImplementedError: A transform of torch.func is active that needs another derivative.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> hidden = torch.ones(1, 2, requires_grad=True)
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, -1.0]], requires_grad=True)
+        >>> loss = ampfuse.linear_cross_entropy(hidden, weight, torch.tensor([0]))
+        >>> loss.backward()
+        >>> loss.detach(), hidden.grad
+        (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
     """
     refuse_unknown(linear_cross_entropy, unknown, REMEDIES)
     _refuse_dtensors(
@@ -165,7 +184,7 @@ def linear_cross_entropy(
         "accumulate_into": accumulate_into,
     }
     if process_group is not None:
-        options["vocab_shard"] = _vocab_shard(process_group, weight, first_class, num_classes)
+        options["vocab_shard"] = vocab_shard(process_group, weight, first_class, num_classes)
         options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:
         raise ValueError("first_class, num_classes: only allowed with process_group")
@@ -184,18 +203,38 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """The last layer of a model and its loss, computed by `linear_cross_entropy`.
 
-    `linear` is that layer, an `nn.Linear`: call it only to get logits. To share its weight
-    with an embedding, assign `loss.linear.weight = embedding.weight`; a model's own last layer may
-    be assigned, too. Its parameters are trained, so make this module a part of the model, inside
-    DDP; with FSDP2 shard it as a module of its own, `fully_shard(head)`. `weight` contains the
-    class weights. With `scaler`, ours or torch's, the loss expects the gradient that
-    `scaler.scale(loss).backward()` passes. The state dict is that of
+    `linear` is that layer, an `nn.Linear`: call it only to get logits. To share its weight with an
+    embedding, assign `loss.linear.weight = embedding.weight`; a model's own last layer may be
+    assigned, too. Its parameters are trained, so make this module a part of the model, inside DDP;
+    with FSDP2 shard it as a module of its own, `fully_shard(head)`. The state dict is that of
     `torch.nn.LinearCrossEntropyLoss`, which newer versions of torch have.
 
-    >>> import torch, ampfuse
-    >>> criterion = ampfuse.LinearCrossEntropyLoss(8, 100)
-    >>> criterion(torch.zeros(4, 8), torch.arange(4)).detach()
-    tensor(4.6052)
+    Args:
+        in_features: The size H of the hidden states.
+        num_classes: The number of classes.
+        bias: The layer has a bias.
+        weight: A factor for the loss of each class, of shape `(num_classes)`, or None; a buffer.
+        ignore_index: Rows with this target have loss and gradient 0, and are not counted by a mean.
+        reduction: `"mean"`, `"sum"` or `"none"`, as in `cross_entropy`.
+        label_smoothing: The part of each target, from 0 to 1, that is spread over all classes.
+        scaler: The GradScaler, ampfuse's or torch's, that scales this loss; None if none does. The
+            loss then expects the gradient that `scaler.scale(loss).backward()` passes.
+        z_loss: Adds `z_loss * lse**2` to each row's loss, as in `cross_entropy`.
+        softcap: First replaces logits by `softcap * tanh(logits / softcap)`.
+        chunk_rows: Number of rows per chunk, as in `linear_cross_entropy`.
+        chunk_classes: Number of classes at a time, as in `linear_cross_entropy`.
+        logits_dtype: The dtype in which logits are stored, as in `linear_cross_entropy`.
+        device: Device of the layer's parameters; torch's default if None.
+        dtype: Dtype of the layer's parameters; torch's default if None.
+
+    Raises:
+        TypeError: `scaler` is not a scaler.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> criterion = ampfuse.LinearCrossEntropyLoss(8, 100)
+        >>> criterion(torch.zeros(4, 8), torch.arange(4)).detach()
+        tensor(4.6052)
     """
 
     weight: Tensor | None
@@ -247,7 +286,18 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         denominator: Tensor | float | None = None,
         accumulate_into: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss; `denominator` and `accumulate_into` are as in `linear_cross_entropy`."""
+        """Compute the loss; errors are those of `linear_cross_entropy`.
+
+        Args:
+            hidden: Hidden states of shape `(..., in_features)`.
+            target: Classes of shape `(...)`, or probabilities `(..., num_classes)`.
+            denominator: Divides the loss instead of the rows' total weight, with
+                `reduction="mean"`.
+            accumulate_into: A float32 tensor to which backward adds the weight's gradient in place.
+
+        Returns:
+            The loss, as of `linear_cross_entropy`.
+        """
         return linear_cross_entropy(
             hidden,
             self.linear.weight,
@@ -265,36 +315,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             chunk_classes=self.chunk_classes,
             logits_dtype=self.logits_dtype,
             accumulate_into=accumulate_into,
-        )
-
-
-def _vocab_shard(
-    process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
-) -> list[int]:
-    """Return [ranks, first class, classes]; by default for equal shards in the order of ranks."""
-    _check_group(process_group)
-    if (first_class is None) != (num_classes is None):
-        raise ValueError("first_class, num_classes: expected both or neither")
-    _check_classes(first_class, num_classes)
-    size, classes = process_group.size(), weight.shape[0]
-    if first_class is None or num_classes is None:
-        first_class, num_classes = process_group.rank() * classes, size * classes
-    return [size, first_class, num_classes]
-
-
-@eager_only
-def _check_classes(first_class: int | None, num_classes: int | None) -> None:
-    for name, number in (("first_class", first_class), ("num_classes", num_classes)):
-        if number is not None and not isinstance(number, int):
-            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
-
-
-@eager_only
-def _check_group(process_group: ProcessGroup) -> None:
-    if not hasattr(process_group, "group_name"):
-        raise TypeError(
-            "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, "
-            f"got {type(process_group).__name__}"
         )
 
 

@@ -60,7 +60,11 @@ class Account:
         return asdict(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the account and its savings as stacked bars. This needs matplotlib."""
+        """Draw the account and its savings as stacked bars. This needs matplotlib.
+
+        Args:
+            path: The picture's file; its ending chooses the format.
+        """
         plot(self, Path(path))
 
 
@@ -69,20 +73,32 @@ def account(
 ) -> Account:
     """Return what the memory of a training step is for.
 
-    `step` runs forward, backward and `optimizer.step()`; it is called twice. The model is on the
-    CPU. Operators compute shapes, but no numbers, so this takes a second and no memory, and it
-    leaves model and optimizers as they are. `device`: what the account is about, `"cuda"`, or
-    `"cpu"` for a program that trains on a CPU.
+    Operators compute shapes, but no numbers, so this takes a second and no memory, and it leaves
+    model and optimizers as they are.
 
-    >>> import torch, ampfuse.memory
-    >>> model = torch.nn.Linear(1024, 1024)
-    >>> optimizer = ampfuse.AdamW(model.parameters())
-    >>> def step():
-    ...     model(torch.zeros(8, 1024)).sum().backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    >>> ampfuse.memory.account(model, optimizer, step).kinds["gradients"]
-    4198400
+    Args:
+        model: The model, on the CPU.
+        optimizer: The optimizer that `step` steps.
+        step: A function that runs forward, backward and `optimizer.step()`; it is called twice.
+        device: What the account is about: `"cuda"`, or `"cpu"` for a program that trains on a CPU.
+
+    Returns:
+        The account of the second step.
+
+    Raises:
+        TypeError: `model` or `optimizer` is something else.
+        ValueError: The model is on a GPU or not initialized, or `step` does not step the optimizer.
+
+    Examples:
+        >>> import torch, ampfuse.memory
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> optimizer = ampfuse.AdamW(model.parameters())
+        >>> def step():
+        ...     model(torch.zeros(8, 1024)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> ampfuse.memory.account(model, optimizer, step).kinds["gradients"]
+        4198400
     """
     return account_of(recorded(model, optimizer, step, device))
 

@@ -44,29 +44,41 @@ def largest_batch(
 ) -> BatchSize:
     """Return the largest batch with which `step(batch)` fits into memory.
 
-    `step` makes a training step with so many samples. If the model is on a GPU, steps run there:
-    with 1, 2, 4, … samples, until they take half of the memory, and then at most twice with the
-    number that is predicted from these. Running out of memory ends a trial, not the program. Model
-    and optimizer are restored. If the model is on the CPU, accounts take the place of steps (see
-    `account`, also for `device`).
-
-    `memory`: bytes that may be used, also as a text like `"24GiB"`; needed if the model is on the
-    CPU, otherwise the GPU's.
-    `effective`: samples of a whole step, which are divided into micro-batches.
-    `process_group`: ranks that get the same answer. Call this before the model is wrapped for
-    several GPUs.
-
-    >>> import torch, ampfuse.memory
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Tanh())
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> def step(batch):
-    ...     model(torch.zeros(batch, 64)).sum().backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    >>> ampfuse.memory.largest_batch(model, optimizer, step, memory="64MiB", effective=10_000)
-    BatchSize(largest=7912, batch=5000, accumulation=2)
+    If the model is on a GPU, steps run there: with 1, 2, 4, … samples, until they take half of the
+    memory, and then at most twice with the number that is predicted from these. Running out of
+    memory ends a trial, not the program. Model and optimizer are restored. If the model is on the
+    CPU, accounts take the place of steps (see `account`).
 
     `ampfuse.accumulate` gives micro-batches the gradients of the whole batch.
+
+    Args:
+        model: The model. Call this before it is wrapped for several GPUs.
+        optimizer: The optimizer that `step` steps.
+        step: A function that makes a training step with so many samples.
+        memory: Bytes that may be used, also as a text like `"24GiB"`; needed if the model is on the
+            CPU, otherwise by default those of the GPU.
+        effective: Number of samples of a whole step, which are divided into micro-batches.
+        process_group: Ranks that get the same answer, or None.
+        device: What accounts are about, as in `account`.
+
+    Returns:
+        The largest number of samples, and how to divide `effective`.
+
+    Raises:
+        ValueError: `memory` is needed, `effective` is below 1, or memory does not depend on the
+            batch.
+        torch.OutOfMemoryError: A step with one sample does not fit.
+
+    Examples:
+        >>> import torch, ampfuse.memory
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Tanh())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(batch):
+        ...     model(torch.zeros(batch, 64)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> ampfuse.memory.largest_batch(model, optimizer, step, memory="64MiB", effective=10_000)
+        BatchSize(largest=7912, batch=5000, accumulation=2)
     """
     if effective is not None and effective < 1:
         raise ValueError(f"effective: expected at least 1, got {effective}")

@@ -24,24 +24,29 @@ from ampfuse.memory._step_memory import WARM_UP, WINDOW, Sample, StepMemory, kee
 class Monitor(StepMemory):
     """Samples the memory of the process and of its GPU while a program trains.
 
-    >>> import torch, ampfuse.memory
-    >>> param = torch.nn.Parameter(torch.zeros(1000))
-    >>> optimizer = torch.optim.SGD([param], lr=0.1)
-    >>> with ampfuse.memory.Monitor() as monitor:
-    ...     for _ in range(3):
-    ...         param.sum().backward()
-    ...         optimizer.step()
-    >>> monitor.steps, monitor.growth() is None
-    (3, True)
-    >>> monitor.write_csv("/tmp/memory.csv")
-
     Steps are those of the first optimizer, outside of compiled functions. Samples are taken by a
     thread every `interval` seconds, and after each step that takes 20 ms or more. If memory grows
-    from step to step, the allocations of two steps are recorded, and `suspects` says which lines
-    and containers hold the memory; this can be switched off with `find_leaks=False`. `writer`: a
-    TensorBoard writer that gets the values after steps.
+    from step to step, the allocations of two steps are recorded, and `suspects` names the lines and
+    containers that hold the memory. The host does not wait for the GPU.
 
     It needs psutil except on Linux: `pip install ampfuse[tools]`.
+
+    Args:
+        interval: Seconds between two samples.
+        writer: A TensorBoard writer that gets the values after steps, or None.
+        find_leaks: Record the allocations of two steps if memory grows.
+
+    Examples:
+        >>> import torch, ampfuse.memory
+        >>> param = torch.nn.Parameter(torch.zeros(1000))
+        >>> optimizer = torch.optim.SGD([param], lr=0.1)
+        >>> with ampfuse.memory.Monitor() as monitor:
+        ...     for _ in range(3):
+        ...         param.sum().backward()
+        ...         optimizer.step()
+        >>> monitor.steps, monitor.growth() is None
+        (3, True)
+        >>> monitor.write_csv("/tmp/memory.csv")
     """
 
     def __init__(
@@ -73,7 +78,11 @@ class Monitor(StepMemory):
         self.stop_looking()
 
     def peak(self) -> Sample:
-        """Return the sample with most memory: on the GPU if the program uses one."""
+        """Return the sample with most memory: on the GPU if the program uses one.
+
+        Raises:
+            ValueError: There are no samples yet.
+        """
         if not self.samples:
             raise ValueError("Monitor: there are no samples yet")
         return max(self.samples, key=lambda one: (one.allocated, one.host))
@@ -102,14 +111,22 @@ class Monitor(StepMemory):
         return "\n".join(lines)
 
     def write_csv(self, path: str | Path) -> None:
-        """Write all samples."""
+        """Write all samples as a table with the fields of `Sample`.
+
+        Args:
+            path: The file, which is overwritten.
+        """
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Sample._fields)
             writer.writerows(self.samples)
 
     def plot(self, path: str | Path) -> None:
-        """Draw memory over time, with a mark for each step. This needs matplotlib."""
+        """Draw memory over time, with a mark for each step. This needs matplotlib.
+
+        Args:
+            path: The picture's file; its ending chooses the format.
+        """
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -163,7 +180,11 @@ class Monitor(StepMemory):
         self.end_step(optimizer, self.steps + 1)
 
     def keep_end(self, sample: Sample) -> None:
-        """Keep the sample after a step, and give it to the writer."""
+        """Keep the sample after a step, and give it to the writer.
+
+        Args:
+            sample: The sample.
+        """
         keep(self.samples, sample)
         super().keep_end(sample)
         if self._writer is not None:

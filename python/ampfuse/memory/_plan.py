@@ -57,6 +57,12 @@ class Plan:
         """Checkpoint the blocks, cast the model if planned, and return options for `ampfuse.AdamW`.
 
         Linear cross-entropy is the one change that is left to the program.
+
+        Args:
+            model: The model, which is changed in place.
+
+        Returns:
+            Arguments of `ampfuse.AdamW` by name.
         """
         for name in self.blocks:
             block = model.get_submodule(name)
@@ -84,26 +90,38 @@ def plan(
 
     Changes that are allowed are made one after the other until the step fits. If it still does not
     fit, blocks are checkpointed, as few as possible, first those that save most for what they
-    compute again.
+    compute again. Model and optimizer stay as they are until `Plan.apply`.
 
-    `budget`: bytes, or a text like `"24GiB"`. `allow`: names of changes of `Account.savings`:
-    bfloat16 weights with masters or with remainders, bfloat16 moments, linear cross-entropy. The
-    other arguments are those of `account`.
+    Args:
+        model: The model, on the CPU.
+        optimizer: The optimizer that `step` steps.
+        step: A function that runs forward, backward and `optimizer.step()`; it is called twice.
+        budget: Bytes, or a text like `"24GiB"`.
+        allow: Names of changes of `Account.savings`: bfloat16 weights with masters or with
+            remainders, bfloat16 moments, linear cross-entropy.
+        device: What the plan is about: `"cuda"`, or `"cpu"` for a program that trains on a CPU.
 
-    >>> import torch, ampfuse.memory
-    >>> from torch.nn import Linear, Sequential, Tanh
-    >>> model = Sequential(
-    ...     *(Sequential(Linear(64, 256), Tanh(), Linear(256, 64)) for _ in range(8))
-    ... )
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> def step():
-    ...     model(torch.zeros(4096, 64)).sum().backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    >>> made = ampfuse.memory.plan(model, optimizer, step, budget="32MiB")
-    >>> made.fits, made.blocks
-    (True, ['0', '1', '2', '3', '4'])
-    >>> optimizer = ampfuse.AdamW(model.parameters(), **made.apply(model))
+    Returns:
+        The plan; its `fits` is False if the step does not fit after all changes.
+
+    Raises:
+        ValueError: `allow` has another name, or the model is refused as by `account`.
+
+    Examples:
+        >>> import torch, ampfuse.memory
+        >>> from torch.nn import Linear, Sequential, Tanh
+        >>> model = Sequential(
+        ...     *(Sequential(Linear(64, 256), Tanh(), Linear(256, 64)) for _ in range(8))
+        ... )
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step():
+        ...     model(torch.zeros(4096, 64)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> made = ampfuse.memory.plan(model, optimizer, step, budget="32MiB")
+        >>> made.fits, made.blocks
+        (True, ['0', '1', '2', '3', '4'])
+        >>> optimizer = ampfuse.AdamW(model.parameters(), **made.apply(model))
     """
     budget = bytes_of(budget)
     known = {change.name: change for change in CHANGES if change.name in ALLOWED}

@@ -43,6 +43,17 @@ def read_snapshot(path: str | Path, device: int = 0) -> Snapshot:
 
     Record it with `torch.cuda.memory._record_memory_history()`, some steps, and
     `torch.cuda.memory._dump_snapshot("snapshot.pickle")`.
+
+    Args:
+        path: The file.
+        device: Index of the GPU.
+
+    Returns:
+        The memory at the peak, by phase and line of the program.
+
+    Raises:
+        ValueError: The file contains something else.
+        pickle.UnpicklingError: The file contains code.
     """
     with Path(path).open("rb") as file:
         content = _PlainUnpickler(file).load()

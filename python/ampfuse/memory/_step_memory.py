@@ -85,7 +85,12 @@ class StepMemory:
         return max((value for value in found if value is not None), default=None)
 
     def end_step(self, optimizer: Optimizer, steps: int) -> None:
-        """Sample after a step of this optimizer, the last one of so many, and look for leaks."""
+        """Sample after a step of an optimizer, and look for leaks.
+
+        Args:
+            optimizer: The optimizer that has stepped.
+            steps: The number of its steps so far.
+        """
         self.steps = steps - 1
         seconds = time.perf_counter() - self._start
         if not self.ends or seconds >= self.ends[-1].seconds + LEAST_SPACING:
@@ -101,7 +106,11 @@ class StepMemory:
             self._look = Look()
 
     def keep_end(self, sample: Sample) -> None:
-        """Keep the sample after a step."""
+        """Keep the sample after a step.
+
+        Args:
+            sample: The sample.
+        """
         keep(self.ends, sample)
 
     def stop_looking(self) -> None:

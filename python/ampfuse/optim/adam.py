@@ -40,29 +40,9 @@ class Adam(torch.optim.Adam):
     exact ones. Parameters may be float16, bfloat16 and float32 in any mixture, and so may their
     gradients, independently. float64 and complex parameters are stepped as in torch.
 
-    Arguments and group options that torch does not have:
-
-    - `master_weights`: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
-      is the master rounded to nearest; `"remainder"` keeps only the 16 bits of the master that a
-      bfloat16 parameter lacks, 2 bytes less per element; False steps 16-bit parameters themselves,
-      which loses updates smaller than half their last bit.
-    - `state_dtype`: dtype of the moments, float32 or bfloat16.
-    - `max_grad_norm`: clips the unscaled gradients as `torch.nn.utils.clip_grad_norm_` does. As an
-      argument, it limits the norm over all groups without a limit of their own; as a group option,
-      the norm of that group (inf: no clipping).
-    - `write_back_grads`: leaves the unscaled, clipped gradients in `.grad`.
-    - `unscale`: with `"before"`, a scaler unscales the gradients before it calls `step`, and does
-      not call it if they overflow, as with torch's optimizers that are not fused. Choose it where a
-      framework clips the gradients, or reads them in hooks (Lightning). It takes one more pass, and
-      no process group. Scalers refuse to unscale float16 gradients, unless made with
-      `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is `"in_step"`, except while
-      Accelerate, which Transformers uses, wraps `step` to notice whether it is called.
-    - `process_group`: ranks that step other parameters of the same model. Norms, and the decision
-      to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler, too.
-      An optimizer with a group cannot be pickled. Ranks that hold shards of the same DTensors are
-      no such group. For a ZeroRedundancyOptimizer, which would turn these arguments into group
-      options, pass
-      `optimizer_class=functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)`.
+    The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
+    also be options of a group. The constructor's are not saved in state dicts, but those of a group
+    are.
 
     Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
     for it, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. If only
@@ -81,13 +61,54 @@ class Adam(torch.optim.Adam):
     After other writes call `sync_masters_from_model()`. Tensors whose memory layout differs from
     their parameter's are copied for the step.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
-    >>> optimizer = ampfuse.Adam(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-    >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    >>> optimizer.step()
-    >>> optimizer.state[model.bias]["master_param"].dtype
-    torch.float32
+    Args:
+        params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
+            They may be float16, bfloat16 and float32 in any mixture; float64 and complex parameters
+            are stepped as in torch.
+        lr: Learning rate: a number, or a tensor with one element, which is read on its device.
+        betas: Decay rates of the averages of the gradient and of its square.
+        eps: Number added to the denominator.
+        weight_decay: Factor of weight decay. It is added to the gradient (L2 penalty), unless
+            decoupled.
+        amsgrad: Divide by the largest average of squares so far (AMSGrad), one more state tensor.
+        maximize: Ascend instead of descend.
+        decoupled_weight_decay: Decay the weights themselves, as `AdamW` does.
+        master_weights: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
+            is the master rounded to nearest. `"remainder"` keeps only the 16 bits of the master
+            that a bfloat16 parameter lacks, 2 bytes less per element. False steps 16-bit parameters
+            themselves, which loses updates smaller than half their last bit.
+        state_dtype: Dtype of the moments, float32 or bfloat16.
+        max_grad_norm: Clip the unscaled gradients to this norm, as `torch.nn.utils.clip_grad_norm_`
+            does, or None. As an argument, it limits the norm over all groups without a limit of
+            their own; as a group option, the norm of that group (inf: no clipping).
+        write_back_grads: Leave the unscaled, clipped gradients in `.grad`.
+        unscale: With `"before"`, a scaler unscales the gradients before it calls `step`, and does
+            not call it if they overflow, as with torch's optimizers that are not fused. Choose it
+            where a framework clips the gradients, or reads them in hooks (Lightning). It takes one
+            more pass, and no process group. Scalers refuse to unscale float16 gradients, unless
+            made with `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is
+            `"in_step"`, except while Accelerate, which Transformers uses, wraps `step` to notice
+            whether it is called.
+        process_group: Ranks that step other parameters of the same model. Norms, and the decision
+            to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
+            too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same
+            DTensors are no such group. For a ZeroRedundancyOptimizer, which would turn these
+            arguments into group options, pass `optimizer_class=functools.partial(ampfuse.AdamW,
+            max_grad_norm=..., process_group=...)`.
+
+    Raises:
+        TypeError: An argument has a wrong type, or is one of torch's that choose an implementation
+            (`foreach`, `fused`, `capturable`, `differentiable`), which do not exist here.
+        ValueError: An argument is out of range.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = ampfuse.Adam(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.bias]["master_param"].dtype
+        torch.float32
     """
 
     # torch's Adam is a base for isinstance only: its methods are not used. Methods of torch's
@@ -158,7 +179,15 @@ class Adam(torch.optim.Adam):
         self._traced = Traced(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its options are checked like the constructor's."""
+        """Add a group of parameters as torch does; its options are checked like the constructor's.
+
+        Args:
+            param_group: A dict with `params`, and any options of a group.
+
+        Raises:
+            TypeError: An option has a wrong type.
+            ValueError: An option is out of range, or a parameter is in another group.
+        """
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
@@ -229,7 +258,23 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient. With a `closure`, call it first."""
+        """Update the parameters that have a gradient, and their state, in place.
+
+        The host does not wait. The step is skipped on the device if a scaler has found a non-finite
+        gradient. Gradients are only read, unless `write_back_grads` is set.
+
+        Args:
+            closure: A function that is called first, with gradients enabled; it computes the loss
+                and the gradients, and returns the loss.
+
+        Returns:
+            The result of `closure`, or None.
+
+        Raises:
+            TypeError: A gradient or a state tensor has a dtype that does not fit its parameter.
+            ValueError: An option is out of range, or a gradient has another shape or device.
+            RuntimeError: A gradient is sparse.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -256,7 +301,11 @@ class Adam(torch.optim.Adam):
 
     @traced_as(_traced_zero_grad)
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch does, but so that torch.compile can trace it."""
+        """Reset gradients as torch does, but so that torch.compile can trace it.
+
+        Args:
+            set_to_none: Set gradients to None; False sets their elements to 0.
+        """
         Optimizer.zero_grad(self, set_to_none)
 
     def _step(self) -> None:
@@ -355,10 +404,11 @@ class Adam(torch.optim.Adam):
         return self._grad_norm.clone()
 
     def master_params(self) -> Iterator[Tensor]:
-        """Yield the tensors that hold the full precision, in the order of the parameters.
+        """Iterate over the tensors that hold the full precision, in the order of the parameters.
 
-        This is a parameter's float32 master, a new float32 tensor if the parameter has a remainder,
-        or else the parameter itself.
+        Yields:
+            A parameter's float32 master, a new float32 tensor if the parameter has a remainder, or
+            else the parameter itself.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -375,7 +425,11 @@ class Adam(torch.optim.Adam):
         self._written.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict. Remainders are saved as the float32 masters they represent."""
+        """Return torch's state dict. Remainders are saved as the float32 masters they represent.
+
+        Returns:
+            A dict with `state` and `param_groups`, as torch's. Other tensors are not copied.
+        """
         return _loading.saved_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -386,5 +440,13 @@ class Adam(torch.optim.Adam):
         converted to the present ones. After a checkpoint without masters, for example torch's, the
         next step makes them from the parameters; a checkpoint with masters sets the parameters too.
         Options that the checkpoint lacks stay unchanged.
+
+        Args:
+            state_dict: The result of `state_dict()` of Adam or AdamW, ampfuse's or torch's.
+
+        Raises:
+            KeyError: A group or a state lacks an entry of Adam.
+            TypeError: An entry has a wrong type.
+            ValueError: An entry is out of range, or does not fit its parameter.
         """
         _loading.load_into(self, state_dict)

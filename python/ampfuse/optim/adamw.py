@@ -16,19 +16,59 @@ REMEDIES = ADAM_REMEDIES | {"decoupled_weight_decay": "it is always True in Adam
 class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with master weights, clipping and unscaling inside the step.
 
-    This is `Adam` with decoupled weight decay; see its documentation. Arguments that torch does not
-    have: `master_weights` (`"auto"`, True, `"remainder"`, False), `state_dtype` of the moments,
-    `max_grad_norm` (over all groups; as a group option, of that group), `write_back_grads`,
-    `unscale` (`"auto"`, `"in_step"`, `"before"`), and `process_group` for norms over ranks. Of
-    these, the constructor's are not saved in state dicts, but those of a group are. The arguments
-    `foreach`, `fused`, `capturable` and `differentiable`, which choose one of torch's
-    implementations, do not exist here.
+    One pass over memory unscales and clips the gradients, decides whether to skip, and updates
+    parameters, masters and moments in place, by the update of AdamW: weights decay by `1 - lr *
+    weight_decay`, apart from the gradient. The host does not wait for a GPU.
 
-    >>> import torch, ampfuse
-    >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
-    >>> optimizer = ampfuse.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-    >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    >>> optimizer.step()
+    The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
+    also be options of a group. The constructor's are not saved in state dicts, but those of a group
+    are. This is `Adam` with decoupled weight decay; the documentation of that class says how the
+    step works with loss scaling, CUDA graphs, torch.compile, and other code that writes parameters.
+
+    Args:
+        params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
+            They may be float16, bfloat16 and float32 in any mixture; float64 and complex parameters
+            are stepped as in torch.
+        lr: Learning rate: a number, or a tensor with one element, which is read on its device.
+        betas: Decay rates of the averages of the gradient and of its square.
+        eps: Number added to the denominator.
+        weight_decay: Factor of weight decay, which is decoupled from the gradient.
+        amsgrad: Divide by the largest average of squares so far (AMSGrad), one more state tensor.
+        maximize: Ascend instead of descend.
+        master_weights: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
+            is the master rounded to nearest. `"remainder"` keeps only the 16 bits of the master
+            that a bfloat16 parameter lacks, 2 bytes less per element. False steps 16-bit parameters
+            themselves, which loses updates smaller than half their last bit.
+        state_dtype: Dtype of the moments, float32 or bfloat16.
+        max_grad_norm: Clip the unscaled gradients to this norm, as `torch.nn.utils.clip_grad_norm_`
+            does, or None. As an argument, it limits the norm over all groups without a limit of
+            their own; as a group option, the norm of that group (inf: no clipping).
+        write_back_grads: Leave the unscaled, clipped gradients in `.grad`.
+        unscale: With `"before"`, a scaler unscales the gradients before it calls `step`, and does
+            not call it if they overflow, as with torch's optimizers that are not fused. Choose it
+            where a framework clips the gradients, or reads them in hooks (Lightning). It takes one
+            more pass, and no process group. Scalers refuse to unscale float16 gradients, unless
+            made with `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is
+            `"in_step"`, except while Accelerate, which Transformers uses, wraps `step` to notice
+            whether it is called.
+        process_group: Ranks that step other parameters of the same model. Norms, and the decision
+            to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
+            too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same
+            DTensors are no such group. For a ZeroRedundancyOptimizer, which would turn these
+            arguments into group options, pass `optimizer_class=functools.partial(ampfuse.AdamW,
+            max_grad_norm=..., process_group=...)`.
+
+    Raises:
+        TypeError: An argument has a wrong type, or is one of torch's that choose an implementation
+            (`foreach`, `fused`, `capturable`, `differentiable`), which do not exist here.
+        ValueError: An argument is out of range.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = ampfuse.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -69,7 +109,16 @@ class AdamW(Adam, torch.optim.AdamW):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; raise if its weight decay is not decoupled."""
+        """Add a group of parameters as torch does; its options are checked like the constructor's.
+
+        Args:
+            param_group: A dict with `params`, and any options of a group.
+
+        Raises:
+            TypeError: An option has a wrong type.
+            ValueError: An option is out of range, a parameter is in another group, or
+                `decoupled_weight_decay` is False.
+        """
         if param_group.get("decoupled_weight_decay") is False:
             raise ValueError("AdamW: decoupled_weight_decay: expected True, got False; use Adam")
         Adam.add_param_group(self, param_group)

@@ -19,20 +19,20 @@ __all__ = ["PARTS", "patch", "patched", "unpatch"]
 def patch(*parts: str, without: Iterable[str] = ()) -> None:
     """Replace torch's names by ampfuse's until `unpatch()`, in these parts or in all.
 
-    The parts are `"scaler"`, `"optimizers"`, `"cross_entropy"` and `"clip_grad_norm"`.
-
-    - `torch.amp.GradScaler(...)` and its older names make an `ampfuse.GradScaler`.
-    - `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's optimizers, also with `foreach=True`,
-      `fused=True` or `capturable=True`. They have torch's options and state; only the moments of
-      float16 parameters are float32. With `fused=True` the step unscales the gradients, as torch's
-      does. Otherwise the scaler unscales them before the step. The host then waits for the result,
-      as in torch, if hooks or wrappers would see a skipped step, or if there is no state yet.
-    - `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
+    - `scaler`: `torch.amp.GradScaler(...)` and its older names make an `ampfuse.GradScaler`.
+    - `optimizers`: `torch.optim.Adam(...)` and `AdamW(...)` make ampfuse's optimizers, also with
+      `foreach=True`, `fused=True` or `capturable=True`. They have torch's options and state; only
+      the moments of float16 parameters are float32. With `fused=True` the step unscales the
+      gradients, as torch's does. Otherwise the scaler unscales them before the step. The host then
+      waits for the result, as in torch, if hooks or wrappers would see a skipped step, or if there
+      is no state yet.
+    - `cross_entropy`: `torch.nn.functional.cross_entropy`, and so `torch.nn.CrossEntropyLoss`, is
       `ampfuse.cross_entropy`, with losses in torch's dtypes and with second derivatives. The
       gradient of float16 logits is computed in backward, where the loss scale is known: do not
       change the logits until then. The gradient of other logits is computed in forward; if the loss
       is scaled, one more pass multiplies it.
-    - `torch.nn.utils.clip_grad_norm_` is `ampfuse.clip_grad_norm_`, with norms in torch's dtypes.
+    - `clip_grad_norm`: `torch.nn.utils.clip_grad_norm_` is `ampfuse.clip_grad_norm_`, with norms in
+      torch's dtypes.
 
     Torch's class is used for what ampfuse's cannot do: `differentiable=True`, parameters that are
     neither on a CPU nor on an NVIDIA GPU, a parameter that is in a group twice, and classes in
@@ -49,11 +49,20 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     metaclass `ABCMeta`. Objects of torch's classes cannot be pickled while these are replaced;
     state dicts load into torch's objects and ours. A second call changes nothing.
 
-    >>> import torch, ampfuse
-    >>> ampfuse.patch()
-    >>> isinstance(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), ampfuse.AdamW)
-    True
-    >>> ampfuse.unpatch()
+    Args:
+        *parts: Names of parts in the list above; all parts if no name is given.
+        without: Names of parts that stay torch's.
+
+    Raises:
+        ValueError: A name is not that of a part.
+        TypeError: A part is not a text.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> ampfuse.patch()
+        >>> isinstance(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), ampfuse.AdamW)
+        True
+        >>> ampfuse.unpatch()
     """
     wanted = chosen(parts, without)
     with changing():
@@ -62,7 +71,17 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
 
 
 def unpatch(*parts: str) -> None:
-    """Undo `patch()` for these parts, or for all; a `patched()` block keeps them until its end."""
+    """Undo `patch()` for these parts, or for all; a `patched()` block keeps them until its end.
+
+    Objects that were made meanwhile stay ampfuse's.
+
+    Args:
+        *parts: Names of parts as in `patch`; all parts if no name is given.
+
+    Raises:
+        ValueError: A name is not that of a part.
+        TypeError: A part is not a text.
+    """
     with changing():
         for part in chosen(parts, ()):
             part.is_patched = False
@@ -75,11 +94,23 @@ def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
     Entry and exit each look through the names of all imported modules, which takes about ten
     milliseconds for 2,500 modules. So put the block around a training loop, not inside it.
 
-    >>> import torch, ampfuse
-    >>> with ampfuse.patched("scaler"):
-    ...     scaler = torch.amp.GradScaler("cpu")
-    >>> isinstance(scaler, ampfuse.GradScaler), isinstance(scaler, torch.amp.GradScaler)
-    (True, True)
+    Args:
+        *parts: Names of parts as in `patch`; all parts if no name is given.
+        without: Names of parts that stay torch's.
+
+    Yields:
+        None, once: this is a context manager.
+
+    Raises:
+        ValueError: A name is not that of a part.
+        TypeError: A part is not a text.
+
+    Examples:
+        >>> import torch, ampfuse
+        >>> with ampfuse.patched("scaler"):
+        ...     scaler = torch.amp.GradScaler("cpu")
+        >>> isinstance(scaler, ampfuse.GradScaler), isinstance(scaler, torch.amp.GradScaler)
+        (True, True)
     """
     wanted, entered = chosen(parts, without), []
     try:
