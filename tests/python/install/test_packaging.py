@@ -15,6 +15,7 @@ from packaging_tools import (
     ROOT,
     SITE,
     EmptyEnvironment,
+    build_program,
     ccache_settings,
     environment,
     run,
@@ -65,9 +66,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_and_run_consumer(folder: Path, prefix_path: str) -> str:
     """Configure, build and run the C++ program of tests/cpp/consumer."""
-    source = ROOT / "tests" / "cpp" / "consumer"
-    run("cmake", "-S", source, "-B", folder, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix_path}")
-    run("cmake", "--build", folder)
+    build_program(ROOT / "tests" / "cpp" / "consumer", folder, prefix_path)
     return run(folder / "consumer", env=environment())
 
 
@@ -81,7 +80,10 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(
     assert where.startswith(str(empty.site))
     query = "import ampfuse; print(ampfuse.cmake_prefix_path)"
     prefix = run(empty.python, "-c", query, cwd=tmp_path, env=environment()).strip()
-    assert "norm" in build_and_run_consumer(tmp_path / "consumer", prefix)
+    build_program(ROOT / "examples" / "cpp_trainer", tmp_path / "build", prefix)
+    trainer = tmp_path / "build" / "trainer"
+    assert "step 10: loss " in run(trainer, "--steps", "10", cwd=tmp_path, env=environment())
+    assert str(empty.site / "ampfuse") in run("ldd", trainer)
 
 
 def test_cpu_build_with_a_cuda_torch_runs_ops_and_reports_missing_kernels(

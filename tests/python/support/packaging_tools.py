@@ -20,6 +20,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
+CPP_HEADERS = ROOT / ".venv" / "cpp-headers" / "usr"  # those of xxhash and nlohmann-json
 # The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the
 # last collectives. If Python is ending by then, they abort the process, although all is done.
 END_OF_RANK = "\nimport time\ntime.sleep(1)\n"
@@ -43,6 +44,13 @@ def run(*command: str | Path, **options: object) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def build_program(source: Path, build: Path, prefix_path: str | Path = PACKAGE) -> None:
+    """Configure and build a C++ program that finds ampfuse in `prefix_path`."""
+    prefixes = f"-DCMAKE_PREFIX_PATH={prefix_path};{CPP_HEADERS}"
+    run("cmake", "-S", source, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", prefixes)
+    run("cmake", "--build", build)
 
 
 def second_checkout() -> Path:
