@@ -193,6 +193,22 @@ def test_option_off_needs_no_toolkit(tmp_path: Path) -> None:
     assert "ampfuse: no CUDA kernels: it was switched off" in done.stderr
 
 
+def test_libtorch_archive_is_found_without_python(tmp_path: Path) -> None:
+    # The archive has the version in build-version, and no version.py.
+    archive = tmp_path / "libtorch"
+    archive.mkdir()
+    for name in ("include", "lib", "share"):
+        (archive / name).symlink_to(TORCH / name)
+    (archive / "build-version").write_text(f"{torch.__version__}\n")
+    no_python = "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"
+    options = [f"-DCMAKE_PREFIX_PATH={archive}", "-DAMPFUSE_WITH_CUDA=OFF", no_python]
+    build = tmp_path / "build"
+    run("cmake", "--preset", "release", "-B", build, *options, cwd=ROOT, env=environment())
+    config = (build / "ampfuseConfig.cmake").read_text()
+    assert f'AMPFUSE_BUILT_FOR_TORCH "{torch.__version__.partition("+")[0]}"' in config
+    assert f'AMPFUSE_TORCH_HINT "{archive}"' in config
+
+
 @pytest.mark.parametrize("preset", ["dev", "release", "asan"])
 def test_presets_configure(tmp_path: Path, preset: str) -> None:
     command = ["cmake", "--preset", preset, "-B", tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}"]

@@ -23,7 +23,7 @@ PROGRAMS = [
 # torchrun or a copy of the sources.
 TESTED_ELSEWHERE = [
     *("compile", "distributed", "checkpoints", "fp16", "lightning", "accelerate"),
-    *("transformers", "adding_an_operator"),
+    *("transformers", "adding_an_operator", "cpp"),
 ]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
