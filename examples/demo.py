@@ -1,6 +1,7 @@
 """Trains a small language model in float32, with torch.amp and with ampfuse, and compares.
 
     python examples/demo.py [--precision bfloat16|float16] [--steps 40] [--out demo.png]
+    python examples/demo.py --width 768 --layers 12 --micro-batches 4 --recompute     # on a GPU
 
 There are two programs: language_model/train_torch.py and language_model/train_ampfuse.py. The first
 runs three times: in float32, with torch.amp, and with torch.amp under `python -m ampfuse`, which
@@ -213,6 +214,10 @@ def main() -> int:
     parser.add_argument("--precision", choices=["bfloat16", "float16"])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--sequences", type=int, help="of 64 words, in a step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="in a step")
+    parser.add_argument("--recompute", action="store_true", help="activations, in backward")
+    parser.add_argument("--width", type=int, default=128, help="of the model, a multiple of 4")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture")
     given = parser.parse_args()
     if given.steps < 2:
@@ -225,7 +230,9 @@ def main() -> int:
 
     console = Console()
     options = ["--device", given.device, "--steps", str(given.steps)]
-    options += ["--sequences", str(sequences)]
+    options += ["--sequences", str(sequences), "--micro-batches", str(given.micro_batches)]
+    options += ["--width", str(given.width), "--layers", str(given.layers)]
+    options += ["--recompute"] if given.recompute else []
     columns = (TextColumn("{task.description:18}"), BarColumn(), TimeElapsedColumn())
     results: dict[str, Figures] = {}
     with Progress(*columns, console=console, transient=True) as progress:

@@ -30,6 +30,10 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--precision", default="float16" if on_gpu else "bfloat16")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} words, in a step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="in a step")
+    parser.add_argument("--recompute", action="store_true", help="activations, in backward")
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 4")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--report", type=Path, help="where the figures go, as JSON")
     return parser.parse_args()
@@ -45,18 +49,20 @@ class Measured:
         self._losses: list[Tensor] = []
         self._ends: list[float] = []  # end of each step, in seconds since the first step began
         self._seconds = defaultdict[str, list[float]](list)
+        self._seconds_of_step = defaultdict[str, float](float)
         self._peaks: dict[str, int] = {}
         self._reset_peak()
         self._before = self._peak()
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield words and targets of each step, on the device."""
+    def batches(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield words and targets of each step's micro-batches, on the device."""
         options = self._options
         steps = options.steps + MEASURED
         chosen = text.batches(self._text, steps, options.sequences, LENGTH)
         self._start = time.perf_counter()
         for words, targets in chosen:
-            yield words.to(options.device), targets.to(options.device)
+            pair = (words.to(options.device), targets.to(options.device))
+            yield list(zip(*(one.chunk(options.micro_batches) for one in pair), strict=True))
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -69,12 +75,15 @@ class Measured:
         start = time.perf_counter()
         yield
         self._wait()
-        self._seconds[name].append(time.perf_counter() - start)
+        self._seconds_of_step[name] += time.perf_counter() - start
         self._peaks[name] = max(self._peak() - self._before, self._peaks.get(name, 0))
 
     def ended_step(self, loss: Tensor) -> None:
         """Record the loss and print the progress."""
         self._losses.append(loss.detach())
+        for name, seconds in self._seconds_of_step.items():
+            self._seconds[name].append(seconds)
+        self._seconds_of_step.clear()
         done = len(self._losses)
         if done <= self._options.steps:
             self._wait()  # otherwise only the launches would be timed

@@ -2,31 +2,45 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 50_257  # the size of GPT-2's vocabulary
-WIDTH = 128
 LENGTH = 64  # words in a passage
 
 
 class LanguageModel(nn.Module):
-    """Computes hidden states, which the last layer multiplies by the embedding's weight."""
+    """Computes hidden states, which the last layer multiplies by the embedding's weight.
 
-    def __init__(self) -> None:
+    With `recompute`, backward computes the activations of each layer again, to use less memory.
+    """
+
+    def __init__(self, width: int, layers: int, recompute: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.empty(LENGTH, WIDTH))
+        self.recompute = recompute
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.empty(LENGTH, width))
         for weight in (self.embedding.weight, self.position):
-            nn.init.normal_(weight, std=WIDTH**-0.5)
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            nn.init.normal_(weight, std=width**-0.5)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                *(width, 4, 4 * width),
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(layers)
         )
-        self.layers = nn.TransformerEncoder(
-            layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False
-        )
+        self.norm = nn.LayerNorm(width)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return hidden states [sequences, LENGTH, WIDTH]."""
-        embedded = self.embedding(words) + self.position
-        hidden: Tensor = self.layers(embedded, mask=self.mask, is_causal=True)
-        return hidden
+        """Return hidden states [sequences, LENGTH, width]."""
+        hidden: Tensor = self.embedding(words) + self.position
+        for layer in self.layers:
+            if self.recompute:
+                hidden = checkpoint(layer, hidden, self.mask, is_causal=True, use_reentrant=False)
+            else:
+                hidden = layer(hidden, self.mask, is_causal=True)
+        normed: Tensor = self.norm(hidden)
+        return normed

@@ -15,25 +15,28 @@ device, dtype = options.device, getattr(torch, options.precision)
 
 torch.manual_seed(0)
 run = Measured(options)
-model = LanguageModel().to(device)
+model = LanguageModel(options.width, options.layers, options.recompute).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
 
-for words, targets in run.batches():
+for micro_batches in run.batches():
     optimizer.zero_grad()
-    with autocast, run.part("forward"):
-        hidden = model(words)
-    with autocast, run.part("loss"):
-        logits = F.linear(hidden, model.embedding.weight)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    with run.part("backward"):
-        scaler.scale(loss).backward()
+    total = torch.zeros((), device=device)
+    for words, targets in micro_batches:
+        with autocast, run.part("forward"):
+            hidden = model(words)
+        with autocast, run.part("loss"):
+            logits = F.linear(hidden, model.embedding.weight)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(micro_batches)
+        with run.part("backward"):
+            scaler.scale(loss).backward()
+        total += loss.detach()
     with run.part("optimizer"):
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-    run.ended_step(loss)
+    run.ended_step(total)
 
 run.report()

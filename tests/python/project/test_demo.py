@@ -1,6 +1,7 @@
 """The demo, run as a user runs it."""
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,19 @@ def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path: Path) -> None
     assert "ampfuse trains" in result.stdout
     assert result.stderr == ""
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_losses_are_the_same_with_micro_batches_and_recomputed_activations(tmp_path: Path) -> None:
+    def losses(*flags: str) -> list[float]:
+        report = tmp_path / "report.json"
+        options = ["--precision", "float32", "--steps", "3", "--sequences", "2"]
+        program = "language_model/train_ampfuse.py"
+        done = run(program, *options, "--report", str(report), *flags)
+        assert done.returncode == 0, done.stderr
+        return json.loads(report.read_text())["losses"]
+
+    expected = pytest.approx(losses(), rel=1e-4)
+    assert losses("--micro-batches", "2", "--recompute") == expected
 
 
 @pytest.fixture
