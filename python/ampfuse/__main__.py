@@ -62,7 +62,7 @@ class Ending:
         self.chosen = chosen
         self.diagnosis = diagnosis
         self._ended = "while it ran"  # remains if exit handlers run before note()
-        self._is_interrupted = False
+        self._is_interrupted = self._has_failed = False
         self._process = os.getpid()
         # Read the launcher's rank now: the program may set another one for its own use.
         self._is_first_rank = os.environ.get("RANK", "0") == "0"
@@ -72,6 +72,7 @@ class Ending:
         """Record how the program ended: the exception that it raised, or None."""
         self._ended = report.how_it_ended(raised)
         self._is_interrupted = isinstance(raised, KeyboardInterrupt)
+        self._has_failed = isinstance(raised, Exception)
 
     def write_report(self) -> None:
         """Report in all requested ways, even if one of them fails. The exit code stays the same."""
@@ -92,7 +93,7 @@ class Ending:
                     page.write(summary, chosen.html)
             with _apart():
                 if not chosen.quiet:
-                    show.summary(summary)
+                    (show.failure if self._has_failed else show.summary)(summary)
             with _apart():
                 if chosen.plot is not None:
                     show.plot(summary, chosen.plot)

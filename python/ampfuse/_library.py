@@ -66,7 +66,7 @@ def _other_build(library: Path) -> str | None:
     return others[0] if others else None
 
 
-def _driver_version() -> int:
+def driver_version() -> int:
     """Return the newest CUDA version that the driver supports: 13000 for 13.0, 0 without driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def _driver_version() -> int:
 
 def warn_of_old_driver() -> None:
     """Warn of drivers before 530 (CUDA 12.1), which refuse the kernels' 32,764 argument bytes."""
-    version = _driver_version()
+    version = driver_version()
     if 0 < version < 12010:
         warn_caller(
             f"this NVIDIA driver serves CUDA {version // 1000}.{version % 1000 // 10}, and "

@@ -5,6 +5,8 @@ import platform
 import torch
 
 import ampfuse
+from ampfuse import _library
+from ampfuse._build_advice import Installation, advice, nvcc_version
 
 
 def describe() -> list[tuple[str, str]]:
@@ -15,12 +17,24 @@ def describe() -> list[tuple[str, str]]:
         ("built for torch", info["torch_version"]),
         ("torch", torch.__version__),
         ("Python", platform.python_version()),
-        ("CPU kernels", f"{info['cpu_capability']}, {torch.get_num_threads()} threads"),
+        ("CPU kernels", f"{info['cpu_capability']}, {_threads()}"),
         ("CUDA kernels", _cuda_build(info)),
     ]
     rows += [(f"GPU {index}", text) for index, text in enumerate(_gpus())]
     rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", _cuda_verdict())]
-    return rows
+    return rows + [("advice", text) for text in advice(_installation(info))]
+
+
+def _installation(info: dict[str, str]) -> Installation:
+    gpus = range(torch.cuda.device_count())
+    return Installation(
+        cuda_archs=info["cuda_archs"],
+        built_with=info["cuda_version"],
+        torchs_cuda=torch.version.cuda,
+        driver=_library.driver_version(),
+        gpus=[torch.cuda.get_device_capability(index) for index in gpus],
+        nvcc=nvcc_version(),
+    )
 
 
 def _cuda_build(info: dict[str, str]) -> str:
@@ -32,6 +46,11 @@ def _cuda_build(info: dict[str, str]) -> str:
         for arch in info["cuda_archs"].split()
     ]
     return f"CUDA {info['cuda_version']} for {', '.join(archs)}"
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _gpus() -> list[str]:
@@ -80,7 +99,7 @@ def _verdict(device: str) -> str:
 
 def _cuda_verdict() -> str:
     if not torch.cuda.is_available():
-        return "no: torch sees no GPU"
+        return "no: no GPU is visible to torch"
     if not ampfuse.has_cuda():
         return "no: this is a CPU build of ampfuse"
     return _verdict("cuda")

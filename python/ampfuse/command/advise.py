@@ -23,7 +23,11 @@ USAGE = """python -m ampfuse advise [options] script.py [arguments of the script
 EPILOG = """The script runs several times until its optimizer has taken these steps: in
 float32, in bfloat16 and float16 by autocast, and with bfloat16 weights. This takes
 some ten times as long as the script takes for these steps. torch.save writes
-nothing; other files that the script writes are written each time."""
+nothing; other files that the script writes are written each time.
+
+examples:
+  python -m ampfuse advise train.py --model large
+  python -m ampfuse advise --steps 100 --json advice.json train.py"""
 STEPS = 20
 LEAST_STEPS = 10  # four for the analysis, and at least three that are timed
 MOST_STEPS = 200

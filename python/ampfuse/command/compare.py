@@ -11,15 +11,26 @@ from ampfuse._texts import size_text
 from ampfuse.command.options import refuse
 
 USAGE = "python -m ampfuse compare before.json after.json"
+HELP = f"""usage: {USAGE}
+
+Print what differs between two runs: times, memory, skipped steps and hints.
+
+example:
+  python -m ampfuse --json before.json train.py
+  python -m ampfuse --json after.json train.py --workers 4
+  python -m ampfuse compare before.json after.json"""
 LEAST_SHARE = 0.01  # of a step, of a phase that is shown
 Row = tuple[str, str, str, str]
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse compare` with these arguments."""
+    if "--help" in arguments or "-h" in arguments:
+        print(HELP)
+        sys.exit(0)
     if len(arguments) != 2 or any(name.startswith("-") for name in arguments):
         print(f"usage: {USAGE}", file=sys.stderr)
-        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+        sys.exit(2)
     before, after = map(read, arguments)
     rows = [("", arguments[0], arguments[1], "change"), *differences(before, after)]
     if before["program"] != after["program"]:

@@ -33,7 +33,12 @@ USAGE = """python -m ampfuse memory [options] script.py [arguments of the script
        python -m ampfuse memory [options] -m module [arguments of the module]"""
 EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
 losses are 0, and torch.save writes nothing; other files that the script writes are
-written. So no GPU is needed, and a step of a large model takes seconds."""
+written. So no GPU is needed, and a step of a large model takes seconds.
+
+examples:
+  python -m ampfuse memory train.py --model large
+  python -m ampfuse memory --batch 64 --plot memory.png train.py
+  python -m ampfuse memory --fit 24GiB train.py"""
 TRIALS = 3  # after batches were doubled
 
 
@@ -206,7 +211,7 @@ def parse(arguments: Sequence[str]) -> Options:
             "--fit",
             type=size_of,
             metavar="SIZE",
-            help="find the largest batch that fits into 24GiB, say",
+            help="find the largest batch that fits, for example into 24GiB",
         ),
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the account to it"),
         parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the account into it"),

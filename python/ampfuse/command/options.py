@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
+import ampfuse
 from ampfuse.command.show import why_no_plot
 from ampfuse.patching._parts import PARTS, chosen
 
@@ -17,13 +20,33 @@ USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse compare before.json after.json
        python -m ampfuse env"""
 
-EPILOG = f"""Parts are {", ".join(PARTS)}. While the script runs,
-torch's names mean ampfuse's: see ampfuse.patch. A script named - is read from
-standard input. 'memory' runs two steps of the script without computing numbers,
-and prints what its memory is for: python -m ampfuse memory --help. 'advise'
-runs it in float32 and in 16 bits, and prints which precision suits it. 'compare'
-prints what differs between two summaries that --json has written. 'env' prints
-what works here."""
+DESCRIPTION = """Run a program as it is, with ampfuse: while it runs, names of torch mean ampfuse's.
+At the end, print what was used and what to change. PARTS are some of these names,
+with commas between them:
+
+  scaler          torch.amp.GradScaler
+  optimizers      torch.optim.Adam and AdamW
+  cross_entropy   torch.nn.functional.cross_entropy, and so torch.nn.CrossEntropyLoss
+  clip_grad_norm  torch.nn.utils.clip_grad_norm_"""
+
+EPILOG = f"""A script named - is read from standard input.
+
+other commands:
+  memory           run two steps without computing numbers, and print what memory is for
+  advise           run in float32 and in 16 bits, and print which precision suits
+  compare          print what differs between two summaries that --json has written
+  env              print what is installed, what works here, and what to change
+'memory', 'advise' and 'compare' have a --help of their own.
+
+examples:
+  python -m ampfuse train.py --epochs 3
+  python -m ampfuse --without optimizers -m package.train
+  torchrun --nproc-per-node 2 --module ampfuse train.py
+
+what is gained, measured:
+  python -m ampfuse --json ours.json train.py
+  python -m ampfuse --without {",".join(PARTS)} --json torch.json train.py
+  python -m ampfuse compare torch.json ours.json"""
 
 
 @dataclass(frozen=True)
@@ -115,21 +138,33 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
     """Return the parser of our own options, and those that take a value."""
     parser = Parser(
         usage=USAGE,
-        description="Run a program as it is, with ampfuse.",
+        description=DESCRIPTION,
         epilog=EPILOG,
     )
     valued = [
         parser.add_argument(
-            "--only", action="extend", type=_parts, metavar="PARTS", help="replace only these"
+            "--only", action="extend", type=_parts, metavar="PARTS", help="replace only these parts"
         ),
         parser.add_argument(
-            "--without", action="extend", type=_parts, metavar="PARTS", help="replace all but these"
+            "--without",
+            action="extend",
+            type=_parts,
+            metavar="PARTS",
+            help="replace all parts but these",
         ),
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to it"),
-        parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the loss scale to it"),
-        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts"),
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="write the summary to a file, as JSON"
+        ),
+        parser.add_argument(
+            "--plot", type=Path, metavar="PNG", help="draw the loss scale; needs matplotlib"
+        ),
+        parser.add_argument(
+            "--html", type=Path, metavar="FILE", help="write the summary as a page with charts"
+        ),
     ]
     parser.add_argument("--quiet", action="store_true", help="print no summary")
+    version = f"ampfuse {ampfuse.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the versions")
     return parser, valued
 
 

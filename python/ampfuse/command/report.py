@@ -45,6 +45,7 @@ def report(
         "parts": {
             part.name: {
                 "used": part.usage.uses,
+                "waits_avoided": part.usage.waits_avoided,
                 "left_to_torch": dict(part.usage.fallbacks),
             }
             for part in parts

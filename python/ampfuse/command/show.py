@@ -20,12 +20,7 @@ def title(report: dict[str, Any]) -> str:
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
-    for name, part in report["parts"].items():
-        found.append((name, f"used {_times(part['used'])}" if part["used"] else "not used"))
-        found += [
-            ("", f"left to torch {_times(count)}: {reason}")
-            for reason, count in part["left_to_torch"].items()
-        ]
+    found += _of_parts(report["parts"])
     if (steps := report["steps"]) is not None:
         found.append(("a step", times_text(steps["milliseconds"])))
         if steps["gpu_milliseconds"]:
@@ -41,6 +36,23 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         for device, size in report["peak_memory"].items()
     ]
     return found + [("hint", hint) for hint in report["hints"]]
+
+
+def _of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    unused = []
+    for name, part in parts.items():
+        texts = [f"used {_times(part['used'])}"] if part["used"] else []
+        if waits := part["waits_avoided"]:
+            texts.append(f"the host did not wait for the GPU {_times(waits)} where torch's does")
+        for reason, count in part["left_to_torch"].items():
+            texts.append(f"left to torch {_times(count)}: {reason}")
+        found += zip([name, *[""] * len(texts)], texts, strict=False)
+        if not texts:
+            unused.append(name)
+    if unused and not found:
+        unused[-1] += ": the program calls none of them, or only in processes that it starts anew"
+    return [*found, ("not used", ", ".join(unused))] if unused else found
 
 
 def _times(count: int) -> str:
@@ -92,6 +104,15 @@ def summary(report: dict[str, Any]) -> None:
     """Print the report to the original stderr, even if the program has replaced `sys.stderr`."""
     if (stream := _listening()) is not None:
         table(rows(report), title(report), stream)
+
+
+def failure(report: dict[str, Any]) -> None:
+    """Print one line, since the program's traceback should stay in sight, and the hints."""
+    count = report["step_count"]
+    steps = "1 step" if count == 1 else f"{count:,} steps"
+    say(f"{report['program']} ended {report['ended']}, after {report['seconds']:.1f} s and {steps}")
+    for hint in report["hints"]:
+        say(f"hint: {hint}")
 
 
 def say(sentence: str) -> None:

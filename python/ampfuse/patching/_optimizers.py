@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ampfuse import optim
 from ampfuse._devices import is_served
+from ampfuse._graphs import eager_only
 from ampfuse.optim._options import OURS, TORCHS_OWN
 from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
@@ -69,6 +70,17 @@ class _InPlaceOfTorchs(optim.Adam):
     def _step(self) -> None:
         super()._step()
         USAGE.count_use()
+        self._count_avoided_wait()
+
+    @eager_only
+    def _count_avoided_wait(self) -> None:
+        """Count a step that a flag on a GPU may skip, and for which torch's host would have waited.
+
+        Without `fused=True` torch's scaler passes no flag, but reads it, once on each device.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if self._unscale == "before" and found_inf is not None and found_inf.is_cuda:
+            USAGE.waits_avoided += 1
 
 
 class Adam(_InPlaceOfTorchs):

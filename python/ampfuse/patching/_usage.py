@@ -18,6 +18,8 @@ class Usage:
         self.part = part
         self.uses = 0
         self.fallbacks: Counter[str] = Counter()
+        self.waits_avoided = 0
+        """Steps in which the host did not wait for a GPU, but would have with torch's objects."""
         self.look: Callable[[Tensor], None] | None = None
         """Is called with the input of each use, if it has one."""
 
@@ -37,5 +39,5 @@ class Usage:
 
     def forget(self) -> None:
         """Reset the counts."""
-        self.uses = 0
+        self.uses = self.waits_avoided = 0
         self.fallbacks.clear()

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 
+import ampfuse
 import pytest
 import torch
+from ampfuse.patching import PARTS
 from programs import ENVIRONMENT, assert_same
 
 LOOK_AROUND = """
@@ -228,7 +230,10 @@ def test_program_that_fails_is_reported_after_its_traceback(programs, tmp_path):
     done = programs.run("-m", "ampfuse", "--json", "told.json", "fail.py")
     assert done.returncode == 1
     assert json.loads((tmp_path / "told.json").read_text())["ended"] == "by OSError"
-    assert done.stderr.index("no disk") < done.stderr.index("by OSError")
+    *_, error, line = done.stderr.splitlines()
+    assert error == "OSError: no disk"
+    assert line.startswith("python -m ampfuse: fail.py ended by OSError, after ")
+    assert line.endswith(" s and 0 steps")
 
 
 def test_report_is_printed_on_rank_0_only(programs, tmp_path):
@@ -287,6 +292,28 @@ def test_usage_is_printed_without_arguments_and_with_help(programs):
     assert done.returncode == 2
     assert "usage: python -m ampfuse [options] script.py" in done.stderr
     assert "--without PARTS" in programs.run("-m", "ampfuse", "--help").stdout
+
+
+def test_help_explains_the_parts_before_the_options_and_has_examples(programs):
+    text = programs.run("-m", "ampfuse", "--help").stdout
+    explained, options = text.split("options:\n")
+    for part in PARTS:
+        assert f"\n  {part} " in explained
+    assert "examples:\n  python -m ampfuse train.py" in options
+
+
+@pytest.mark.parametrize("command", ["memory", "advise", "compare"])
+def test_help_of_each_command_has_an_example(programs, command):
+    done = programs.run("-m", "ampfuse", command, "--help")
+    assert done.returncode == 0
+    assert f"\n  python -m ampfuse {command} " in done.stdout
+    assert done.stderr == ""
+
+
+def test_version_is_that_of_ampfuse_and_torch(programs):
+    done = programs.run("-m", "ampfuse", "--version")
+    assert done.returncode == 0
+    assert done.stdout == f"ampfuse {ampfuse.__version__}, torch {torch.__version__}\n"
 
 
 OVERFLOWS = """

@@ -200,3 +200,42 @@ def test_parameter_listed_twice_in_a_group_steps_as_in_torch(name, has_scaler, o
         ours = trained()
     ampfuse.unpatch()
     torch.testing.assert_close(ours, trained())
+
+
+def train(params, optimizer, scaler, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("options", "avoided"),
+    [
+        ({}, 3),  # torch's scaler reads its flag in each of four steps, ours in the first one
+        ({"fused": True}, 0),  # torch's scaler does not read it either
+    ],
+    ids=str,
+)
+def test_host_waits_that_only_torch_needs_are_counted_on_a_gpu(
+    device, options, avoided, monkeypatch
+):
+    params = parameters(device)
+    optimizer = torch.optim.AdamW(params, **options)
+    scaler = ampfuse.GradScaler(device)
+    train(params, optimizer, scaler, 4)
+    usage = PARTS["optimizers"].usage
+    assert usage.waits_avoided == (avoided if device == "cuda" else 0)
+
+    usage.forget()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # so that CPUs count, too
+    train(params, optimizer, scaler, 3)
+    assert usage.waits_avoided == min(avoided, 3)
+
+
+def test_steps_without_a_scaler_avoid_no_host_waits(device, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    params = parameters(device)
+    step(torch.optim.AdamW(params), params, 0)
+    assert PARTS["optimizers"].usage.waits_avoided == 0
