@@ -92,9 +92,10 @@ class Adam(torch.optim.Adam):
         process_group: Ranks that step other parameters of the same model. Norms, and the decision
             to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
             too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same
-            DTensors are no such group. For a ZeroRedundancyOptimizer, which would turn these
-            arguments into group options, pass `optimizer_class=functools.partial(ampfuse.AdamW,
-            max_grad_norm=..., process_group=...)`.
+            DTensors are no such group. A ZeroRedundancyOptimizer would turn these arguments into
+            group options: pass it
+            `functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)` as
+            `optimizer_class`.
 
     Raises:
         TypeError: An argument has a wrong type, or is one of torch's that choose an implementation

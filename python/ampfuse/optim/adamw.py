@@ -16,14 +16,15 @@ REMEDIES = ADAM_REMEDIES | {"decoupled_weight_decay": "it is always True in Adam
 class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with master weights, clipping and unscaling inside the step.
 
-    One pass over memory unscales and clips the gradients, decides whether to skip, and updates
-    parameters, masters and moments in place, by the update of AdamW: weights decay by `1 - lr *
-    weight_decay`, apart from the gradient. The host does not wait for a GPU.
+    A step unscales and clips gradients as it reads them, and updates parameters, masters and
+    moments in place, in one pass. Weights decay by the factor `1 - lr * weight_decay`, apart from
+    the gradient. If the step clips or checks for overflow, it reads the gradients once more before.
+    It is skipped on the device, so the host does not wait for a GPU.
 
     The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
     also be options of a group. The constructor's are not saved in state dicts, but those of a group
-    are. This is `Adam` with decoupled weight decay; the documentation of that class says how the
-    step works with loss scaling, CUDA graphs, torch.compile, and other code that writes parameters.
+    are. This is `Adam` with decoupled weight decay; its documentation describes how the step works
+    with loss scaling, CUDA graphs, torch.compile, and other code that writes parameters.
 
     Args:
         params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
@@ -54,9 +55,10 @@ class AdamW(Adam, torch.optim.AdamW):
         process_group: Ranks that step other parameters of the same model. Norms, and the decision
             to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
             too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same
-            DTensors are no such group. For a ZeroRedundancyOptimizer, which would turn these
-            arguments into group options, pass `optimizer_class=functools.partial(ampfuse.AdamW,
-            max_grad_norm=..., process_group=...)`.
+            DTensors are no such group. A ZeroRedundancyOptimizer would turn these arguments into
+            group options: pass it
+            `functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)` as
+            `optimizer_class`.
 
     Raises:
         TypeError: An argument has a wrong type, or is one of torch's that choose an implementation
