@@ -1,3 +1,37 @@
+/// \file
+/// The C++ API of ampfuse, for mixed-precision training with LibTorch. This header includes all
+/// others except ampfuse/checkpoint.h, which needs xxhash and nlohmann-json.
+///
+///     ampfuse::AdamW optimizer(model->parameters(), ampfuse::AdamWOptions(1e-3));
+///     ampfuse::GradScaler scaler;
+///     ampfuse::CrossEntropyLoss criterion(ampfuse::CrossEntropyOptions(), &scaler);
+///     for (const auto& [inputs, targets] : batches) {
+///       optimizer.zero_grad();
+///       torch::Tensor logits;
+///       {
+///         ampfuse::AutocastGuard autocast(torch::kCUDA, torch::kHalf);
+///         logits = model->forward(inputs);
+///       }
+///       scaler.scale(criterion(logits, targets)).backward();
+///       scaler.step(optimizer);
+///       scaler.update();
+///     }
+///
+/// - AutocastGuard computes a scope in 16 bits.
+/// - GradScaler scales losses, and skips steps that overflow.
+/// - Adam and AdamW are optimizers with master weights, unscaling and clipping.
+/// - cross_entropy() and CrossEntropyLoss compute losses, and their gradients in the same pass.
+/// - linear_cross_entropy() and LinearCrossEntropyLoss compute an output layer and its loss without
+///   holding all logits in memory.
+/// - clip_grad_norm_() and get_total_norm() clip and measure gradients of other optimizers.
+/// - multi_tensor_norm(), multi_tensor_unscale(), multi_tensor_clip(), fused_adam() and
+///   update_scale() are the operators that the classes are made of.
+/// - build_info() and AMPFUSE_VERSION describe the library.
+///
+/// Errors are c10::Error, or classes derived from it: c10::ValueError, c10::TypeError,
+/// c10::IndexError and c10::NotImplementedError. Print what_without_backtrace(), since what() has a
+/// backtrace. ScaleCollapseError and checkpoint::Error are std::runtime_error. Where a training
+/// step makes the host wait for a GPU, the comment of the function says so.
 #pragma once
 
 #include <ampfuse/autocast.h>

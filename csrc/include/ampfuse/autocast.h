@@ -9,37 +9,52 @@
 
 namespace ampfuse {
 
-/// The autocast settings of one type of device on this thread. The backward of a
-/// torch::autograd::Function may run on another thread: if it needs the settings of its forward,
-/// call capture() in forward and create AutocastGuard(state) in backward.
+/// The autocast settings of one type of device on this thread.
+///
+/// The backward of a torch::autograd::Function may run on another thread. If it needs the settings
+/// of its forward, call capture() in forward, and create an AutocastGuard from the result in
+/// backward.
 struct AMPFUSE_API AutocastState {
-  at::DeviceType device_type;
-  bool enabled;
-  at::ScalarType dtype;
-  bool cache_enabled;
+  at::DeviceType device_type;  ///< the type of device that the settings are for
+  bool enabled;                ///< true if operators cast their inputs
+  at::ScalarType dtype;        ///< the dtype to which operators cast
+  bool cache_enabled;          ///< true if weights that were cast are kept for the next use
 
-  /// Returns the current settings.
+  /// Returns the current settings of this thread.
   static AutocastState capture(at::DeviceType device_type);
 };
 
-/// torch.autocast for C++: sets autocast for one type of device until the end of the scope, and
-/// then restores it, also after an exception. Scopes may be nested, also inside torch.autocast.
+/// Sets autocast for one type of device until the end of the scope, as torch.autocast does in
+/// Python. Then it restores the settings, also after an exception. Scopes may be nested,
+/// also inside torch.autocast.
+///
+///     torch::Tensor logits;
+///     {
+///       ampfuse::AutocastGuard autocast(torch::kCUDA, torch::kHalf);
+///       logits = model->forward(inputs);
+///     }
 ///
 /// The end of the outermost scope drops the cache of cast weights. If an optimizer steps inside the
 /// scope, call clear_cache() after the step; otherwise the next forward uses the old weights.
 class AMPFUSE_API AutocastGuard {
  public:
-  /// Without a dtype, uses the device's current autocast dtype: by default half for CUDA and
-  /// bfloat16 for the CPU. Warns, and leaves autocast off, for CUDA without a GPU and for dtypes
-  /// that the CPU does not cast to. Throws for devices without autocast.
+  /// Sets autocast. Warns and leaves it off for CUDA without a GPU, and for dtypes other than half
+  /// and bfloat16 on the CPU.
+  ///
+  /// \param device_type The type of device, for example torch::kCUDA.
+  /// \param dtype The dtype to which operators cast. By default it is the current one of the device
+  ///     type, which is half for CUDA and bfloat16 for the CPU unless the program has changed it.
+  /// \param enabled False switches autocast off.
+  /// \param cache_enabled Whether weights that were cast are kept. By default this stays as it is.
+  /// \throws c10::Error for a type of device that has no autocast.
   explicit AutocastGuard(at::DeviceType device_type,
                          std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,
                          std::optional<bool> cache_enabled = std::nullopt);
 
-  /// Enters the captured settings.
+  /// Sets the captured settings.
   explicit AutocastGuard(const AutocastState& state);
 
-  ~AutocastGuard();
+  ~AutocastGuard();  ///< restores the settings from before
   AutocastGuard(const AutocastGuard&) = delete;
   AutocastGuard& operator=(const AutocastGuard&) = delete;
 

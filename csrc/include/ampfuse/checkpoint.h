@@ -1,13 +1,14 @@
+/// \file
 /// Checkpoints that Python's ampfuse.checkpoint reads and writes, too: safetensors and JSON, with a
 /// hash for each tensor. They are complete or not there, whenever the process is killed.
-///
-/// Programs that include this header need xxhash.h and nlohmann/json.hpp (Debian, Ubuntu: apt
-/// install libxxhash-dev nlohmann-json3-dev). The library does not, so ampfuse.h does not include
-/// it.
 ///
 ///     ampfuse::checkpoint::save("run", step, {{"model", model}, {"optimizer", optimizer}});
 ///     const auto loaded =
 ///         ampfuse::checkpoint::load("run", {{"model", model}, {"optimizer", optimizer}});
+///
+/// Programs that include this header need xxhash.h and nlohmann/json.hpp (Debian, Ubuntu: apt
+/// install libxxhash-dev nlohmann-json3-dev). The library does not, so ampfuse.h does not include
+/// this header.
 #pragma once
 
 #include <ampfuse/checkpoint/folder.h>
@@ -15,33 +16,44 @@
 
 namespace ampfuse::checkpoint {
 
+/// Objects and their names, as {{"model", model}, {"optimizer", optimizer}}. Names are free, except
+/// "rng" and "values".
 using Objects = std::vector<std::pair<std::string, Object>>;
 
+/// Options of save().
 struct SaveOptions {
   /// Numbers, texts, tensors, lists, tuples and dicts of them, which load() returns.
   TORCH_ARG(at::IValue, values);
-  TORCH_ARG(bool, rng) = true;              // store the states of torch's random number generators
-  TORCH_ARG(bool, gradients) = false;       // of models, for a save between two micro-batches
-  TORCH_ARG(std::optional<int64_t>, keep);  // remove older checkpoints, so that this many are left
+  /// Store the states of torch's random number generators.
+  TORCH_ARG(bool, rng) = true;
+  /// Store the gradients of models, for a save between two micro-batches.
+  TORCH_ARG(bool, gradients) = false;
+  /// Remove older checkpoints of the run, so that this many are left. By default all are kept.
+  TORCH_ARG(std::optional<int64_t>, keep);
 };
 
 /// The result of load().
 struct Loaded {
-  std::filesystem::path path;
-  int64_t step;
-  at::IValue values;
+  std::filesystem::path path;  ///< the checkpoint that was loaded
+  int64_t step;                ///< its step
+  at::IValue values;           ///< the values that were passed to save(), or None
 };
 
-/// Returns the newest complete checkpoint of a run's folder.
+/// Returns the newest complete checkpoint in the folder of a run, or nothing if it has no
+/// checkpoint.
 inline std::optional<std::filesystem::path> latest(const std::filesystem::path& run) {
   return detail::latest_of(run);
 }
 
-/// Writes a checkpoint of this step into the folder of a run, and returns its path. If that fails,
-/// throws an Error, and earlier checkpoints are as they were.
+/// Writes a checkpoint into the folder of a run. Optimizers are saved with masters, scalers with
+/// their history.
 ///
-/// Objects are models, ampfuse::Adam, AdamW and GradScaler, by any name. Optimizers are saved with
-/// masters, scalers with their history.
+/// \param run The folder of the run, which is created if necessary.
+/// \param step The number of the step that was taken last.
+/// \param objects Models, ampfuse::Adam, ampfuse::AdamW and ampfuse::GradScaler, with their names.
+/// \param options See SaveOptions.
+/// \return The path of the checkpoint.
+/// \throws Error if it cannot be written. Earlier checkpoints are then as they were.
 inline std::filesystem::path save(const std::filesystem::path& run, int64_t step,
                                   const Objects& objects, const SaveOptions& options = {}) {
   using namespace detail;
@@ -83,21 +95,26 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
   }
 }
 
-/// Compares a checkpoint, or the newest one of a run, with its hashes, and returns its path. Throws
-/// an Error that names the file or tensor that differs.
+/// Compares a checkpoint, or the newest one of a run, with its hashes, without loading it.
+///
+/// \return The path of the checkpoint.
+/// \throws Error which names the file or tensor that differs.
 inline std::filesystem::path verify(const std::filesystem::path& path) {
   const detail::Reader reader(detail::found(path));
   for (const auto& [name, entry] : reader.content()["tensors"].items()) reader.tensor(name);
   return reader.folder();
 }
 
-/// Loads a checkpoint, or the newest one of a run, into objects, each of which must be in it.
+/// Loads a checkpoint into objects. Everything that is loaded is compared with its hashes first,
+/// and models and optimizers with what was saved.
 ///
-/// All that is loaded is compared with its hashes first, and models and optimizers with what was
-/// saved. If anything differs, throws an Error that names it, and loads nothing. States that an
-/// optimizer's or a scaler's own load refuses are errors of theirs (c10::Error).
-///
-/// rng: set the states of random number generators; by default if an optimizer is loaded.
+/// \param path A checkpoint, or the folder of a run, whose newest checkpoint is loaded.
+/// \param objects The objects, each of which must be in the checkpoint under the same name.
+/// \param rng Whether the states of random number generators are set. By default they are if an
+///     optimizer is loaded.
+/// \return The path, step and values of the checkpoint.
+/// \throws Error which names what differs, is damaged or is missing. Nothing is loaded then.
+/// \throws c10::Error for states that the optimizer's or the scaler's own load() refuses.
 inline Loaded load(const std::filesystem::path& path, const Objects& objects,
                    std::optional<bool> rng = std::nullopt) {
   using namespace detail;

@@ -9,12 +9,14 @@
 
 namespace ampfuse {
 
+/// Options of cross_entropy. All have a default, so `{}` is valid.
 struct AMPFUSE_API CrossEntropyOptions {
   /// Weights of the classes, of shape [classes].
   TORCH_ARG(std::optional<at::Tensor>, weight) = std::nullopt;
   /// Rows with this target are ignored: they have no loss and no gradient.
   TORCH_ARG(int64_t, ignore_index) = -100;
-  /// "none", "mean" or "sum".
+  /// "none" returns the loss of each row, "sum" their sum, and "mean" the sum divided by the total
+  /// weight of the rows that are not ignored, or by `denominator`.
   TORCH_ARG(std::string, reduction) = "mean";
   /// The share of each target that is spread evenly over all classes, from 0 to 1.
   TORCH_ARG(double, label_smoothing) = 0.0;
@@ -39,38 +41,50 @@ struct CrossEntropyMetrics {
   at::Tensor correct;  ///< bool: argmax is the target, or the target's most probable class
 };
 
+/// The result of cross_entropy_with_metrics and linear_cross_entropy_with_metrics.
 struct CrossEntropyWithMetrics {
-  at::Tensor loss;
-  CrossEntropyMetrics metrics;
+  at::Tensor loss;              ///< the loss, as without metrics
+  CrossEntropyMetrics metrics;  ///< the metrics of each row
 };
 
-/// Computes the same loss as torch::nn::functional::cross_entropy, for half, bfloat16, float or
-/// double logits of shape [classes], [batch, classes] or [batch, classes, d1, ...]. Targets are
-/// class indices (int64, int32, uint8) or probabilities. Logits are read in place if the class
-/// dimension has stride 1, or if at least max(16, classes / 16) positions of a class are
-/// contiguous; otherwise they are copied.
+/// Computes the same loss as torch::nn::functional::cross_entropy, in float for 16-bit logits.
 ///
-/// The loss is float (double for double logits), also under autocast, which casts nothing here.
+/// Logits are read in place if the class dimension has stride 1, or if at least
+/// max(16, classes / 16) positions of a class are contiguous; otherwise they are copied. Autocast
+/// casts nothing here.
+///
 /// If the logits require grad and the reduction is "mean" or "sum", the same pass over the logits
 /// also computes their gradient for an upstream gradient of `grad_scale` (1 if not set). Backward
 /// compares the real upstream gradient with it on the device. If they are equal, no further pass
 /// follows; otherwise one pass rescales the gradient. In four cases the logits are kept and
 /// backward computes the gradient: with reduction "none", for half logits without `grad_scale`, for
-/// probabilities that require grad, and inside torch.compile.
+/// probabilities that require grad, and inside torch.compile. A second derivative is not supported.
 ///
-/// Throws c10::IndexError for a target that is out of range (on the CPU; on a GPU the row's loss is
-/// NaN and a later call throws), and c10::ValueError or c10::TypeError for invalid arguments. A
-/// second derivative is not supported.
+/// \param input Logits of shape [classes], [batch, classes] or [batch, classes, d1, ...]: half,
+///     bfloat16, float or double.
+/// \param target Class indices (int64, int32 or uint8) of the shape of `input` without the classes,
+///     or probabilities of the shape of `input`.
+/// \param options See CrossEntropyOptions.
+/// \return The loss: float, or double for double logits. Its shape is that of the class indices for
+///     the reduction "none", else 0-dim.
+/// \throws c10::IndexError for a target that is out of range, on the CPU. On a GPU the loss of its
+///     row is NaN, and a later call throws.
+/// \throws c10::ValueError or c10::TypeError for invalid arguments.
 AMPFUSE_API at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target,
                                      const CrossEntropyOptions& options = {});
 
+/// Computes cross_entropy, and metrics of each row in the same pass over the logits.
 AMPFUSE_API CrossEntropyWithMetrics cross_entropy_with_metrics(
     const at::Tensor& input, const at::Tensor& target, const CrossEntropyOptions& options = {});
 
-/// Computes the same loss for logits of shape [batch, classes] that are not needed afterwards:
-/// their gradient overwrites them, so that no other memory of their size is used. Not supported for
-/// leaf tensors and inside torch.compile. The reduction must be "mean" or "sum", and half logits
-/// require a `grad_scale`.
+/// Computes cross_entropy for logits that are not needed afterwards: their gradient overwrites
+/// them, so that no other memory of their size is used.
+///
+/// \param input Logits of shape [batch, classes], which are written. They must not be a leaf of the
+///     graph. Calls inside torch.compile are not supported.
+/// \param target As for cross_entropy.
+/// \param options The reduction must be "mean" or "sum". Half logits need a `grad_scale`.
+/// \return The loss, as from cross_entropy, whose errors are also thrown here.
 AMPFUSE_API at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,
                                       const CrossEntropyOptions& options = {});
 

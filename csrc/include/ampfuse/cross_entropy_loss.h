@@ -12,30 +12,43 @@
 
 namespace ampfuse {
 
-/// Module like torch::nn::CrossEntropyLoss that calls ampfuse::cross_entropy.
+/// A module like torch::nn::CrossEntropyLoss that calls ampfuse::cross_entropy. CrossEntropyLoss is
+/// its holder.
 ///
-/// With a scaler, `grad_scale` must not be set: the module uses the scaler's scale, the upstream
-/// gradient of scaler.scale(loss).backward(). To keep that gradient when accumulating, call each
-/// micro-batch with the denominator of the whole batch and do not divide its loss. Copies of the
-/// module refer to the same scaler, which must outlive them and must not move.
+/// Pass a scaler if the training uses one. The module then passes its scale as `grad_scale`, since
+/// that is the upstream gradient of scaler.scale(loss).backward(). To accumulate gradients, call
+/// the module for each micro-batch with the denominator of the whole batch, and do not divide its
+/// loss.
 struct AMPFUSE_API CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossImpl> {
+  /// \param options The options of each call. With a scaler, `grad_scale` must not be set.
+  /// \param scaler The scaler of the training, or null. Clones of the module refer to the same one,
+  ///     which must outlive them and must not move.
+  /// \throws c10::ValueError if both a scaler and a `grad_scale` are given.
   explicit CrossEntropyLossImpl(CrossEntropyOptions options = {}, GradScaler* scaler = nullptr);
 
+  /// Registers the class weights as a buffer, which is a copy.
   void reset() override;
+
+  /// Prints the name of the module and its options.
   void pretty_print(std::ostream& stream) const override;
 
-  /// Returns the loss. `denominator` replaces the one in the options.
+  /// Returns the loss.
+  ///
+  /// \param input Logits, as for cross_entropy.
+  /// \param target Class indices or probabilities, as for cross_entropy.
+  /// \param denominator Replaces the denominator in the options.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& target,
                      const std::optional<at::Tensor>& denominator = std::nullopt);
 
   CrossEntropyOptions options;  ///< all options except the weight
-  at::Tensor weight;            ///< buffer of shape [classes], or undefined
-  GradScaler* scaler;
+  at::Tensor weight;            ///< the class weights: a buffer of shape [classes], or undefined
+  GradScaler* scaler;           ///< the scaler whose scale is used, or null
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Tensor>())})
 };
 
+/// The holder of CrossEntropyLossImpl, which behaves as a shared pointer to it.
 TORCH_MODULE(CrossEntropyLoss);
 
 }  // namespace ampfuse

@@ -27,23 +27,34 @@ class ScalerState;
 struct Inspection;
 }  // namespace amp
 
-/// Options are checked by the constructor, update() and load_state_dict(), not when they are set.
+/// Options of a GradScaler. They are checked by its constructor, update() and load_state_dict(),
+/// not when they are set.
 struct AMPFUSE_API GradScalerOptions {
+  /// The first scale.
   TORCH_ARG(double, init_scale) = 65536.0;
+  /// The scale is multiplied by this factor after `growth_interval` steps without overflow.
   TORCH_ARG(double, growth_factor) = 2.0;
+  /// The scale is multiplied by this factor when an overflow lowers it.
   TORCH_ARG(double, backoff_factor) = 0.5;
+  /// The number of steps in a row without overflow after which the scale grows.
   TORCH_ARG(int64_t, growth_interval) = 2000;
+  /// False makes a scaler that changes nothing: scale() returns its argument, and step() calls the
+  /// optimizer's.
   TORCH_ARG(bool, enabled) = true;
   /// The device on which scale_tensor() creates the scale; scale() creates it on the device of its
   /// first outputs. The default is a GPU if one is present. CUDA without a GPU disables the scaler.
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
-  TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;  // lower limit of backing off
-  TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;  // upper limit of growth
-  /// The number of overflows after which the scale is lowered. Earlier ones only skip their steps.
+  /// Overflows do not lower the scale below this limit.
+  TORCH_ARG(std::optional<double>, min_scale) = std::nullopt;
+  /// The scale does not grow above this limit.
+  TORCH_ARG(std::optional<double>, max_scale) = std::nullopt;
+  /// The number of overflows that it takes to lower the scale. Earlier ones only skip their steps.
+  /// With 1, every overflow lowers it.
   TORCH_ARG(int64_t, hysteresis) = 1;
   /// The event that restores the hysteresis: "growth" of the scale, or any "clean_step".
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
-  TORCH_ARG(bool, dynamic) = true;  // false: the scale never changes
+  /// False keeps the scale constant. Steps that overflow are still skipped.
+  TORCH_ARG(bool, dynamic) = true;
   /// update() throws ScaleCollapseError after this many skips in a row. On a GPU it reads the last
   /// count that has reached the host, so it may throw late, or miss skips that have ended by then.
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
@@ -51,16 +62,20 @@ struct AMPFUSE_API GradScalerOptions {
   /// many standard deviations above a running mean, for example 6. The first 64 steps are taken.
   /// There may be one optimizer.
   TORCH_ARG(std::optional<double>, skip_outliers) = std::nullopt;
-  TORCH_ARG(int64_t, history) = 0;  // number of updates that history() returns
+  /// The number of updates that history() returns.
+  TORCH_ARG(int64_t, history) = 0;
   /// The ranks that skip a step together, although their gradients differ. The type must be
   /// c10d::ProcessGroup, whose header is not included because it is slow to compile.
   TORCH_ARG(c10::intrusive_ptr<c10::intrusive_ptr_target>, process_group) = nullptr;
-  TORCH_ARG(bool, allow_fp16_grads) = false;  // accept half gradients, for optimizers with masters
-  TORCH_ARG(bool, allow_no_grads) = false;    // accept steps without gradients
+  /// Accept half gradients, for optimizers with masters. ampfuse's optimizers need this only for
+  /// unscale_() and clip_grad_norm_().
+  TORCH_ARG(bool, allow_fp16_grads) = false;
+  /// Accept steps of optimizers whose parameters have no gradients.
+  TORCH_ARG(bool, allow_no_grads) = false;
 };
 
-/// Thrown after `max_consecutive_skips` skips in a row. The scale is updated before, so
-/// training may continue.
+/// Thrown by GradScaler::update() after `max_consecutive_skips` skips in a row. The scale is
+/// updated before, so training may continue.
 class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -73,11 +88,17 @@ struct ScaleRecord {
   double norm;   ///< norm of all unscaled gradients; NaN if it was not measured
 };
 
-/// torch.amp.GradScaler for C++: scales losses so that 16-bit gradients do not vanish, unscales
-/// gradients, skips steps whose gradients are not finite, and adjusts the scale.
+/// Scales losses so that 16-bit gradients do not vanish, unscales gradients, skips steps whose
+/// gradients are not finite, and adjusts the scale, as torch.amp.GradScaler does in Python.
+///
+///     optimizer.zero_grad();
+///     scaler.scale(loss).backward();
+///     scaler.step(optimizer);
+///     scaler.update();
 ///
 /// With ampfuse::Adam and AdamW the host never waits. With other torch::optim optimizers it waits
-/// once per step, to decide whether to call step(). Misuse throws with torch's messages.
+/// once per step, to decide whether to call step(). Functions that are called in a wrong order
+/// throw c10::Error with torch's messages. Each update changes the scale as follows:
 ///
 ///     overflow ──▶ hysteresis left? ──yes──▶ hysteresis decreases by 1; the scale stays
 ///                      │ no
@@ -91,57 +112,91 @@ struct ScaleRecord {
 ///     growth            | growth of the scale       | Megatron-LM, DeepSpeed
 ///     clean_step        | any step that is taken    | apex; DeepSpeed's consecutive_hysteresis
 ///
-/// Per optimizer and update: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. From
-/// READY, step() unscales by itself, or has the optimizer do it.
+/// States of each optimizer: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. In
+/// the state READY, step() unscales the gradients itself, or the optimizer does.
 class AMPFUSE_API GradScaler {
  public:
+  /// Makes a scaler.
+  ///
+  /// \throws c10::Error for options that are out of range or contradict each other.
   explicit GradScaler(GradScalerOptions options = {});
   ~GradScaler();
-  GradScaler(GradScaler&&) noexcept;  ///< a moved-from scaler may only be assigned to or destroyed
+
+  /// The moved-from scaler may only be assigned to or destroyed.
+  GradScaler(GradScaler&&) noexcept;
+  /// The moved-from scaler may only be assigned to or destroyed.
   GradScaler& operator=(GradScaler&&) noexcept;
 
   /// Returns the outputs times the scale. The first call creates the scale on their device.
   at::Tensor scale(const at::Tensor& outputs);
+  /// Returns each of the outputs times the scale.
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients by the scale in place, to read or change them before step().
+  ///
+  /// \throws c10::Error if scale() was never called, if this function or step() was called before
+  ///     since the last update(), and for half gradients unless `allow_fp16_grads` is set.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// Clips the optimizer's gradients to a norm of at most `max_norm`, and returns their norm before
-  /// clipping: 0-dim, on their device. The host does not wait. One pass unscales and measures the
-  /// gradients (if unscale_() was called before, it only reads them); a second pass writes them
-  /// only if the norm is above `max_norm`.
+  /// Unscales the optimizer's gradients, and clips them to a norm of at most `max_norm`. The host
+  /// does not wait. One pass unscales and measures the gradients (if unscale_() was called before,
+  /// it only reads them); a second pass writes them only if the norm is above `max_norm`. With
+  /// ampfuse::Adam and AdamW, the option `max_grad_norm` does the same within the step.
+  ///
+  /// \return The norm before clipping: 0-dim, on the gradients' device.
   at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm);
 
-  /// Calls optimizer.step() on unscaled gradients and returns its result; unscales them first if
-  /// needed. If a gradient is not finite, skips the step and returns an undefined tensor. Throws
-  /// c10::Error for a closure, and for LBFGS, which needs one, unless the scaler is disabled.
+  /// Calls optimizer.step() on unscaled gradients; unscales them first if needed. If a gradient is
+  /// not finite, the step is skipped.
+  ///
+  /// \param optimizer ampfuse::Adam, ampfuse::AdamW or any optimizer of torch::optim except LBFGS.
+  /// \param closure Must be null, unless the scaler is disabled.
+  /// \return The result of optimizer.step(), which is undefined without a closure.
+  /// \throws c10::Error if scale() was never called, if step() was called before since the last
+  ///     update(), if no parameter has a gradient (not for ampfuse's optimizers, and not with
+  ///     `allow_no_grads`), for a closure and for LBFGS, which needs one.
   at::Tensor step(torch::optim::Optimizer& optimizer,
                   torch::optim::Optimizer::LossClosure closure = nullptr);
 
-  /// Changes the scale as the steps since the last update require, or sets it.
+  /// Changes the scale as the steps since the last update require. Call it once after the steps of
+  /// all optimizers.
+  ///
+  /// \throws c10::Error if no optimizer was stepped or unscaled, unless `allow_no_grads` is set.
+  /// \throws ScaleCollapseError after `max_consecutive_skips` skips in a row.
   void update();
+  /// Sets the scale, whatever the steps since the last update require.
   void update(double new_scale);
+  /// Sets the scale to a tensor of one element that does not require grad. The host does not wait.
   void update(const at::Tensor& new_scale);
 
-  double get_scale() const;   ///< the host waits; returns 1 if disabled
-  at::Tensor scale_tensor();  ///< the live scale, for `grad_scale` options: float, 0-dim
+  /// Returns the scale, or 1 if the scaler is disabled. The host waits.
+  double get_scale() const;
+  /// Returns the scale as a tensor that updates change, for `grad_scale` options: float, 0-dim.
+  at::Tensor scale_tensor();
 
+  /// Returns true unless the scaler was disabled by its options, or by the lack of a GPU.
   bool is_enabled() const;
+  /// Returns the options.
   const GradScalerOptions& options() const;
-  GradScalerOptions& options();  ///< factors, interval, limits and policy may be changed
+  /// Returns the options, of which factors, interval, limits and policy may be changed.
+  GradScalerOptions& options();
 
-  at::Tensor step_skipped() const;  ///< bool, 0-dim, on the device: the last step was skipped
-  bool was_skipped();               ///< the same as a bool; the host waits for the step
+  /// Returns whether the last step was skipped, as a tensor on the device: bool, 0-dim.
+  at::Tensor step_skipped() const;
+  /// Returns whether the last step was skipped. The host waits for the step.
+  bool was_skipped();
 
-  std::vector<ScaleRecord> history() const;  ///< oldest first; makes one copy to the host
+  /// Returns the last updates, the oldest one first; at most as many as the option `history`. This
+  /// makes one copy to the host, which waits for it.
+  std::vector<ScaleRecord> history() const;
 
   /// Puts records of another scaler, whose state was loaded before, in front of those to come.
   void load_history(std::vector<ScaleRecord> records);
 
-  /// Names of the parameters with non-finite gradients in the last skipped step. The scaler
-  /// remembers 16 steps, so call this when was_skipped(). The host waits.
+  /// Returns the names of the parameters with non-finite gradients in the last skipped step. The
+  /// scaler remembers 16 steps, so call this when was_skipped() returns true. The host waits.
   std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
+  /// Returns those of the named parameters that had non-finite gradients in the last skipped step.
   std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;
 
@@ -150,13 +205,18 @@ class AMPFUSE_API GradScaler {
   c10::impl::GenericDict state_dict() const;
 
   /// Loads a state dictionary of this class, of the Python class or of torch's. Entries that
-  /// torch's lacks keep their values. If other entries are missing or any are invalid, throws
-  /// c10::Error and loads nothing.
+  /// torch's lacks keep their values.
+  ///
+  /// \throws c10::Error if other entries are missing, or any are invalid. Nothing is loaded then.
   void load_state_dict(const c10::impl::GenericDict& state_dict);
 
-  /// Saves and loads the same state in archives. Python reads and writes them, too
-  /// (ampfuse.load_cpp_scaler_state).
+  /// Saves the state dictionary in an archive; torch::save(scaler, file) calls this. Python reads
+  /// such files with ampfuse.load_cpp_scaler_state.
   void save(torch::serialize::OutputArchive& archive) const;
+  /// Loads the state dictionary from an archive; torch::load(scaler, file) calls this. Python
+  /// writes such files with ampfuse.save_cpp_scaler_state.
+  ///
+  /// \throws c10::Error in the same cases as load_state_dict(). Nothing is loaded then.
   void load(torch::serialize::InputArchive& archive);
 
  private:
@@ -166,9 +226,10 @@ class AMPFUSE_API GradScaler {
   std::unique_ptr<amp::ScalerState> state_;
 };
 
-/// For torch::save and torch::load.
+/// Calls GradScaler::save(), for torch::save.
 AMPFUSE_API torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                         const GradScaler& scaler);
+/// Calls GradScaler::load(), for torch::load.
 AMPFUSE_API torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                        GradScaler& scaler);
 

@@ -11,20 +11,28 @@
 
 namespace ampfuse {
 
-/// Options that CrossEntropyOptions also has mean the same.
+/// Options of linear_cross_entropy. All have a default, so `{}` is valid.
 struct AMPFUSE_API LinearCrossEntropyOptions {
   /// Weights of the classes, of shape [classes].
   TORCH_ARG(std::optional<at::Tensor>, class_weight) = std::nullopt;
+  /// Rows with this target are ignored: they have no loss and no gradient.
   TORCH_ARG(int64_t, ignore_index) = -100;
+  /// "none" returns the loss of each row, "sum" their sum, and "mean" the sum divided by the total
+  /// weight of the rows that are not ignored, or by `denominator`.
   TORCH_ARG(std::string, reduction) = "mean";
+  /// The share of each target that is spread evenly over all classes, from 0 to 1.
   TORCH_ARG(double, label_smoothing) = 0.0;
-  /// The upstream gradient that backward will receive. If it receives another one, an extra pass
-  /// multiplies the gradients by the ratio and rounds 16-bit gradients a second time. Without
-  /// grad_scale, half gradients are computed for the sum of the losses and divided afterwards, so
-  /// that they do not underflow.
+  /// The upstream gradient that backward will receive, for example a loss scale: one element. If
+  /// backward receives another one, an extra pass multiplies the gradients by the ratio and rounds
+  /// 16-bit gradients a second time. Without grad_scale, half gradients are computed for the sum of
+  /// the losses and divided afterwards, so that they do not underflow.
   TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
+  /// The number that "mean" divides by, instead of the total weight of the batch: one element. If
+  /// all micro-batches use the same one, their gradients add up to the gradient of the whole batch.
   TORCH_ARG(std::optional<at::Tensor>, denominator) = std::nullopt;
+  /// Each row's loss is increased by z_loss times the square of its log-sum-exp.
   TORCH_ARG(double, z_loss) = 0.0;
+  /// If set, softcap · tanh(logits / softcap) takes the place of the logits.
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
   /// The number of rows in a chunk. By default, a chunk has as many rows as fit into 64 MiB of
   /// logits on a CPU (at least 128), or into 1 GiB of logits and their gradient on a GPU (at least
@@ -56,26 +64,34 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
 };
 
 /// Computes ampfuse::cross_entropy of torch::nn::functional::linear(hidden, weight, bias), but
-/// holds the logits of only one chunk of rows in memory at a time. Hidden states have shape
-/// [..., features], the weight [classes, features], the bias [classes]. Targets are class indices
-/// (int64, int32, uint8) of shape [...] or probabilities of shape [..., classes].
+/// holds the logits of only one chunk of rows in memory at a time.
 ///
-/// Hidden states, weight and bias must have the same dtype. Autocast casts hidden states and weight
-/// to its dtype, and the bias at most to that of the logits. If products are in half or bfloat16,
-/// the logits are float or of that dtype (logits_dtype). The weight's gradient is then summed in
-/// float and rounded to the weight's dtype, or not rounded if weight.grad_dtype() is float. The
-/// loss is float (double for double tensors).
+/// Autocast casts hidden states and weight to its dtype, and the bias at most to that of the
+/// logits. If products are in half or bfloat16, the logits are float or of that dtype
+/// (logits_dtype). The weight's gradient is then summed in float and rounded to the weight's dtype,
+/// or not rounded if weight.grad_dtype() is float.
 ///
 /// With reductions "mean" and "sum", forward computes the gradients, and backward only rescales
 /// them if the upstream gradient requires it. With "none", backward computes the logits again. A
-/// tensor that requires no grad costs no product for its gradient.
+/// tensor that requires no grad costs no product for its gradient. A second derivative is not
+/// supported.
 ///
-/// Throws the same errors as ampfuse::cross_entropy. A second derivative is not supported.
+/// \param hidden Hidden states of shape [..., features].
+/// \param weight The weight of the layer, of shape [classes, features].
+/// \param target Class indices (int64, int32 or uint8) of shape [...], or probabilities of shape
+///     [..., classes].
+/// \param bias The bias of the layer, of shape [classes]. Hidden states, weight and bias must have
+///     the same dtype.
+/// \param options See LinearCrossEntropyOptions.
+/// \return The loss: float, or double for double tensors. Its shape is [...] for the reduction
+///     "none", else 0-dim.
+/// \throws c10::IndexError, c10::ValueError or c10::TypeError in the same cases as cross_entropy.
 AMPFUSE_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                             const at::Tensor& target,
                                             const std::optional<at::Tensor>& bias = std::nullopt,
                                             const LinearCrossEntropyOptions& options = {});
 
+/// Computes linear_cross_entropy, and metrics of each row from the same logits.
 AMPFUSE_API CrossEntropyWithMetrics linear_cross_entropy_with_metrics(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const std::optional<at::Tensor>& bias = std::nullopt,

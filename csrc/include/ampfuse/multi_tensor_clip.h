@@ -11,8 +11,9 @@ namespace ampfuse {
 /// neither read nor written (strided ones on CUDA are still copied out and back), but their version
 /// counters increase. A NaN norm makes every element NaN, as in torch.
 ///
-/// `tensors`: as for multi_tensor_unscale. `total_norm`: float32 or float64, one element, on the
-/// tensors' device.
+/// \param tensors As for multi_tensor_unscale.
+/// \param total_norm The norm of all tensors: float or double, one element, on their device.
+/// \param max_norm The largest norm that is allowed.
 AMPFUSE_API void multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_norm,
                                    double max_norm);
 

@@ -16,7 +16,7 @@ namespace ampfuse {
 class GradScaler;
 class HostCopy;
 
-/// Kind of master weights of half and bfloat16 parameters. Other parameters need none.
+/// The kind of master weights that half and bfloat16 parameters have. Other parameters need none.
 enum class MasterWeights {
   kAuto,       ///< a float master; the parameter is the master rounded to 16 bits
   kOff,        ///< no master: the parameter loses updates smaller than half its last bit
@@ -30,15 +30,23 @@ enum class MasterWeights {
 template <bool kDecoupledWeightDecay>
 struct AMPFUSE_API AdamOptionsOf
     : torch::optim::OptimizerCloneableOptions<AdamOptionsOf<kDecoupledWeightDecay>> {
+  /// Makes options with a learning rate and the defaults of the others.
   AdamOptionsOf(double lr = 1e-3) : lr_(lr) {}
 
-  using betas_t = std::tuple<double, double>;
+  using betas_t = std::tuple<double, double>;  ///< beta1 and beta2
+  /// The learning rate.
   TORCH_ARG(double, lr);
+  /// The decay of the first and of the second moment, from 0 to less than 1.
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  /// This number is added to the denominator of an update, so that it is not 0.
   TORCH_ARG(double, eps) = 1e-8;
+  /// The coefficient of the weight decay: 0.01 by default in AdamWOptions, 0 in AdamOptions.
   TORCH_ARG(double, weight_decay) = kDecoupledWeightDecay ? 1e-2 : 0;
+  /// Divide by the largest second moment so far instead of the present one.
   TORCH_ARG(bool, amsgrad) = false;
+  /// Step in the direction of the gradient instead of against it.
   TORCH_ARG(bool, maximize) = false;
+  /// The kind of masters of half and bfloat16 parameters.
   TORCH_ARG(MasterWeights, master_weights) = MasterWeights::kAuto;
   /// Dtype of the moments that steps and load() create: kFloat or kBFloat16.
   TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;
@@ -46,16 +54,21 @@ struct AMPFUSE_API AdamOptionsOf
   /// optimizer, this limits the norm over all groups without their own limit. In the options of a
   /// group, it limits the norm of that group (infinity: no clipping).
   TORCH_ARG(std::optional<double>, max_grad_norm) = std::nullopt;
-  TORCH_ARG(bool, write_back_grads) = false;  // store unscaled, clipped gradients in grad()
+  /// Store the unscaled, clipped gradients in grad(). Otherwise a step leaves grad() as it is.
+  TORCH_ARG(bool, write_back_grads) = false;
 
  public:
-  /// Reads the entries that the archive has. `master_weights` and `state_dtype` are not saved: they
-  /// determine how state is stored, not what is computed. AdamOptions throw for archives of
-  /// AdamWOptions.
+  /// Reads the entries that the archive has.
+  ///
+  /// \throws c10::ValueError if these are AdamOptions, and the archive has AdamWOptions.
   void serialize(torch::serialize::InputArchive& archive) override;
+  /// Writes all options except `master_weights` and `state_dtype`, which determine how state is
+  /// stored, not what is computed.
   void serialize(torch::serialize::OutputArchive& archive) const override;
 
+  /// Returns the learning rate. torch's schedulers call this.
   double get_lr() const override { return lr(); }
+  /// Sets the learning rate. torch's schedulers call this.
   void set_lr(double value) override { lr(value); }
 };
 
@@ -69,20 +82,30 @@ extern template struct AdamOptionsOf<true>;
 /// others are on the parameter's device. All except `step` have the parameter's shape. Moments have
 /// the dtype `state_dtype`, or the parameter's dtype if that is double or complex.
 struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<AdamParamState> {
-  TORCH_ARG(at::Tensor, step);  // float, 0-dim: number of steps taken, without skipped ones
+  /// The number of steps taken, without skipped ones: float, 0-dim.
+  TORCH_ARG(at::Tensor, step);
+  /// The first moment: the running mean of gradients.
   TORCH_ARG(at::Tensor, exp_avg);
+  /// The second moment: the running mean of squared gradients.
   TORCH_ARG(at::Tensor, exp_avg_sq);
-  TORCH_ARG(at::Tensor, max_exp_avg_sq);  // only with amsgrad
-  TORCH_ARG(at::Tensor, master_param);    // float, or short for a remainder
+  /// The largest second moment so far, only with amsgrad.
+  TORCH_ARG(at::Tensor, max_exp_avg_sq);
+  /// The master of a 16-bit parameter: float, or short for a remainder.
+  TORCH_ARG(at::Tensor, master_param);
 
  public:
+  /// Reads the tensors that the archive has.
   void serialize(torch::serialize::InputArchive& archive) override;
+  /// Writes the tensors that are defined.
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
 /// torch's Adam with master weights, and with unscaling and clipping inside the step. A step is one
 /// pass over memory: it reads the gradients, writes them only if `write_back_grads` is set, and the
 /// host never waits for a GPU.
+///
+///     ampfuse::AdamW optimizer(model->parameters(),
+///                              ampfuse::AdamWOptions(1e-3).weight_decay(0.1).max_grad_norm(1.0));
 ///
 /// Parameters may be half, bfloat16, float, double and complex in any mixture, on any number of
 /// devices; a step skips parameters without a gradient. Groups may have options of either class,
@@ -100,8 +123,10 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
 /// shape and for remainders of half parameters. Also throws the errors of fused_adam.
 class AMPFUSE_API Adam : public torch::optim::Optimizer {
  public:
+  /// Makes an optimizer of groups. Groups without options of their own get a copy of `defaults`.
   explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                 AdamOptions defaults = {});
+  /// Makes an optimizer of one group.
   explicit Adam(std::vector<at::Tensor> params, AdamOptions defaults = {})
       : Adam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
@@ -110,33 +135,37 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   /// the options in torch 2.15.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  /// Takes a step. Calls the closure before it, if given, with gradients enabled, and returns the
-  /// closure's result.
+  /// Takes a step.
+  ///
+  /// \param closure If it is given, it is called before the step, with gradients enabled.
+  /// \return The result of the closure, or an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Returns the norm of the last step's unscaled gradients before clipping, without those of
-  /// groups that have a limit of their own: a copy, 0-dim, on their device. It is undefined before
-  /// the first step and without a `max_grad_norm`.
+  /// Returns the norm of the last step's unscaled gradients before clipping: a copy, 0-dim, on
+  /// their device. Groups that have a limit of their own are not part of it. It is undefined before
+  /// the first step, and without a `max_grad_norm`.
   at::Tensor grad_norm() const;
 
-  /// Returns the values that steps update, in the order of the parameters: the float master; with a
-  /// remainder, a new float tensor of the values it represents; otherwise the parameter itself.
+  /// Returns the values that steps update, in the order of the parameters. For a parameter with a
+  /// master this is the master, for one with a remainder a new float tensor of the values that it
+  /// represents, and otherwise the parameter itself.
   std::vector<at::Tensor> master_params() const;
 
   /// Resets all masters to their parameters. The bits that the parameters lack are lost.
   void sync_masters_from_model();
 
-  /// Writes the entries that torch::optim::AdamW writes, and further ones. Each class loads
-  /// archives of the other, and Python reads and writes them, too
-  /// (ampfuse.load_cpp_optimizer_state, ampfuse.save_cpp_optimizer_state). Parameters are not
+  /// Writes the entries that torch::optim::AdamW writes, and further ones; torch::save(optimizer,
+  /// file) calls this. Each class loads archives of the other, and Python reads and writes them,
+  /// too (ampfuse.load_cpp_optimizer_state, ampfuse.save_cpp_optimizer_state). Parameters are not
   /// saved; remainders are saved as the float masters that they represent.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`.
-  /// Existing tensors of the right dtype are overwritten in place. If the archive has no masters,
-  /// the next step creates them from the parameters; if it has masters, the parameters are set
-  /// to them, except 16-bit parameters with kOff. If groups or shapes differ, throws and loads
-  /// nothing.
+  /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`;
+  /// torch::load(optimizer, file) calls this. Existing tensors of the right dtype are overwritten
+  /// in place. If the archive has no masters, the next step creates them from the parameters; if it
+  /// has masters, the parameters are set to them, except 16-bit parameters with kOff.
+  ///
+  /// \throws c10::Error if groups or shapes differ. Nothing is loaded then.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Limit of the joint norm of all groups that have no limit of their own. The constructor moves
@@ -144,10 +173,11 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   /// limit of that group alone.
   std::optional<double> max_grad_norm;
 
-  /// Loss scaling, set around step() by the code that scales the losses. Gradients are divided by
-  /// `grad_scale`; a nonzero `found_inf` skips the step. With `grad_scale` alone the step itself
-  /// checks for non-finite gradients. Both are float, one element, on any device.
+  /// The loss scale, by which a step divides the gradients: float, one element, on any device. The
+  /// code that scales the losses sets it around step(), as GradScaler does. If `found_inf` is not
+  /// set, the step itself checks for non-finite gradients.
   std::optional<at::Tensor> grad_scale;
+  /// The step is skipped if this is not 0: float, one element, on any device.
   std::optional<at::Tensor> found_inf;
 
  protected:
@@ -188,8 +218,10 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
 /// Adam with decoupled weight decay: torch's AdamW.
 class AMPFUSE_API AdamW : public Adam {
  public:
+  /// Makes an optimizer of groups. Groups without options of their own get a copy of `defaults`.
   explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                  AdamWOptions defaults = {});
+  /// Makes an optimizer of one group.
   explicit AdamW(std::vector<at::Tensor> params, AdamWOptions defaults = {})
       : AdamW({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 };

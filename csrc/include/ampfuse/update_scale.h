@@ -23,10 +23,11 @@ struct ScaleTensors {
   std::optional<at::Tensor> norms = std::nullopt;
 };
 
+/// The policy of update_scale, as in GradScalerOptions, and the norm that it records.
 struct UpdateScaleOptions {
-  double growth_factor = 2;     ///< finite, at least 1
-  double backoff_factor = 0.5;  ///< more than 0, at most 1
-  int64_t growth_interval = 2000;
+  double growth_factor = 2;        ///< factor by which the scale grows: finite, at least 1
+  double backoff_factor = 0.5;     ///< factor by which it is lowered: more than 0, at most 1
+  int64_t growth_interval = 2000;  ///< number of clean steps in a row after which the scale grows
   std::optional<double> min_scale = std::nullopt;  ///< lower limit of backing off, above 0
   std::optional<double> max_scale = std::nullopt;  ///< upper limit of growth, above 0
   int64_t hysteresis = 1;  ///< number of overflows after which the scale is lowered
@@ -38,10 +39,13 @@ struct UpdateScaleOptions {
   std::optional<at::Tensor> norm = std::nullopt;  ///< float, one element, for history and norms
 };
 
-/// Updates the loss scale once, on the device. A nonzero tensor in `found_infs` (float, one element
-/// each) is an overflow. With the default options the result has the same bits as torch's
-/// `_amp_update_scale_`, except that the scale also grows if the growth interval was already
-/// exceeded.
+/// Updates the loss scale once, on the device. With the default options the result has the same
+/// bits as torch's `_amp_update_scale_`, except that the scale also grows if the growth interval
+/// was already exceeded.
+///
+/// \param tensors See ScaleTensors.
+/// \param found_infs The flags of the step: float, one element each. A nonzero one is an overflow.
+/// \param options See UpdateScaleOptions.
 AMPFUSE_API void update_scale(const ScaleTensors& tensors, at::TensorList found_infs,
                               const UpdateScaleOptions& options);
 

@@ -10,10 +10,9 @@ namespace ampfuse {
 struct VocabShard {
   /// Name of the process group in torch.distributed, or in c10d::register_process_group.
   std::string group;
-  int64_t group_size;
-  int64_t first_class;
-  /// Number of classes of all ranks together.
-  int64_t num_classes;
+  int64_t group_size;   ///< number of ranks in the group
+  int64_t first_class;  ///< the class of the first row of this rank's weight
+  int64_t num_classes;  ///< number of classes of all ranks together
 };
 
 }  // namespace ampfuse

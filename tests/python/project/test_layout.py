@@ -41,7 +41,8 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 SOURCES = tracked("csrc/*.h", "csrc/*.cpp", "csrc/*.cu", "csrc/*.cuh")
-CODE = [*SOURCES, *tracked("tests/*.cpp", "tests/*.h", "*.py", "*.sh")]
+CODE = [*SOURCES, *tracked("tests/*.cpp", "tests/*.h", "examples/*.cpp", "examples/*.h")]
+CODE += tracked("*.py", "*.sh")
 
 
 def includes(file: Path) -> list[str]:

@@ -15,16 +15,21 @@
 
 namespace ampfuse::checkpoint {
 
-/// A model, an optimizer or a scaler.
+/// A reference to a model, an optimizer or a scaler, which must outlive it.
 class Object {
  public:
+  /// Refers to a model.
   Object(torch::nn::Module& model) : object_(&model) {}
+  /// Refers to the model in a holder, for example torch::nn::Sequential.
   template <typename Module>
   Object(const torch::nn::ModuleHolder<Module>& model) : object_(model.ptr().get()) {}
+  /// Refers to an ampfuse::Adam or ampfuse::AdamW.
   Object(Adam& optimizer) : object_(&optimizer) {}
+  /// Refers to a scaler.
   Object(GradScaler& scaler) : object_(&scaler) {}
 
-  using Kind = std::variant<torch::nn::Module*, Adam*, GradScaler*>;
+  using Kind = std::variant<torch::nn::Module*, Adam*, GradScaler*>;  ///< a pointer to the object
+  /// Returns a pointer to the object.
   const Kind& get() const { return object_; }
 
  private:

@@ -22,7 +22,8 @@
 
 namespace ampfuse::checkpoint {
 
-/// A checkpoint that is damaged, incomplete, or of something else.
+/// Thrown for a checkpoint that is damaged, incomplete or of other objects, and for one that cannot
+/// be written.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
