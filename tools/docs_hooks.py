@@ -14,7 +14,14 @@ from tree_sitter import Language, Node, Parser
 HEADERS = Path(__file__).parents[1] / "csrc" / "include" / "ampfuse"
 MARKED = re.compile(r"<!-- header: (\S+) -->")
 TYPES = ("class_specifier", "struct_specifier", "enum_specifier")
-COMMANDS = {r"\\param (\w+)": r"- `\1`:", r"\\returns?\b": "Returns", r"\\throws\b": "Throws"}
+# Comments of Doxygen as items of a list, which begins after an empty line.
+COMMANDS = {
+    r"\\file\b": "",
+    r"(?<!\n)\n\\(param|return|throws)": r"\n\n\\\1",
+    r"\\param (\w+)": r"- `\1`:",
+    r"\\return\b": "- returns:",
+    r"\\throws\b": "- throws",
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -59,6 +66,9 @@ def trailing(node: Node) -> list[str]:
 
 def declared(node: Node, text: str) -> Iterator[str]:
     """Yield a declaration with its comment, and what is declared in it."""
+    if node.type.startswith("preproc"):
+        yield f"{text}\n\n" if text else ""  # the comment of the file
+        return
     if node.type == "namespace_definition":
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if body is not None and (name is None or source(name) != "detail"):
