@@ -1,5 +1,6 @@
 """The front page is short, and its numbers and its program are right."""
 
+import csv
 import re
 import sys
 from pathlib import Path
@@ -67,3 +68,13 @@ def test_every_make_target_on_a_page_is_in_the_makefile(page: str) -> None:
     assert [
         verb for verb in verbs if f"\n{verb}: " not in makefile and f"\n{verb}:" not in makefile
     ] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_memory_in_the_text_is_that_of_the_results(page: str) -> None:
+    with (ROOT / "benchmarks/results/amd-epyc/linear_cross_entropy.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"] == "4096x512x50257"]
+    peaks = {row["provider"]: f"{float(row['peak_mib']):,.0f} MiB" for row in rows}
+    text = (ROOT / page).read_text()
+    assert peaks["ampfuse"] in text
+    assert peaks["torch"].removesuffix(" MiB") in text
