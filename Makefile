@@ -106,7 +106,7 @@ endif
 
 docs:  ## build the documentation in build/site, without a compiled library
 	@$(PYTHON) tools/environment.py docs
-	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
 	@echo "docs: build/site/index.html"
 
 bench: build  ## compare with torch, quickly; BENCH_FLAGS= for all cases, BENCH_FLAGS=--help

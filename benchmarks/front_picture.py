@@ -22,7 +22,7 @@ def main() -> None:
     table = TABLES["front"]
     torchs, compiled, ours = table.columns
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for place, line in enumerate(reversed(table.lines)):
+    for position, line in enumerate(reversed(table.lines)):
         base = value(line, torchs)
         assert base is not None
         bars = [(ours, OURS, 0.27), (compiled, COMPILERS, 0.0), (torchs, TORCHS, -0.27)]
@@ -31,9 +31,11 @@ def main() -> None:
             if measured is None:
                 continue
             share = min(measured / base, 2.0)
-            axes.barh(place + offset, share, 0.25, color=color)
+            axes.barh(position + offset, share, 0.25, color=color)
             label = f"{text(measured)} ms"
-            axes.text(share + 0.02, place + offset, label, va="center", fontsize=8, color="#333333")
+            axes.text(
+                share + 0.02, position + offset, label, va="center", fontsize=8, color="#333333"
+            )
     names = [f"{label} ({machine})".replace("`", "") for label, (machine, *_) in FRONT.items()]
     axes.set_yticks(range(len(names)), [textwrap.fill(name, 44) for name in reversed(names)])
     axes.tick_params(axis="y", length=0, labelsize=8)

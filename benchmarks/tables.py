@@ -21,6 +21,8 @@ PAGES: dict[str, Mapping[str, str]] = {
     "README.zh-CN.md": IN_CHINESE,
     "docs/benchmarks.md": {},
 }
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.glob("*/*.csv"))]
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Key = tuple[str, str, str, str]
 
@@ -28,19 +30,19 @@ Key = tuple[str, str, str, str]
 @cache
 def results(file: str) -> dict[Key, dict[str, str]]:
     """Read the rows of a CSV that have numbers, by operation, shape, dtype and provider."""
-    with (ROOT / "benchmarks" / "results" / file).open() as lines:
+    with (RESULTS / file).open() as lines:
         rows = [row for row in csv.DictReader(lines) if row["status"] == "ok"]
     return {(row["operation"], row["shape"], row["dtype"], row["provider"]): row for row in rows}
 
 
 def value(line: Line, column: Column) -> float | None:
-    """Return a number, or None if none of the column's providers was measured."""
+    """Return the least number of the column's providers, or None if none was measured."""
     rows = results(line.file)
-    for provider in column.providers:
-        row = rows.get((line.operation, line.shape, line.dtype, provider))
-        if row is not None and row[column.field]:
-            return float(row[column.field])
-    return None
+    found = [
+        rows.get((line.operation, line.shape, line.dtype, provider), {}).get(column.field)
+        for provider in column.providers
+    ]
+    return min((float(number) for number in found if number), default=None)
 
 
 def text(number: float) -> str:
@@ -92,11 +94,58 @@ def markdown(table: Table, translations: Mapping[str, str]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in translated)
 
 
+def rows_of(lines: Iterator[Sequence[str]]) -> str:
+    """Return lines of cells, the first of which are headings, as Markdown."""
+    first, *others = lines
+    drawn = [first, ["---"] * len(first), *others]
+    return "".join(f"| {' | '.join(line)} |\n" for line in drawn)
+
+
+def runs() -> Iterator[Sequence[str]]:
+    """Yield the machine, the versions and the days of each file of results."""
+    yield "results", "machine", "torch", "ampfuse", "measured"
+    for file in FILES:
+        rows = list(results(file).values())
+        days = sorted({row["date"][:10] for row in rows})
+        versions = {(row["device"], row["torch"], row["ampfuse"]) for row in rows}
+        for device, torch, ampfuse in sorted(versions):
+            yield (
+                f"`{file}`",
+                device,
+                torch,
+                ampfuse,
+                " to ".join(dict.fromkeys((days[0], days[-1]))),
+            )
+
+
+def lost() -> Iterator[Sequence[str]]:
+    """Yield each case in which another provider takes less than 95 % of our time."""
+    yield "results", "operation", "shape", "dtype", "faster", "ms", "ampfuse", "ratio"
+    for file in FILES:
+        rows = results(file)
+        for operation, shape, dtype in dict.fromkeys(key[:3] for key in rows):
+            times = {
+                key[3]: float(row["median_ms"])
+                for key, row in rows.items()
+                if key[:3] == (operation, shape, dtype)
+            }
+            best = min(times, key=lambda provider: times[provider])
+            ours = times.get("ampfuse", 0.0)
+            if times[best] < 0.95 * ours:
+                ratio = f"{ours / times[best]:.2f} ×"
+                case = (f"`{file}`", operation, shape, dtype)
+                yield *case, best, text(times[best]), text(ours), ratio
+
+
 def with_tables(page: str, translations: Mapping[str, str]) -> str:
-    """Return a page's text with the tables of now."""
+    """Return a page's text with the current tables."""
+    computed = {"runs": runs, "lost": lost}
 
     def filled(match: re.Match[str]) -> str:
-        return match[1] + markdown(TABLES[match[2]], translations) + match[3]
+        name = match[2]
+        is_computed = name in computed
+        table = rows_of(computed[name]()) if is_computed else markdown(TABLES[name], translations)
+        return match[1] + table + match[3]
 
     return MARKED.sub(filled, (ROOT / page).read_text())
 

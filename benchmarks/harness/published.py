@@ -132,11 +132,11 @@ FRONT = {
         *("H100", f"{H100}/cross_entropy.csv"),
         *("train", "8192x50257", "bfloat16"),
     ),
-    "Loss scaling with clipping, 1000 gradients of 64K elements": (
+    "Loss scaling, norm below the limit, 1000 gradients of 64K elements": (
         *("H100", f"{H100}/grad_scaler.csv"),
-        *("step_clip", "1000x64K", "float32"),
+        *("step_clip_below_limit", "1000x64K", "float32"),
     ),
-    "AdamW step, bfloat16 with float32 masters, ResNet-50": (
+    "AdamW step, bfloat16 with float32 masters, parameters of ResNet-50": (
         *("CPU", f"{EPYC}/fused_adam.csv"),
         *("step", "resnet50", "bfloat16"),
     ),
@@ -144,7 +144,7 @@ FRONT = {
         *("CPU", f"{EPYC}/linear_cross_entropy.csv"),
         *("train", "4096x512x50257", "bfloat16"),
     ),
-    "Unchanged program: scaler, clipping and `AdamW(fused=True)`, ResNet-50": (
+    "Patched scaler, clipping and `AdamW(fused=True)`, gradients of ResNet-50": (
         *("CPU", f"{EPYC}/patched_step.csv"),
         *("patched_step", "resnet50", "float32"),
     ),
@@ -225,10 +225,10 @@ IN_CHINESE = {
             (
                 "AdamW 一步，含反缩放和裁剪，float32，64 × 1M 个参数",
                 "交叉熵及其梯度，bfloat16，8192 × 50257 个 logits",
-                "带裁剪的损失缩放，1000 个梯度，每个 64K 个元素",
-                "AdamW 一步，bfloat16 加 float32 主权重，ResNet-50",
+                "损失缩放，范数未超过上限，1000 个梯度，每个 64K 个元素",
+                "AdamW 一步，bfloat16 加 float32 主权重，ResNet-50 的参数",
                 "线性交叉熵及其梯度，bfloat16，4096 行，50257 个类别",
-                "不改程序：scaler、裁剪和 `AdamW(fused=True)`，ResNet-50",
+                "无需修改代码：scaler、裁剪和 `AdamW(fused=True)`，ResNet-50 的梯度",
             ),
             strict=True,
         )

@@ -36,7 +36,10 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--report", type=Path, help="where the figures go, as JSON")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.sequences % given.micro_batches:
+        parser.error(f"--sequences: expected a multiple of {given.micro_batches} micro-batches")
+    return given
 
 
 class Measured:

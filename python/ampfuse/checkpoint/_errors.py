@@ -15,5 +15,5 @@ def required(name: str) -> Any:
     except ImportError:
         package = name.partition(".")[0]
         raise ImportError(
-            f"ampfuse.checkpoint needs {package}: pip install ampfuse[checkpoint]"
+            f"ampfuse.checkpoint needs {package}: pip install safetensors xxhash"
         ) from None

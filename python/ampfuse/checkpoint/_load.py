@@ -127,7 +127,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it does not fit the objects.
         TypeError: An object has no `state_dict` or `load_state_dict`.
-        ImportError: safetensors or xxhash is missing: `pip install ampfuse[checkpoint]`.
+        ImportError: safetensors or xxhash is missing: `pip install safetensors xxhash`.
     """
     check_parts(objects, ("state_dict", "load_state_dict"), "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())

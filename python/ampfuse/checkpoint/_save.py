@@ -121,7 +121,7 @@ def save(
         CheckpointError: The checkpoint cannot be written.
         TypeError: `step` is not an int, or an object or value cannot be stored.
         ValueError: `step` or `keep` is out of range.
-        ImportError: safetensors or xxhash is missing: `pip install ampfuse[checkpoint]`.
+        ImportError: safetensors or xxhash is missing: `pip install safetensors xxhash`.
 
     Examples:
         >>> import tempfile, torch, ampfuse.checkpoint

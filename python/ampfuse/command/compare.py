@@ -15,7 +15,7 @@ HELP = f"""usage: {USAGE}
 
 Print what differs between two runs: times, memory, skipped steps and hints.
 
-example:
+examples:
   python -m ampfuse --json before.json train.py
   python -m ampfuse --json after.json train.py --workers 4
   python -m ampfuse compare before.json after.json"""

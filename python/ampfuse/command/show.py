@@ -44,14 +44,15 @@ def _of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
     for name, part in parts.items():
         texts = [f"used {_times(part['used'])}"] if part["used"] else []
         if waits := part["waits_avoided"]:
-            texts.append(f"the host did not wait for the GPU {_times(waits)} where torch's does")
+            steps = "one step" if waits == 1 else f"{waits:,} steps"
+            texts.append(f"the host did not wait in {steps}, but would with torch's scaler")
         for reason, count in part["left_to_torch"].items():
             texts.append(f"left to torch {_times(count)}: {reason}")
         found += zip([name, *[""] * len(texts)], texts, strict=False)
         if not texts:
             unused.append(name)
     if unused and not found:
-        unused[-1] += ": the program calls none of them, or only in processes that it starts anew"
+        unused[-1] += ": the program calls none of them, or only in processes that it spawns"
     return [*found, ("not used", ", ".join(unused))] if unused else found
 
 

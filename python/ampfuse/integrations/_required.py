@@ -6,4 +6,4 @@ from importlib.util import find_spec
 def require(package: str, module: str) -> None:
     """Raise unless the package that one of our modules needs is installed."""
     if find_spec(package) is None:
-        raise ImportError(f"{module} needs {package}: pip install 'ampfuse[{package}]'")
+        raise ImportError(f"{module} needs {package}: pip install {package}")

@@ -29,7 +29,7 @@ class Monitor(StepMemory):
     from step to step, the allocations of two steps are recorded, and `suspects` names the lines and
     containers that hold the memory. The host does not wait for the GPU.
 
-    It needs psutil except on Linux: `pip install ampfuse[tools]`.
+    It needs psutil except on Linux: `pip install psutil`.
 
     Args:
         interval: Seconds between two samples.

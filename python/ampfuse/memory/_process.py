@@ -23,7 +23,7 @@ def host_memory() -> Callable[[], int]:
     try:
         import psutil  # type: ignore[import-untyped]
     except ImportError:
-        raise ImportError("Monitor needs psutil here: pip install ampfuse[tools]") from None
+        raise ImportError("Monitor needs psutil here: pip install psutil") from None
     process = psutil.Process()
 
     def memory() -> int:

@@ -46,7 +46,7 @@ def test_no_row_of_parts_is_printed_if_none_was_replaced():
 def test_avoided_host_waits_are_a_row_of_the_part():
     _, used, waits = show.rows(report({"optimizers": part(10, 9)}))
     assert used == ("optimizers", "used 10 times")
-    assert waits == ("", "the host did not wait for the GPU 9 times where torch's does")
+    assert waits == ("", "the host did not wait in 9 steps, but would with torch's scaler")
 
 
 def test_failure_is_one_line_and_the_hints(monkeypatch):

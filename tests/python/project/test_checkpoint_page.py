@@ -66,7 +66,11 @@ def test_distributed_program_goes_on_with_the_same_and_with_another_number_of_pr
 ) -> None:
     # Lines that two processes print at once may be mixed, so each has a file.
     shown = "open(f'loss-{dist.get_rank()}', 'w').write(f'{start} {loss.item()}')\n"
-    program = DISTRIBUTED.replace("dist.barrier()", f"{shown}dist.barrier()") + END_OF_RANK
+    program = DISTRIBUTED.replace("dist.barrier()", f"{shown}dist.barrier()")
+    joined = (
+        "\nimport threading\n[t.join() for t in threading.enumerate() if t.name == 'checkpoint']"
+    )
+    program += joined + END_OF_RANK
     (tmp_path / "train.py").write_text(program)
 
     def train(processes: int) -> list[list[str]]:

@@ -26,13 +26,14 @@ def step_lines(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("step ")]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+# float16 takes ten times as long on a CPU. The other tests take fewer steps in it.
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_network_learns_the_made_images(trainer: Path, tmp_path: Path, precision: str) -> None:
     env = environment() if ampfuse.has_cuda() else ON_CPU
     printed = run(trainer, "--precision", precision, cwd=tmp_path, env=env)
     accuracy = re.search(rf"{precision} +200 +([0-9.]+) %", printed)
     assert accuracy, printed
-    assert float(accuracy[1]) > 80  # chance is 10, measured were 94.8 to 96.1
+    assert float(accuracy[1]) > 80  # chance is 10, 95.3 to 96.1 were measured
     assert len(step_lines(printed)) == 10
 
 

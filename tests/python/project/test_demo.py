@@ -42,7 +42,7 @@ def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path: Path) -> None
 def test_losses_are_the_same_with_micro_batches_and_recomputed_activations(tmp_path: Path) -> None:
     def losses(*flags: str) -> list[float]:
         report = tmp_path / "report.json"
-        options = ["--precision", "float32", "--steps", "3", "--sequences", "2"]
+        options = ["--precision", "float32", "--steps", "2", "--sequences", "2", "--width", "32"]
         program = "language_model/train_ampfuse.py"
         done = run(program, *options, "--report", str(report), *flags)
         assert done.returncode == 0, done.stderr
