@@ -8,31 +8,21 @@ runs three times: in float32, with torch.amp, and with torch.amp under `python -
 replaces torch's optimizer and loss by ampfuse's. All runs have the same seed and the same batches.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from comparison import COLORS, parsed, parser, run_all
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PROGRAMS = Path(__file__).parent / "language_model"
 # The parts of a step and the runs have different colors.
 PARTS = {"forward": "#b7d3c6", "loss": "#7d5ba6", "backward": "#4d8f7a", "optimizer": "#c7b3dc"}
-RUNS = {
-    "float32": "#a8b3bd",
-    "torch.amp": "#5b7c99",
-    "python -m ampfuse": "#e6b450",
-    "ampfuse": "#d9542b",
-}
+RUNS = COLORS | {"python -m ampfuse": "#e6b450"}
 AVERAGED = 5  # number of losses in a mean, since those of single batches vary
 STEPS = 40
 # Maximum loss after STEPS. A new model has 11, and one that only knows word frequencies has 6.5.
@@ -89,22 +79,6 @@ def slowness(precision: str) -> float:
         return min(times)
 
     return seconds(getattr(torch, precision)) / seconds(torch.float32)
-
-
-def run(command: list[str], after_step: Callable[[], None]) -> Figures:
-    """Run one program in its own process, so that its memory is not mixed with others'."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        program = subprocess.Popen(
-            [sys.executable, *command, "--report", str(report)], stdout=subprocess.PIPE, text=True
-        )
-        assert program.stdout is not None
-        for line in program.stdout:
-            if line.startswith("step "):
-                after_step()
-        if program.wait() != 0:
-            sys.exit(f"{' '.join(command)} failed: see above")
-        return Figures(**json.loads(report.read_text()))
 
 
 def table(results: dict[str, Figures], title: str) -> Table:
@@ -208,38 +182,29 @@ def plot(path: Path, results: dict[str, Figures], title: str) -> None:
 
 def main() -> int:
     """Run the programs; return 1 if one did not learn, or their last losses differ."""
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="Train in float32, with torch.amp, with ampfuse.")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--precision", choices=["bfloat16", "float16"])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--sequences", type=int, help="of 64 words, in a step")
-    parser.add_argument("--micro-batches", type=int, default=1, help="in a step")
-    parser.add_argument("--recompute", action="store_true", help="activations, in backward")
-    parser.add_argument("--width", type=int, default=128, help="of the model, a multiple of 4")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture")
-    given = parser.parse_args()
+    options = parser("Train in float32, with torch.amp, with ampfuse.", "demo.png")
+    options.add_argument("--steps", type=int, default=STEPS)
+    options.add_argument("--sequences", type=int, help="of 64 words, in a step")
+    options.add_argument("--micro-batches", type=int, default=1, help="in a step")
+    options.add_argument("--recompute", action="store_true", help="activations, in backward")
+    options.add_argument("--width", type=int, default=128, help="of the model, a multiple of 4")
+    options.add_argument("--layers", type=int, default=2)
+    given = parsed(options)
     if given.steps < 2:
-        parser.error(f"--steps: at least 2, got {given.steps}")
-    on_cpu = given.device == "cpu"
-    precision = given.precision or ("bfloat16" if on_cpu else "float16")
+        options.error(f"--steps: at least 2, got {given.steps}")
+    on_cpu, precision = given.device == "cpu", given.precision
     slower = slowness(precision) if on_cpu else 1
     usual = 16 if on_cpu else 64
     sequences = given.sequences or (1 if slower > SLOW else usual)
 
     console = Console()
-    options = ["--device", given.device, "--steps", str(given.steps)]
-    options += ["--sequences", str(sequences), "--micro-batches", str(given.micro_batches)]
-    options += ["--width", str(given.width), "--layers", str(given.layers)]
-    options += ["--recompute"] if given.recompute else []
-    columns = (TextColumn("{task.description:18}"), BarColumn(), TimeElapsedColumn())
-    results: dict[str, Figures] = {}
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(RUNS) * given.steps)
-        for name, command in commands(precision).items():
-            progress.update(task, description=name)
-            results[name] = run([*command, *options], lambda: progress.advance(task))
+    flags = ["--device", given.device, "--steps", str(given.steps)]
+    flags += ["--sequences", str(sequences), "--micro-batches", str(given.micro_batches)]
+    flags += ["--width", str(given.width), "--layers", str(given.layers)]
+    flags += ["--recompute"] if given.recompute else []
+    runs = {name: [*command, *flags] for name, command in commands(precision).items()}
+    reports = run_all(runs, given.steps, console)
+    results = {name: Figures(**report) for name, report in reports.items()}
 
     rows, classes = results["ampfuse"].logits
     title = f"{given.steps} steps of {rows} words out of {classes}, {precision}, {given.device}"

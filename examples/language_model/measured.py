@@ -4,10 +4,9 @@ import argparse
 import contextlib
 import itertools
 import json
-import resource
 import statistics
+import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,9 @@ import text
 import torch
 from model import LENGTH, VOCABULARY
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))
+from meter import Meter
 
 MEASURED = 3  # number of steps at the end of a run in which the parts are measured
 
@@ -47,15 +49,13 @@ class Measured:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._on_gpu = torch.device(options.device).type == "cuda"
         self._text = text.words(VOCABULARY)
         self._losses: list[Tensor] = []
         self._ends: list[float] = []  # end of each step, in seconds since the first step began
         self._seconds = defaultdict[str, list[float]](list)
         self._seconds_of_step = defaultdict[str, float](float)
         self._peaks: dict[str, int] = {}
-        self._reset_peak()
-        self._before = self._peak()
+        self._meter = Meter(options.device)
 
     def batches(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yield words and targets of each step's micro-batches, on the device."""
@@ -73,13 +73,13 @@ class Measured:
         if len(self._ends) < self._options.steps:
             yield
             return
-        self._wait()
-        self._reset_peak()
+        self._meter.wait()
+        self._meter.reset_peak()
         start = time.perf_counter()
         yield
-        self._wait()
+        self._meter.wait()
         self._seconds_of_step[name] += time.perf_counter() - start
-        self._peaks[name] = max(self._peak() - self._before, self._peaks.get(name, 0))
+        self._peaks[name] = max(self._meter.peak(), self._peaks.get(name, 0))
 
     def ended_step(self, loss: Tensor) -> None:
         """Record the loss and print the progress."""
@@ -89,7 +89,7 @@ class Measured:
         self._seconds_of_step.clear()
         done = len(self._losses)
         if done <= self._options.steps:
-            self._wait()  # otherwise only the launches would be timed
+            self._meter.wait()  # otherwise only the launches would be timed
             self._ends.append(time.perf_counter() - self._start)
             print(f"step {done} of {self._options.steps}", flush=True)
 
@@ -110,26 +110,3 @@ class Measured:
             self._options.report.write_text(json.dumps(figures))
         else:
             print(f"loss {losses[0]:.2f}, at the end {losses[-1]:.2f}; {seconds:.3f} s per step")
-
-    def _wait(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-
-    def _reset_peak(self) -> None:
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
-        except OSError as error:
-            warnings.warn(f"peaks include all earlier parts of the run: {error}", stacklevel=1)
-
-    def _peak(self) -> int:
-        """Return the peak memory in bytes: of torch's tensors on a GPU, of the process on a CPU."""
-        if self._on_gpu:
-            return torch.cuda.max_memory_allocated()
-        try:
-            status = Path("/proc/self/status").read_text()
-            return int(status.split("VmHWM:")[1].split()[0]) * 1024
-        except (OSError, IndexError):
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -95,7 +96,7 @@ def test_demo_fails_if_a_run_has_not_learned_or_the_losses_differ(
 ) -> None:
     parts = dict.fromkeys(demo.PARTS, 1)
     figures = demo.Figures([64, 50257], [11.0, 10.5], [1.0, 2.0], 1.0, parts, parts)
-    monkeypatch.setattr(demo, "run", lambda command, after_step: figures)
+    monkeypatch.setattr(demo, "run_all", lambda *_: dict.fromkeys(RUNS, asdict(figures)))
     monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path / "demo.png")])
 
     assert demo.main() == 1

@@ -1,0 +1,98 @@
+"""The examples that compare ways to train, run as a user runs them, with few steps."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+MIB = 2**20
+
+
+def table_of(program: str, folder: Path, *flags: str) -> tuple[dict[str, list[str]], str]:
+    """Run a program; return its table as cells by the names of its rows, and all that it prints."""
+    picture = folder / "picture.png"
+    command = [sys.executable, str(EXAMPLES / program), "--device", "cpu", "--out", str(picture)]
+    environment = os.environ | {"COLUMNS": "160"}  # so that no cell takes two lines
+    result = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+    rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    return cells, " ".join(result.stdout.split())
+
+
+def assert_compared_with_float32(cells: dict[str, list[str]]) -> None:
+    seconds = {name: float(row[0]) for name, row in cells.items()}
+    for name, row in cells.items():
+        assert float(row[1]) == pytest.approx(seconds["float32"] / seconds[name], rel=0.05)
+        assert float(row[2]) > 0
+
+
+@pytest.mark.slow
+def test_image_classifier_learns_in_each_precision(tmp_path: Path) -> None:
+    cells, text = table_of("image_classifier.py", tmp_path, "--epochs", "2", "--images", "2048")
+
+    assert list(cells) == ["float32", "torch.amp", "ampfuse"]
+    assert_compared_with_float32(cells)
+    for row in cells.values():
+        accuracies = [float(part) for part in row[-1].removesuffix("%").split()]
+        assert len(accuracies) == 3
+        assert min(accuracies) > 40  # 10 is chance
+    assert "The precisions are" in text
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("comparison")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mebibytes", "device", "sentences"),
+    [
+        ([2.0, 1.5, 1.0], [400, 300, 200], "cuda", ["ampfuse is 2.00 times as fast", "50% of"]),
+        (
+            [1.0, 3.0, 1.3],
+            [400, 300, 200],
+            "cpu",
+            ["not save time on this cpu", "takes 1.30 times"],
+        ),
+        ([1.0, 3.0, 1.3], [100, 100, 60], "cpu", ["The memory cannot be compared"]),
+        ([1.0, 3.0, 1.3], [100, 99, 101], "cuda", ["saves no memory: torch.amp takes 99%"]),
+    ],
+)
+def test_verdict_follows_the_measurements(
+    comparison: ModuleType,
+    seconds: list[float],
+    mebibytes: list[int],
+    device: str,
+    sentences: list[str],
+) -> None:
+    pairs = zip(("float32", "torch.amp", "ampfuse"), seconds, mebibytes, strict=True)
+    results = {name: comparison.Figures([time], peak * MIB) for name, time, peak in pairs}
+
+    text = comparison.verdict(results, device)
+
+    assert all(sentence in text for sentence in sentences)
+
+
+def test_equal_accuracy_means_that_precisions_differ_no_more_than_seeds(
+    comparison: ModuleType,
+) -> None:
+    classifier = importlib.import_module("image_classifier")
+
+    def agreement(*accuracies: list[float]) -> str:
+        runs = {str(n): classifier.Classified([1.0], 1, one) for n, one in enumerate(accuracies)}
+        return classifier.agreement(runs)
+
+    assert "are equally accurate" in agreement([0.90, 0.92, 0.94], [0.91, 0.92, 0.92])
+    assert "are not equally accurate" in agreement([0.90, 0.91, 0.92], [0.80, 0.81, 0.82])
