@@ -8,18 +8,15 @@ torchvision downloads it. Without it, images of ten made patterns take its place
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
+from classification import Classified, accuracies, agreement, dots, made_images
 from comparison import (
     AMPFUSE,
-    COLORS,
     FLOAT32,
     TORCH_AMP,
-    Figures,
     bars,
     headline,
     of_this_program,
@@ -30,21 +27,14 @@ from comparison import (
     run_all,
     table,
     verdict,
+    warm_up,
 )
 from meter import Meter
 from rich.console import Console
 from torch import Tensor, nn
 
 RUNS = (FLOAT32, TORCH_AMP, AMPFUSE)
-SEEDS = 3
-NOISE = 3.5  # standard deviation, where that of a pattern is 1
-
-
-@dataclass(frozen=True)
-class Classified(Figures):
-    """The measurements of one run, and its accuracy on the test images with each seed."""
-
-    accuracies: list[float]
+NOISE, SHIFT = 3.5, 6  # of made images
 
 
 class Network(nn.Sequential):
@@ -67,24 +57,6 @@ class Network(nn.Sequential):
         )
 
 
-def made_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return images [count, 3, 32, 32] of ten patterns, shifted and with noise; and their classes.
-
-    The patterns are the same for every seed.
-    """
-    of_patterns = torch.Generator().manual_seed(0)
-    coarse = torch.randn(10, 3, 8, 8, generator=of_patterns)
-    patterns = nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic")
-    patterns /= patterns.std((1, 2, 3), keepdim=True)
-    generator = torch.Generator().manual_seed(seed)
-    classes = torch.randint(10, (count,), generator=generator)
-    shifts = torch.randint(-6, 7, (count, 2), generator=generator).tolist()
-    images = torch.stack(
-        [patterns[one].roll(shift, (1, 2)) for one, shift in zip(classes, shifts, strict=True)]
-    )
-    return images + NOISE * torch.randn(images.shape, generator=generator), classes
-
-
 def cifar(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
     """Return the images [count, 3, 32, 32] of CIFAR-10, and their classes."""
     from torchvision.datasets import CIFAR10
@@ -99,12 +71,14 @@ def train(given: Any) -> Classified:
     if given.data:
         train_set, test_set = cifar(given.data, True), cifar(given.data, False)
     else:
-        train_set, test_set = made_images(given.images, seed=1), made_images(1000, seed=2)
+        train_set = made_images(given.images, 1, noise=NOISE, shift=SHIFT)
+        test_set = made_images(1000, 2, noise=NOISE, shift=SHIFT)
     images, classes = (tensor.to(given.device) for tensor in train_set)
     test_images, test_classes = (tensor.to(given.device) for tensor in test_set)
+    warm_up(given, Network(1), made_images(2, 0, noise=0, shift=0))
     meter = Meter(given.device)
-    accuracies = []
-    for seed in range(SEEDS):
+    of_seeds = []
+    for seed in range(given.seeds):
         torch.manual_seed(seed)
         model = Network(given.width).to(given.device)
         made = recipe(given.only, model, given.device, given.precision, given.lr)
@@ -113,33 +87,15 @@ def train(given: Any) -> Classified:
             # torch.randperm on the CPU gives all devices and precisions the same batches.
             order = torch.randperm(len(images)).to(given.device)
             for chosen in torch.split(order, given.batch):
-                made.optimizer.zero_grad()
-                with made.autocast:
-                    loss = made.criterion(model(images[chosen]), classes[chosen])
-                made.scaler.scale(loss).backward()
-                made.scaler.step(made.optimizer)
-                made.scaler.update()
+                made.step(model, images[chosen], classes[chosen])
             meter.lap()
         with torch.no_grad(), made.autocast:
             logits = torch.cat([model(some) for some in torch.split(test_images, given.batch)])
-        accuracies.append((logits.argmax(1) == test_classes).float().mean().item())
-    return Classified(meter.seconds, meter.peak(), accuracies)
-
-
-def agreement(results: Mapping[str, Classified]) -> str:
-    """Compare the differences of accuracy between precisions with those between seeds."""
-    means = [fmean(one.accuracies) for one in results.values()]
-    apart = max(means) - min(means)
-    spread = max(max(one.accuracies) - min(one.accuracies) for one in results.values())
-    if apart <= spread:
-        return (
-            f"The precisions are equally accurate: their means differ by {apart:.1%}, and two "
-            f"seeds of the same precision by up to {spread:.1%}."
-        )
-    return (
-        f"The precisions are not equally accurate: their means differ by {apart:.1%}, and two "
-        f"seeds of the same precision by {spread:.1%} at most."
-    )
+        of_seeds.append((logits.argmax(1) == test_classes).float().mean().item())
+    meter.begin_memory()
+    for chosen in torch.split(order, given.batch)[:2]:
+        made.step(model, images[chosen], classes[chosen])
+    return Classified(meter.seconds, meter.peak(), of_seeds)
 
 
 def plot(path: Path, results: Mapping[str, Classified], title: str) -> None:
@@ -151,14 +107,9 @@ def plot(path: Path, results: Mapping[str, Classified], title: str) -> None:
     time, memory, accuracy = figure.subplots(1, 3)
     seconds = {name: one.seconds for name, one in results.items()}
     peaks = {name: one.peak_bytes / 2**20 for name, one in results.items()}
-    bars(time, seconds, "seconds of an epoch, medians", "%.2f")
+    bars(time, seconds, "seconds of the fastest epoch", "%.2f")
     bars(memory, peaks, "peak memory, MiB", "%.0f")
-    for name, one in results.items():
-        accuracy.scatter(one.accuracies, [name] * SEEDS, color=COLORS[name], s=60, alpha=0.7)
-    accuracy.set_title(f"accuracy with {SEEDS} seeds")
-    accuracy.margins(y=0.3)
-    accuracy.invert_yaxis()
-    accuracy.spines[["top", "right"]].set_visible(False)
+    dots(accuracy, results)
     figure.savefig(path, dpi=150)
 
 
@@ -169,6 +120,7 @@ def main() -> int:
     options.add_argument("--images", type=int, default=4096, help="made for training")
     options.add_argument("--width", type=int, default=1, help="1 is the tutorials' network")
     options.add_argument("--epochs", type=int, default=4)
+    options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--batch", type=int, default=64)
     options.add_argument("--lr", type=float, default=2e-3)
     given = parsed(options)
@@ -177,17 +129,11 @@ def main() -> int:
         return 0
 
     console = Console()
-    reports = run_all(of_this_program(RUNS), SEEDS * given.epochs, console)
+    reports = run_all(of_this_program(RUNS), given.seeds * given.epochs, console)
     results = {name: Classified(**figures) for name, figures in reports.items()}
     data = "CIFAR-10" if given.data else f"{given.images} made images"
     title = f"{given.epochs} epochs of {data}, {given.precision}, {given.device}"
-    accuracy = {
-        f"accuracy, {SEEDS} seeds": [
-            " ".join(f"{100 * part:.1f}" for part in sorted(one.accuracies)) + " %"
-            for one in results.values()
-        ]
-    }
-    console.print(table(results, title, "epoch", accuracy))
+    console.print(table(results, title, "epoch", accuracies(results)))
     console.print(verdict(results, given.device), agreement(results))
     plot(given.out, results, title)
     console.print(f"wrote {given.out}")
