@@ -41,12 +41,11 @@ def made_images(
 
 
 def accuracies(results: Mapping[str, Classified]) -> dict[str, list[str]]:
-    """Return a column of a table, with the accuracies of all seeds in percent."""
+    """Return a column of a table, with the accuracies of all seeds."""
     cells = [
-        " ".join(f"{100 * part:.0f}" for part in sorted(one.accuracies)) + " %"
-        for one in results.values()
+        " ".join(f"{100 * part:.0f}" for part in sorted(one.accuracies)) for one in results.values()
     ]
-    return {"accuracy by seed": cells}
+    return {"accuracy by seed, %": cells}
 
 
 def agreement(results: Mapping[str, Classified]) -> str:

@@ -169,11 +169,12 @@ def table(
         f"s per {lap}: of the fastest; × {first}: how many times as fast; "
         "peak: the most memory of the run, less what it held before the model was made"
     )
-    drawn = Table(title=title, caption=caption)
+    drawn = Table(title=title, caption=caption, pad_edge=False)
     drawn.add_column("run", no_wrap=True)
     headings = (f"s per {lap}", f"× {first}", "peak MiB", f"of {first}", *more)
     for heading in headings:
-        drawn.add_column(heading, justify="right")
+        longest_word = max(map(len, heading.split()))
+        drawn.add_column(heading, justify="right", min_width=longest_word)
     for (name, figures), *others in zip(results.items(), *more.values(), strict=True):
         drawn.add_row(
             name,

@@ -45,7 +45,7 @@ def test_image_classifier_learns_in_each_precision(tmp_path: Path) -> None:
     assert list(cells) == ["float32", "torch.amp", "ampfuse"]
     assert_compared_with_float32(cells)
     for row in cells.values():
-        accuracies = [float(part) for part in row[-1].removesuffix("%").split()]
+        accuracies = [float(part) for part in row[-1].split()]
         assert len(accuracies) == 2
         assert min(accuracies) > 40  # 10 is chance
     assert "The precisions are" in text
@@ -63,6 +63,25 @@ def test_vit_takes_less_memory_and_larger_batches_in_16_bits(tmp_path: Path) -> 
     batches = [int(row[4]) for row in cells.values()]
     assert batches[0] < batches[1] <= batches[2] < batches[3]
     assert f"grows from {batches[0]} to {batches[3]}, predicted" in text
+
+
+@pytest.mark.slow
+def test_switches_save_most_of_the_memory_and_keep_the_loss(tmp_path: Path) -> None:
+    flags = "--steps 1 --layers 1 --length 64 --sequences 8 --micro 2"
+    cells, text = table_of("seventy_percent.py", tmp_path, *flags.split())
+
+    assert len(cells) == 7
+    assert_compared_with_float32(cells)
+    measured, predicted, losses = (
+        [float(row[column]) for row in cells.values()] for column in (2, 4, 5)
+    )
+    for memory in (measured, predicted):
+        assert memory[-1] < 0.6 * memory[0]
+    # Autocast adds copies of the weights. Each switch after it saves memory.
+    assert predicted[1:] == sorted(predicted[1:], reverse=True)
+    assert max(losses) - min(losses) < 0.02
+    assert f"{measured[0]:.0f} MiB to {measured[-1]:.0f} MiB" in text
+    assert "The loss stays the same" in text
 
 
 @pytest.fixture
