@@ -42,7 +42,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a training step needs besides the model and a batch."""
+    """The parts of a training step besides the model and a batch."""
 
     autocast: torch.autocast
     criterion: nn.Module
@@ -169,21 +169,22 @@ def table(
         f"s per {lap}: of the fastest; × {first}: how many times as fast; "
         "peak: the most memory of the run, less what it held before the model was made"
     )
-    drawn = Table(title=title, caption=caption, pad_edge=False)
+    columns = {
+        f"s per {lap}": [f"{one.seconds:.3f}" for one in results.values()],
+        f"× {first}": [f"{results[first].seconds / one.seconds:.2f}" for one in results.values()],
+        "peak MiB": [f"{one.peak_bytes / 2**20:.0f}" for one in results.values()],
+        f"of {first}": [
+            f"{one.peak_bytes / results[first].peak_bytes:.0%}" for one in results.values()
+        ],
+        **more,
+    }
+    drawn = Table(title=title, caption=caption)
     drawn.add_column("run", no_wrap=True)
-    headings = (f"s per {lap}", f"× {first}", "peak MiB", f"of {first}", *more)
-    for heading in headings:
-        longest_word = max(map(len, heading.split()))
-        drawn.add_column(heading, justify="right", min_width=longest_word)
-    for (name, figures), *others in zip(results.items(), *more.values(), strict=True):
-        drawn.add_row(
-            name,
-            f"{figures.seconds:.3f}",
-            f"{results[first].seconds / figures.seconds:.2f}",
-            f"{figures.peak_bytes / 2**20:.0f}",
-            f"{figures.peak_bytes / results[first].peak_bytes:.0%}",
-            *others,
-        )
+    for heading, cells in columns.items():
+        width = max(map(len, [*heading.split(), *cells]))  # only a heading takes several lines
+        drawn.add_column(heading, justify="right", width=width)
+    for row in zip(results, *columns.values(), strict=True):
+        drawn.add_row(*row)
     return drawn
 
 

@@ -162,7 +162,10 @@ def plot(path: Path, results: Mapping[str, Switched], title: str) -> None:
     axes.bar(RUNS, peaks, color="#5b7c99", label="measured")
     for place, (before, after) in enumerate(pairwise(peaks), 1):
         axes.bar(place, before - after, bottom=after, color="#f3d3c6")
-        axes.text(place, max(before, after), f"{after / before - 1:+.0%}", ha="center", va="bottom")
+        label = f"{after / before - 1:+.0%}"
+        if place == len(peaks) - 1:
+            label = f"{after / peaks[0] - 1:+.0%} in total\n{label}"
+        axes.text(place, max(before, after), label, ha="center", va="bottom")
     for place, peak in enumerate(peaks):
         axes.text(place, peak / 2, f"{peak:.0f}", ha="center", color="white")
     predicted = [one.predicted_bytes / 2**20 for one in results.values()]
