@@ -187,7 +187,7 @@ def main() -> int:
     options.add_argument("--sequences", type=int, help="of 64 words, in a step")
     options.add_argument("--micro-batches", type=int, default=1, help="in a step")
     options.add_argument("--recompute", action="store_true", help="activations, in backward")
-    options.add_argument("--width", type=int, default=128, help="of the model, a multiple of 4")
+    options.add_argument("--width", type=int, default=128, help="of the model, a multiple of 32")
     options.add_argument("--layers", type=int, default=2)
     given = parsed(options)
     if given.steps < 2:

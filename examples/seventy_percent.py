@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).parent / "language_model"))
 import text
@@ -54,7 +52,9 @@ class Switched(Figures):
 
 def trained(level: int, given: Any, device: str) -> tuple[LanguageModel, Optimizer, Step]:
     """Return a model, its optimizer and its training step, with the first `level` switches on."""
-    model = LanguageModel(given.vocabulary, given.width, given.length, given.layers).to(device)
+    model = LanguageModel(
+        given.width, given.layers, level >= CHECKPOINTS, given.vocabulary, given.length
+    ).to(device)
     autocast = torch.autocast(device, torch.bfloat16, enabled=level >= AUTOCAST)
     optimizer: Optimizer
     if level < WEIGHTS:
@@ -65,9 +65,6 @@ def trained(level: int, given: Any, device: str) -> tuple[LanguageModel, Optimiz
         optimizer = ampfuse.AdamW(
             model.parameters(), lr=given.lr, master_weights="remainder", state_dtype=moments
         )
-    if level >= CHECKPOINTS:
-        for layer in model.layers.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def loss_of(batch: tuple[Tensor, Tensor], denominator: Tensor | None = None) -> Tensor:
         words, targets = batch

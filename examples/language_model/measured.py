@@ -34,7 +34,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} words, in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="in a step")
     parser.add_argument("--recompute", action="store_true", help="activations, in backward")
-    parser.add_argument("--width", type=int, default=128, help="a multiple of 4")
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--report", type=Path, help="where the figures go, as JSON")
