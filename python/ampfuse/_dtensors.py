@@ -55,6 +55,20 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     return Sharding(tensor.device_mesh, placements)  # type: ignore[attr-defined]
 
 
+def place_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of a parameter, placed on the ranks as the parameter is.
+
+    With tensor parallelism, all ranks have the whole gradient of an embedding that is sharded by
+    rows. Their shards replace it in `param.grad`.
+    """
+    sharding, of_grad = sharding_of(param), sharding_of(grad)
+    if sharding is None or of_grad is None or of_grad.placements == sharding.placements:
+        return grad
+    placed: Tensor = grad.redistribute(placements=sharding.placements)  # type: ignore[attr-defined]
+    param.grad = placed
+    return placed
+
+
 def spread_dimensions(placements: Sequence[Any]) -> list[int]:
     """Return the dimensions of a mesh along which ranks hold different parts of a DTensor."""
     return [i for i, placement in enumerate(placements) if not placement.is_replicate()]

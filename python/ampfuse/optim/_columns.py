@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampfuse import _C
 from ampfuse._devices import on_device
-from ampfuse._dtensors import Sharding, is_dtensor, local, sharding_of
+from ampfuse._dtensors import Sharding, is_dtensor, local, place_gradient, sharding_of
 from ampfuse._graphs import traced_as
 from ampfuse.optim._options import check_params, option, state_options
 from ampfuse.optim._state import Spares, ensure
@@ -243,6 +243,7 @@ def refuse_sparse(param: Tensor) -> None:
 
 def localized(columns: Columns, write_back_grads: bool) -> Columns:
     """Replace DTensors by this rank's shards, and complex tensors by pairs of real numbers."""
+    columns.grads = list(map(place_gradient, columns.params, columns.grads))
     columns.shardings = [sharding_of(grad) for grad in columns.grads]
     columns.dtensors = list(filter(is_dtensor, columns.params))
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):

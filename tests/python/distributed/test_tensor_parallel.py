@@ -6,6 +6,7 @@ tensors, or DTensors on the mesh of fully_shard.
 
 import ampfuse
 import pytest
+import torch
 import torch.distributed as dist
 from distributed_steps import (
     CLIPS,
@@ -24,7 +25,7 @@ from processes import Scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.slow
@@ -89,4 +90,43 @@ def test_model_on_several_meshes_steps_clips_and_skips_as_one_process(case):
     expected = alone(network=with_norms(), ranks=SIZES[kind][0])
     for result in scenario.results("clipped_by", case):
         assert result["meshes"] == 2
+        assert_like(result, expected, tolerance=1e-5)
+
+
+ROWS_OF_EMBEDDING = {
+    "0": RowwiseParallel(input_layouts=Replicate()),
+    "1": ColwiseParallel(),
+    "3": RowwiseParallel(),
+}
+
+
+def with_embedding():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(8, 6), *model())
+
+
+def trained_on_words(network):
+    optimizer, scaler = adamw(network.parameters()), ampfuse.GradScaler("cpu", SCALE)
+
+    def set_gradients(step):
+        loss = network(torch.arange(step, step + 4)).square().mean()
+        scaler.scale(loss).backward()
+        if step == OVERFLOWING:
+            overflow([network[1].weight])
+
+    return train(optimizer, scaler, set_gradients)
+
+
+@scenario("embedding")
+def sharded_embedding(_):
+    network = with_embedding()
+    parallelize_module(network, init_device_mesh("cpu", (4,)), ROWS_OF_EMBEDDING)
+    result = trained_on_words(network)
+    return result | {"placements": str(network[0].weight.grad.placements)}
+
+
+def test_whole_gradient_of_an_embedding_that_is_sharded_by_rows_is_sharded_by_the_step():
+    expected = trained_on_words(with_embedding())
+    for result in scenario.results("sharded_embedding", "embedding"):
+        assert result["placements"] == "(Shard(dim=0),)"
         assert_like(result, expected, tolerance=1e-5)
