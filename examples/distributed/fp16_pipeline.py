@@ -31,17 +31,6 @@ class LanguageModel(nn.Module):
         self.transformer = Transformer(BLOCKS)
         self.head = ampfuse.LinearCrossEntropyLoss(WIDTH, VOCABULARY, scaler=scaler)
 
-    def keep_stage(self, stage: int, stages: int) -> None:
-        """Remove the layers of the other stages."""
-        for index in range(BLOCKS):
-            if index * stages // BLOCKS != stage:
-                del self.transformer.blocks[str(index)]
-        if stage != 0:
-            self.transformer.embedding = nn.Identity()
-        if stage != stages - 1:
-            self.transformer.norm = nn.Identity()
-            del self.head
-
 
 def main() -> None:
     """Train, and write the result."""
@@ -58,7 +47,9 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = LanguageModel(scaler)
-    model.keep_stage(rank, ranks)
+    model.transformer.keep_stage(rank, ranks)
+    if not is_last:
+        del model.head
     model.to(device, torch.float16)
     optimizer = ampfuse.AdamW(
         model.parameters(), lr=options.lr, max_grad_norm=0.5, process_group=everyone

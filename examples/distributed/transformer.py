@@ -14,22 +14,21 @@ SENTENCES = 16  # in the batch of one step, on all ranks together
 class Block(nn.Module):
     """Attention and a perceptron. With tensor parallelism, each rank has some of the heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         # There are no biases. A key's bias would have a gradient of 0 plus rounding errors, from
         # which Adam makes full steps, so that runs which round differently would part.
-        self.attention_norm = nn.RMSNorm(WIDTH)
-        self.attention_in = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # rows in the order of heads
-        self.attention_out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.perceptron_norm = nn.RMSNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)  # rows in the order of heads
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.perceptron_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return hidden states of the same shape: [sentences, words, WIDTH]."""
-        heads = self.attention_in(self.attention_norm(hidden)).unflatten(
-            -1, (-1, 3, WIDTH // HEADS)
-        )
+        """Return hidden states of the same shape: [sentences, words, width]."""
+        size = hidden.shape[-1] // HEADS
+        heads = self.attention_in(self.attention_norm(hidden)).unflatten(-1, (-1, 3, size))
         query, key, value = heads.permute(3, 0, 2, 1, 4)  # each [sentences, heads, words, ...]
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(-2))
@@ -41,14 +40,25 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Computes the hidden states that the last layer turns into logits."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.embedding: nn.Module = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleDict({str(index): Block() for index in range(blocks)})
-        self.norm: nn.Module = nn.RMSNorm(WIDTH)
+        self.embedding: nn.Module = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleDict({str(index): Block(width) for index in range(blocks)})
+        self.norm: nn.Module = nn.RMSNorm(width)
+
+    def keep_stage(self, stage: int, stages: int) -> None:
+        """Remove the layers of the other stages of a pipeline."""
+        blocks = len(self.blocks)
+        for index in range(blocks):
+            if index * stages // blocks != stage:
+                del self.blocks[str(index)]
+        if stage != 0:
+            self.embedding = nn.Identity()
+        if stage != stages - 1:
+            self.norm = nn.Identity()
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return hidden states of shape [sentences, words, WIDTH]."""
+        """Return hidden states of shape [sentences, words, width]."""
         hidden: Tensor = self.embedding(words)
         for block in self.blocks.values():
             hidden = block(hidden)
