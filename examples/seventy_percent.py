@@ -145,7 +145,10 @@ def agreement(results: Mapping[str, Switched]) -> str:
 def error(results: Mapping[str, Switched]) -> str:
     """Describe how far the measurements are from the predictions."""
     more = [(one.peak_bytes - one.predicted_bytes) / 2**20 for one in results.values()]
-    return f"Measured memory is {min(more):+.0f} to {max(more):+.0f} MiB from what is predicted."
+    return (
+        f"Measured memory is {min(more):+.0f} to {max(more):+.0f} MiB from what is predicted, which "
+        f"is that of tensors. On a CPU the process takes more."
+    )
 
 
 def plot(path: Path, results: Mapping[str, Switched], title: str) -> None:
