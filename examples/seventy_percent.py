@@ -146,8 +146,8 @@ def error(results: Mapping[str, Switched]) -> str:
     """Describe how far the measurements are from the predictions."""
     more = [(one.peak_bytes - one.predicted_bytes) / 2**20 for one in results.values()]
     return (
-        f"Measured memory is {min(more):+.0f} to {max(more):+.0f} MiB from what is predicted, which "
-        f"is that of tensors. On a CPU the process takes more."
+        f"Measured memory is {min(more):+.0f} to {max(more):+.0f} MiB from what is predicted. "
+        "Predictions are of tensors, and on a CPU the process takes more."
     )
 
 

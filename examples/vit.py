@@ -5,6 +5,7 @@
 The table compares time, memory, accuracy, and the largest batch that fits the budget, which on a
 GPU is its memory by default. There, steps with other batches find it; on a CPU it is predicted from
 the sizes of the tensors, though a process takes more than these.
+
 The tiny model is 192 wide, has 3 layers and images of 32 x 32; `base` is ViT-Base with 86 million
 parameters and images of 224 x 224. The images are of ten made patterns.
 """
