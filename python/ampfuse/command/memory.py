@@ -177,7 +177,7 @@ def largest_batch(chosen: Options, account: Account, batches: list[int], folder:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             if done.returncode:
                 why = done.stderr.strip().rpartition("\n")[2]
-                failures.append(f"the program fails with batches of {batch}: {why}")
+                failures.append(f"with batches of {batch} the program fails: {why}")
                 return None
             peaks[batch] = int(json.loads(file.read_text())["peak"])
             return peaks[batch]
@@ -186,7 +186,8 @@ def largest_batch(chosen: Options, account: Account, batches: list[int], folder:
     room = size_text(chosen.fit)
     if largest == 0:
         return f"no batch fits in {room}"
-    found = f"{largest}, which takes {size_text(peaks[largest])}"
+    at_least = "at least " if failures else ""  # something else than memory was the limit
+    found = f"{at_least}{largest}, which takes {size_text(peaks[largest])}"
     return "\n".join([f"largest batch in {room}: {found}", *failures[:1]])
 
 

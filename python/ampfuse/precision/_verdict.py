@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampfuse._texts import size_text
-from ampfuse.precision._judge import NOT_SLOWER, Judge
+from ampfuse.precision._judge import NOT_SLOWER, VARIES, Judge
 from ampfuse.precision._lines import lines_to_change
 from ampfuse.precision._outcome import Outcome, kind_of
 from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, Precision
@@ -64,8 +64,9 @@ def use(judge: Judge, best: Precision) -> str:
     assert outcome.milliseconds is not None
     assert base.milliseconds is not None
     ratio = base.milliseconds / outcome.milliseconds
+    unsure = ", if a run on a quiet machine confirms it" if judge.spread > VARIES else ""
     text = (
-        f"Use {name_of(best)}: a step takes {outcome.milliseconds:,.1f} ms in place of "
+        f"Use {name_of(best)}{unsure}: a step takes {outcome.milliseconds:,.1f} ms in place of "
         f"{base.milliseconds:,.1f}, so it is {ratio:.2f} times as fast"
     )
     if judge.saves_memory(outcome, base) and outcome.peak and base.peak:

@@ -217,8 +217,8 @@ def test_larger_batch_that_the_program_does_not_allow_is_reported(programs):
     done = memory(programs, "--fit", "64MiB", "train.py")
     assert done.returncode == 0
     found, why = done.stdout.splitlines()[-2:]
-    assert found.startswith("largest batch in 64.0 MiB: 8, which takes ")
-    assert why.startswith("the program fails with batches of 16: ")
+    assert found.startswith("largest batch in 64.0 MiB: at least 8, which takes ")
+    assert why.startswith("with batches of 16 the program fails: ")
 
 
 SMALL = """

@@ -237,6 +237,13 @@ def test_times_of_the_faster_run_count():
     assert judge.base.milliseconds == 8.0
 
 
+def test_verdict_from_times_that_vary_asks_for_a_run_on_a_quiet_machine():
+    judge = judged(outcome(BFLOAT16, 4.0))
+    judge.run_again(outcome(BFLOAT16, 6.0))
+    first = verdict(judge).sentences[0]
+    assert first.startswith("Use bfloat16, if a run on a quiet machine confirms it: a step ")
+
+
 def test_module_that_is_far_off_is_not_hidden_by_others():
     judge = judged(outcome(BFLOAT16, 5.0))
     for gradients in (judge.base.gradients, judge.outcomes[BFLOAT16].gradients):
