@@ -1,7 +1,10 @@
 """The docstrings of public names describe all arguments, in sections that a generator reads."""
 
 import importlib
+import inspect
+import re
 
+import ampfuse
 import pytest
 from docstring_sections import assert_described, mistakes
 
@@ -57,3 +60,14 @@ def test_missing_and_surplus_arguments_are_found() -> None:
         "has Args, but no Returns",
         "has an example outside of an `Examples:` section",
     ]
+
+
+def test_adam_and_adamw_describe_their_common_arguments_alike() -> None:
+    def arguments(optimizer: type) -> dict[str, str]:
+        section = inspect.getdoc(optimizer).split("Args:\n")[1].split("\nRaises:")[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+        own = ("weight_decay", "decoupled_weight_decay")
+        return {name: text for name, text in entries if name not in own}
+
+    assert len(arguments(ampfuse.Adam)) > 8
+    assert arguments(ampfuse.AdamW) == arguments(ampfuse.Adam)
