@@ -102,20 +102,15 @@ def rows_of(lines: Iterator[Sequence[str]]) -> str:
 
 
 def runs() -> Iterator[Sequence[str]]:
-    """Yield the machine, the versions and the days of each file of results."""
+    """Yield each machine with the versions that were measured, and the days."""
     yield "results", "machine", "torch", "ampfuse", "measured"
+    days: dict[tuple[str, str, str, str], set[str]] = {}
     for file in FILES:
-        rows = list(results(file).values())
-        days = sorted({row["date"][:10] for row in rows})
-        versions = {(row["device"], row["torch"], row["ampfuse"]) for row in rows}
-        for device, torch, ampfuse in sorted(versions):
-            yield (
-                f"`{file}`",
-                device,
-                torch,
-                ampfuse,
-                " to ".join(dict.fromkeys((days[0], days[-1]))),
-            )
+        for row in results(file).values():
+            run = (f"`{Path(file).parent}`", row["device"], row["torch"], row["ampfuse"])
+            days.setdefault(run, set()).add(row["date"][:10])
+    for run, its in sorted(days.items()):
+        yield *run, " to ".join(dict.fromkeys((min(its), max(its))))
 
 
 def lost() -> Iterator[Sequence[str]]:
