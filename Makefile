@@ -86,7 +86,7 @@ test-fast: cpp-headers build  ## leave out the slow tests and the sanitizer buil
 
 test-frameworks: build  ## run the tests with Lightning, Accelerate, Transformers and others
 	@$(PYTHON) tools/environment.py frameworks
-	$(VENV)-frameworks/bin/python -m pytest $(PYTEST_FLAGS) tests/frameworks
+	$(VENV)-frameworks/bin/python -m pytest $(PYTEST_FLAGS) $(or $(T),tests/frameworks)
 
 # A build folder that has the tests is not configured again, and only what the test needs is compiled:
 # an edit to one .cpp is tested in seconds.

@@ -32,7 +32,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def reference(header: str) -> str:
     """Return the reference of a header as Markdown."""
     text = (HEADERS / header).read_text().replace("AMPFUSE_API ", "")
-    text = re.sub(r"TORCH_ARG\((.+?), (\w+)\)", r"\1 \2", text)  # an option reads like a member
+    text = re.sub(r"^extern template .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"TORCH_ARG\((.+?), (\w+)\)", r"Option<\1> \2", text)  # which can be parsed
     root = Parser(Language(tree_sitter_cpp.language())).parse(text.encode()).root_node
     return f"`#include <ampfuse/{header}>`\n\n{''.join(declarations(root))}"
 
@@ -46,7 +47,7 @@ def declarations(parent: Node) -> Iterator[str]:
         if node.type == "access_specifier":
             is_public = source(node) == "public"
         elif node.type == "comment":
-            if node.start_point.row != last_line:
+            if node.start_point.row != last_line and not source(node).startswith("///<"):
                 comment.append(source(node))
         elif node.is_named:
             if is_public:
@@ -55,13 +56,17 @@ def declarations(parent: Node) -> Iterator[str]:
 
 
 def trailing(node: Node) -> list[str]:
-    """Return the comment at the end of a declaration's line."""
+    """Return the comment at the end of a declaration's line, and on the lines that continue it."""
+    found: list[str] = []
     line, following = node.end_point.row, node.next_sibling
-    while following is not None and following.start_point.row == line:
+    while following is not None and following.start_point.row <= line:
         if following.type == "comment":
-            return [source(following)]
+            found.append(source(following))
+            line = following.start_point.row + 1
         following = following.next_sibling
-    return []
+        if found and not (following and source(following).startswith("///<")):
+            break
+    return found
 
 
 def declared(node: Node, text: str) -> Iterator[str]:
@@ -77,13 +82,23 @@ def declared(node: Node, text: str) -> Iterator[str]:
     found = next((each for each in (node, *node.children) if each.type in TYPES), None)
     body = found.child_by_field_name("body") if found is not None else None
     if found is not None and body is not None:
-        yield f"### {source(found.child_by_field_name('name'))}\n\n{text}\n\n"
+        base = next((each for each in found.children if each.type == "base_class_clause"), None)
+        yield f"### {source(found.child_by_field_name('name'))}\n\n"
+        yield f"`{' '.join(head(node).split('{')[0].split())}`\n\n" if base else ""
+        yield f"{text}\n\n"
         yield from declarations(body)
         yield "\n"
-    elif text and "(" in head(node).split("=")[0]:
-        yield f"\n```cpp\n{head(node)}\n```\n\n{text}\n\n"
     elif text:
-        yield f"- `{' '.join(head(node).split()).rstrip(';')}`: {' '.join(text.split())}\n"
+        code = re.sub(r"\n\s+", "\n    ", head(node))
+        name = re.match(r"using (\w+) =|[^=]*?(operator[^\s(]+|\w+)\(", code)
+        is_member = node.parent is not None and node.parent.type == "field_declaration_list"
+        if name is not None and not is_member:
+            yield f"\n### {name[1] or name[2]}\n"
+        if name is not None and name[2]:
+            yield f"\n```cpp\n{code}\n```\n\n{text}\n\n"
+        else:
+            line = re.sub(r"^Option<(.+)> (\w+)", r"\2(\1)", " ".join(code.split()).rstrip(";"))
+            yield f"\n- `{line}`: {' '.join(text.split())}\n"
 
 
 def head(node: Node) -> str:

@@ -82,7 +82,10 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
     TORCH_CHECK_VALUE(is_in_list || target.sym_sizes() == c10::SymIntArrayRef(shape),
                       kLinearCrossEntropy, ": target: expected shape ", c10::SymIntArrayRef(shape),
                       " for hidden states of shape ", inputs.hidden.sym_sizes(), ", got ",
-                      target.sym_sizes());
+                      target.sym_sizes(),
+                      target.dim() == 1 && target.sym_size(0) == inputs.weight.sym_size(0)
+                          ? "; are hidden and weight swapped?"
+                          : "");
     return target.reshape({-1}).contiguous();
   }
   TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && target.requires_grad()), kLinearCrossEntropy,

@@ -271,6 +271,12 @@ RAISES = {
         IndexError,
         "Target 18 is out of bounds: in row 0, expected a class in [0, 10)",
     ),
+    "weight before hidden states": (
+        lambda: ampfuse.linear_cross_entropy(WEIGHT, HIDDEN, TARGET),
+        ValueError,
+        "linear_cross_entropy: target: expected shape [10] for hidden states of shape [10, 4], got "
+        "[8]; are hidden and weight swapped?",
+    ),
     "logits for hidden states": (
         lambda: ampfuse.LinearCrossEntropyLoss(4, 10)(LOGITS, TARGET),
         ValueError,
