@@ -301,7 +301,7 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, None)
             package = name.partition(".")[0]
-            message = f"ampfuse.checkpoint needs {package}: pip install ampfuse"
+            message = f"ampfuse.checkpoint needs {package}: pip install safetensors xxhash"
             with pytest.raises(ImportError, match=message):
                 checkpoint.save(tmp_path / "run", step=1)
     assert not (tmp_path / "run").exists()

@@ -19,7 +19,7 @@ PACKAGES = environment(PYTHONPATH=str(PACKAGE.parent))
 
 
 def steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("run/step-*"))
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("*/step-*"))
 
 
 def forget(folder: Path, *removed: int) -> None:
@@ -44,7 +44,7 @@ def test_trainer_saves_when_it_is_told_to_stop_and_goes_on(tmp_path: Path) -> No
     assert len(expected) == 20
     assert expected[-1].startswith("step 2000: loss ")
     assert run(sys.executable, "train.py", cwd=tmp_path, env=PACKAGES) == ""
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "trainer")
 
     program = subprocess.Popen(
         [sys.executable, "train.py"], cwd=tmp_path, env=PACKAGES, stdout=subprocess.PIPE, text=True
