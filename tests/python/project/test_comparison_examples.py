@@ -33,7 +33,7 @@ def table_of(program: str, folder: Path, *flags: str) -> tuple[dict[str, list[st
 def assert_compared_with_float32(cells: dict[str, list[str]]) -> None:
     seconds = {name: float(row[0]) for name, row in cells.items()}
     for name, row in cells.items():
-        assert float(row[1]) == pytest.approx(seconds["float32"] / seconds[name], rel=0.05)
+        assert float(row[1]) == pytest.approx(seconds["float32"] / seconds[name], rel=0.15)
         assert float(row[2]) > 0
 
 

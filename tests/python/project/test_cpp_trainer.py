@@ -54,11 +54,13 @@ def test_killed_run_goes_on_with_the_losses_of_an_uninterrupted_one(
     killed = subprocess.Popen(
         [trainer, "--steps", "100000"], cwd=tmp_path, env=ON_CPU, stdout=subprocess.DEVNULL
     )
-    while not list(tmp_path.glob("run/step-*")):
-        assert killed.poll() is None
-        time.sleep(0.01)
-    killed.kill()
-    killed.wait()
+    try:
+        while not list(tmp_path.glob("run/step-*")):
+            assert killed.poll() is None
+            time.sleep(0.01)
+    finally:
+        killed.kill()
+        killed.wait()
     saved = max(int(path.name.removeprefix("step-")) for path in tmp_path.glob("run/step-*"))
 
     steps = str(saved + 10)
