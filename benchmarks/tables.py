@@ -77,28 +77,22 @@ def ratio(line: Line, columns: Sequence[Column]) -> str:
     return f"{first / last:.1f} ×"
 
 
-def markdown(table: Table, translations: Mapping[str, str]) -> str:
-    """Return a table as Markdown."""
+def rows_of(table: Table, translations: Mapping[str, str]) -> Iterator[Sequence[str]]:
+    """Yield a table's headings, and the cells of its lines."""
     heads = [*table.heads, *(column.head for column in table.columns)]
-    rule = ["---"] * len(table.heads) + ["---:"] * len(table.columns)
-    lines = [[*line.labels, *cells(line, table.columns)] for line in table.lines]
+    rows = [[*line.labels, *cells(line, table.columns)] for line in table.lines]
     if table.has_ratio:
         heads.append("ratio")
-        rule.append("---:")
-        lines = [
-            [*cells, ratio(line, table.columns)]
-            for cells, line in zip(lines, table.lines, strict=True)
-        ]
-    translated = [[translations.get(cell, cell) for cell in row] for row in (heads, *lines)]
-    translated.insert(1, rule)
-    return "".join(f"| {' | '.join(row)} |\n" for row in translated)
+        for row, line in zip(rows, table.lines, strict=True):
+            row.append(ratio(line, table.columns))
+    yield from ([translations.get(cell, cell) for cell in row] for row in (heads, *rows))
 
 
-def rows_of(lines: Iterator[Sequence[str]]) -> str:
-    """Return lines of cells, the first of which are headings, as Markdown."""
-    first, *others = lines
-    drawn = [first, ["---"] * len(first), *others]
-    return "".join(f"| {' | '.join(line)} |\n" for line in drawn)
+def markdown(rows: Iterator[Sequence[str]], labels: int) -> str:
+    """Return rows, the first of which are headings, as Markdown; numbers follow the labels."""
+    heads, *others = rows
+    rule = ["---" if index < labels else "---:" for index in range(len(heads))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *others))
 
 
 def runs() -> Iterator[Sequence[str]]:
@@ -117,30 +111,27 @@ def lost() -> Iterator[Sequence[str]]:
     """Yield each case in which another provider takes less than 95 % of our time."""
     yield "results", "operation", "shape", "dtype", "faster", "ms", "ampfuse", "ratio"
     for file in FILES:
-        rows = results(file)
-        for operation, shape, dtype in dict.fromkeys(key[:3] for key in rows):
-            times = {
-                key[3]: float(row["median_ms"])
-                for key, row in rows.items()
-                if key[:3] == (operation, shape, dtype)
-            }
+        cases: dict[tuple[str, ...], dict[str, float]] = {}
+        for (*case, provider), row in results(file).items():
+            cases.setdefault(tuple(case), {})[provider] = float(row["median_ms"])
+        for names, times in cases.items():
             best = min(times, key=lambda provider: times[provider])
             ours = times.get("ampfuse", 0.0)
             if times[best] < 0.95 * ours:
                 ratio = f"{ours / times[best]:.2f} ×"
-                case = (f"`{file}`", operation, shape, dtype)
-                yield *case, best, text(times[best]), text(ours), ratio
+                yield f"`{file}`", *names, best, text(times[best]), text(ours), ratio
 
 
 def with_tables(page: str, translations: Mapping[str, str]) -> str:
     """Return a page's text with the current tables."""
-    computed = {"runs": runs, "lost": lost}
+    computed = {"runs": (runs, 5), "lost": (lost, 5)}  # and the number of labels
 
     def filled(match: re.Match[str]) -> str:
-        name = match[2]
-        is_computed = name in computed
-        table = rows_of(computed[name]()) if is_computed else markdown(TABLES[name], translations)
-        return match[1] + table + match[3]
+        if match[2] in computed:
+            rows, labels = computed[match[2]]
+            return match[1] + markdown(rows(), labels) + match[3]
+        table = TABLES[match[2]]
+        return match[1] + markdown(rows_of(table, translations), len(table.heads)) + match[3]
 
     return MARKED.sub(filled, (ROOT / page).read_text())
 

@@ -125,10 +125,15 @@ def install_packages(python: Path) -> None:
     run(*pip, *packages)
 
 
+def is_current(environment: Path) -> bool:
+    """Return True if an environment was completed after the last change of the requirements."""
+    ready, requirements = environment / ".ready", ROOT / "pyproject.toml"
+    return ready.exists() and ready.stat().st_mtime > requirements.stat().st_mtime
+
+
 def install_frameworks() -> None:
     """Make an environment for the frameworks' tests, which shows the packages of .venv, too."""
-    ready = FRAMEWORKS / ".ready"
-    if ready.exists() and ready.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+    if is_current(FRAMEWORKS):
         return
     say("installing Lightning, Transformers and other frameworks (under a minute)")
     base = VENV / "bin" / "python"
@@ -143,18 +148,17 @@ def install_frameworks() -> None:
         constraints.write(f"{torch}\n")
         constraints.flush()
         run(*pip_install(python), "--constraint", constraints.name, *extras(["frameworks"]))
-    ready.touch()
+    (FRAMEWORKS / ".ready").touch()
 
 
 def install_docs() -> None:
     """Make an environment with what builds the documentation, without torch."""
-    ready = DOCS / ".ready"
-    if ready.exists() and ready.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+    if is_current(DOCS):
         return
     say("installing what builds the documentation (under a minute)")
     run(sys.executable, "-m", "venv", DOCS)
     run(*pip_install(DOCS / "bin" / "python"), *extras(["docs"]))
-    ready.touch()
+    (DOCS / ".ready").touch()
 
 
 def install_cpp_headers() -> None:

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ampfuse._library import cuda_text
+
 FIRST_CUDA_IN_PACKAGES = 13  # the first major version whose nvcc the build can fetch
 
 
@@ -58,7 +60,7 @@ def _why_no_gpu(found: Installation) -> str:
     assert found.torchs_cuda is not None
     major, minor = map(int, found.torchs_cuda.split(".")[:2])
     if found.driver // 1000 < major:
-        version = f"{found.driver // 1000}.{found.driver % 1000 // 10}"
+        version = cuda_text(found.driver)
         return f"the driver supports CUDA {version}, torch needs {major}.{minor}: update the driver"
     return "the driver is there, but torch sees no GPU: nvidia-smi shows whether the driver does"
 

@@ -61,10 +61,11 @@ def place_gradient(param: Tensor, grad: Tensor) -> Tensor:
     With tensor parallelism, all ranks have the whole gradient of an embedding that is sharded by
     rows. Their shards replace it in `param.grad`.
     """
-    sharding, of_grad = sharding_of(param), sharding_of(grad)
-    if sharding is None or of_grad is None or of_grad.placements == sharding.placements:
+    sharding = sharding_of(grad)
+    placements = getattr(param, "placements", None)  # those of a DTensor
+    if sharding is None or placements is None or sharding.placements == placements:
         return grad
-    placed: Tensor = grad.redistribute(placements=sharding.placements)  # type: ignore[attr-defined]
+    placed: Tensor = grad.redistribute(placements=placements)  # type: ignore[attr-defined]
     param.grad = placed
     return placed
 

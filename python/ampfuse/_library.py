@@ -74,12 +74,17 @@ def driver_version() -> int:
     return version.value
 
 
+def cuda_text(version: int) -> str:
+    """Return a driver's number as people write it: "13.0" for 13000."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def warn_of_old_driver() -> None:
     """Warn of drivers before 530 (CUDA 12.1), which refuse the kernels' 32,764 argument bytes."""
     version = driver_version()
     if 0 < version < 12010:
         warn_caller(
-            f"this NVIDIA driver serves CUDA {version // 1000}.{version % 1000 // 10}, and "
+            f"this NVIDIA driver serves CUDA {cuda_text(version)}, and "
             "ampfuse's kernels need 12.1: with CUDA tensors they will fail at their first launch. "
             "Update the driver to 530 or newer"
         )

@@ -39,6 +39,14 @@ def test_loop_of_the_front_page_runs_before_and_after_the_change(removed: str) -
     assert names["loss"] < 0.9 * nn.functional.cross_entropy(nn.Linear(4, 3)(batch[0]), batch[1])
 
 
+@pytest.mark.parametrize(
+    "translation", [("README.md", "docs/index.md"), ("README.zh-CN.md", "docs/zh/index.md")]
+)
+def test_start_page_has_the_change_of_the_front_page(translation: tuple[str, str]) -> None:
+    front, start = translation
+    assert code_block("diff", front) == code_block("diff", start)
+
+
 def bytes_per_element(weight: torch.dtype, optimizer_class: type, **options: object) -> list[int]:
     param = torch.nn.Parameter(torch.ones(1000, dtype=weight))
     optimizer = optimizer_class([param], **options)
