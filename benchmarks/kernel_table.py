@@ -5,7 +5,9 @@
 
 - registers  per thread
 - threads    resident on a multiprocessor, as registers allow
-- turns      for each innermost loop: instructions per load of 8 or 16 bytes, or per such store
+- turns      for each innermost loop: instructions per load of 8 or 16 bytes, or per such store;
+             for a kernel that holds rows in registers: instructions per load of 16 bytes, with
+             all that a row takes
 - in flight  most KiB that the resident threads have requested and not yet received
 """
 
@@ -16,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 import ampfuse
-from machine_code import MachineCode, Turn, shortest_turns
+from machine_code import MachineCode, Turn, held_row, shortest_turns
 
 REGISTERS = 65536  # of a multiprocessor
 MOST_THREADS = {"sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # of a multiprocessor; others 2048
@@ -30,6 +32,7 @@ def demangled(names: list[str]) -> list[str]:
     short = []
     for line in text.stdout.splitlines():
         name = re.sub(r"(ampfuse|c10|math)::|\((?=\w+\)\d)|void ", "", line.split(">(")[0])
+        name = re.sub(r"(LaneTeam<\d+), \w+>", r"\1>", name)
         short.append(re.sub(r"\w+\)(\d)", r"\1", name).rstrip(">") + (">" if "<" in name else ""))
     return short
 
@@ -58,6 +61,11 @@ def cells(name: str, code: MachineCode) -> list[str]:
     body = code.sass[name]
     registers = code.registers(name)
     threads = resident_threads(name, registers, code.arch)
+    if "RowWorkE2" in name:
+        row = held_row(body)
+        packs = sum("MUFU.EX2" in text for text in row) // 16  # two for each of eight logits
+        turns = f"{len(row) / packs:.0f} (LDG+STG)"
+        return [str(registers), str(threads), turns, f"{16 * packs * threads / 1024:.0f}"]
     loops: dict[tuple[str, ...], str] = {}
     for pattern in (rf"\bSTG{WIDE}", rf"\bLDG{WIDE}"):  # the latter decides if a loop has both
         loops |= {tuple(turn.loop): described(turn) for turn in shortest_turns(body, pattern)}

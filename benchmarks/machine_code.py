@@ -2,11 +2,13 @@
 
 import re
 import subprocess
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;", re.MULTILINE)
-BRANCH = re.compile(r"(@!?U?P\d+ )?BRA\S* .*?(0x[0-9a-f]+)")
+# A conditional branch has a predicate before or after its name.
+BRANCH = re.compile(r"(@!?U?P\d+ )?BRA\S* +(\S+, )?(0x[0-9a-f]+)")
 
 
 class MachineCode:
@@ -52,20 +54,57 @@ def shortest_turns(code: str, counted: str) -> list[Turn]:
     Loops without counted instructions are left out. Rare branches, for example the one for the
     target class, take longer turns, so they are not in the shortest one.
     """
-    listed = INSTRUCTION.findall(code)
-    texts = [text for _, text in listed]
-    index_of = {int(address, 16): index for index, (address, _) in enumerate(listed)}
-    jumps = {
-        index: (index_of[int(found[2], 16)], found[1] is not None)
-        for index, text in enumerate(texts)
-        if (found := BRANCH.match(text))
-    }
+    texts, jumps = _instructions(code)
     loops = [(to, index) for index, (to, _) in jumps.items() if to <= index]
     turns = []
     for first, last in sorted(loops):
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
             turns += _turns(texts, jumps, first, last, re.compile(counted))
     return turns
+
+
+def held_row(code: str) -> list[str]:
+    """Return the instructions for one row of a kernel that holds rows in registers.
+
+    The row is aligned: four loads of 16 bytes follow each other, and at the end four such stores.
+    Rare branches, for example the one for the target class, are not on this way.
+    """
+    texts, jumps = _instructions(code)
+    start = _four(texts, r"\bLDG\.E\.128")[0]
+    last = _four(texts, r"\bSTG\.E\.128")[-1]
+    came_from = {start: start}
+    waiting = deque([start])
+    while waiting:
+        index = waiting.popleft()
+        if index == last:
+            break
+        to, is_conditional = jumps.get(index, (index + 1, False))
+        for after in {to, index + 1} if is_conditional else {to}:
+            if after not in came_from and after < len(texts):
+                came_from[after] = index
+                waiting.append(after)
+    way = [index]
+    while way[-1] != start:
+        way.append(came_from[way[-1]])
+    return [texts[index] for index in reversed(way)]
+
+
+def _four(texts: list[str], pattern: str) -> list[int]:
+    found = [index for index, text in enumerate(texts) if re.search(pattern, text)]
+    groups = [found[i : i + 4] for i in range(len(found) - 3)]
+    return min(groups, key=lambda group: group[-1] - group[0])
+
+
+def _instructions(code: str) -> tuple[list[str], dict[int, tuple[int, bool]]]:
+    # Returns the instructions, and for each branch where it leads and whether it is conditional.
+    listed = INSTRUCTION.findall(code)
+    index_of = {int(address, 16): index for index, (address, _) in enumerate(listed)}
+    jumps = {
+        index: (index_of[int(found[3], 16)], found[1] is not None or found[2] is not None)
+        for index, (_, text) in enumerate(listed)
+        if (found := BRANCH.match(text))
+    }
+    return [text for _, text in listed], jumps
 
 
 def _turns(

@@ -4,7 +4,7 @@
 // this sum, so it must be known before a gradient is written.
 // cross_entropy_forward_kernel, a team per row, makes one pass for the loss; it repeats this pass
 // for a row whose target is far below its largest logit. For the gradient it makes another pass
-// over the logits, from shared memory or from the L2 cache.
+// over the logits, from registers (cross_entropy_held.cuh), shared memory, or the L2 cache.
 // cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
@@ -20,6 +20,7 @@
 // itemsize·(1 − kept / row) bytes per logit.
 #pragma once
 
+#include "cross_entropy_held.cuh"
 #include "cross_entropy_positions.cuh"
 
 namespace ampfuse {
@@ -58,7 +59,10 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
                                                   const CrossEntropyTable<scalar_t>& table,
                                                   const CrossEntropyReduction& reduction) {
   TargetWeight mine = {0, table.rows};
-  if (block.index() < reduction.weight_blocks) mine = reduction.weights[block.index()];
+  for (int i = block.index(); i < reduction.weight_blocks; i += Block::kSize) {
+    const TargetWeight other = reduction.weights[i];
+    mine = {mine.weight + other.weight, min(mine.bad_row, other.bad_row)};
+  }
   double weight = team_sum(block, mine.weight);
   if (reduction.weights == nullptr) weight = static_cast<double>(table.rows);
   if (reduction.denominator != nullptr) weight = *reduction.denominator;
@@ -95,6 +99,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 }
 
 // `kept_count`: number of packs of each row that fit in shared memory, a multiple of the team size.
+// With kHeld all packs of a row fit.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(
@@ -111,7 +116,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   if (block.index() == 0) *scale = static_cast<Number>(factor);
   block.sync();
   const Team team(scratch);
-  const auto kept = kept_packs<scalar_t>(team, kept_count);
+  auto kept = kept_row<kWork, scalar_t>(team, kept_count);
   const bool with_metrics = kWork == RowWork::kGeneral && results.argmax != nullptr;
   const bool is_first = team.index() == 0;
   double losses = 0;
@@ -131,10 +136,10 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       if (!with_metrics) continue;
     }
     const int target_class = table.class_of(index);
-    // kPlain requests the target's logit together with the row. kGeneral has no register to hold
-    // it, and requests it after the row was read, when it is still in a cache.
+    // The target's logit is requested together with the row. kGeneral has no register to hold it,
+    // and requests it after the row was read, when it is still in a cache.
     scalar_t target_logit{};
-    if (kWork == RowWork::kPlain) target_logit = table.template logit<Team>(row, target_class);
+    if (kWork != RowWork::kGeneral) target_logit = table.template logit<Team>(row, target_class);
     const RowSums<scalar_t> sums =
         read_row<kWork>(team, table, row, target_class, target_logit, with_metrics, kept);
     if (kWork == RowWork::kGeneral) target_logit = table.template logit<Team>(row, target_class);

@@ -76,11 +76,11 @@ class RowExponential {
   // Returns exp(z − reference) for sums.
   __device__ float term(float z) const { return power_of_two(exponent(z)); }
 
-  // Returns exp(other reference − this one), a power of two; 0 if that is not a normal number. The
-  // other reference may be at most 127 powers of two larger.
+  // Returns exp(other reference − this one), a power of two; 0 if it is too small for a normal
+  // number, 2¹²⁷ if it is larger than that.
   __device__ float from(const RowExponential& other) const {
     if (other.factor_ != factor_) return 0;
-    const auto power = static_cast<int>(fmaxf(other.n_ - n_, -127.0f));
+    const auto power = static_cast<int>(fminf(fmaxf(other.n_ - n_, -127.0f), 127.0f));
     return __builtin_bit_cast(float, static_cast<uint32_t>(power + 127) << 23);
   }
 

@@ -7,8 +7,9 @@ namespace ampfuse {
 
 // The work of a pass. kPlain is for losses in which only the target class has a mass B
 // (math/cross_entropy.h), without softcap and metrics: it needs exponentials only. kGeneral does
-// everything, and needs more registers.
-enum class RowWork { kPlain, kGeneral };
+// everything, and needs more registers. kHeld is kPlain for rows that fit in the registers of a
+// team (cross_entropy_held.cuh).
+enum class RowWork { kPlain, kGeneral, kHeld };
 
 // Threads that a multiprocessor has registers for; kGeneral and double need more registers per
 // thread.
@@ -217,7 +218,7 @@ __device__ __forceinline__ RowSums<scalar_t> row_sums(const Team& team,
                                                       int target, scalar_t target_logit,
                                                       bool with_metrics, const Pass& pass) {
   using Number = RowNumber<scalar_t>;
-  if constexpr (kWork == RowWork::kPlain) {
+  if constexpr (kWork != RowWork::kGeneral) {
     const PlainTotal<scalar_t> total = plain_total(team, target, target_logit, pass);
     const auto exponential = row_exponential<scalar_t>(total.largest);
     const math::RowPartial<Number> partial = {static_cast<Number>(total.largest),

@@ -9,10 +9,9 @@
 
 namespace ampfuse {
 
-/// A warp takes rows of at most kWarpBytes. With kPlain, kFewLanes lanes take rows of at most
-/// kFewClasses classes. A warp combines its partial sums without waiting for other warps, and a
-/// multiprocessor has 32 rows in flight, compared with 4 for blocks. An H100 moves rows of 4 KiB
-/// with warps at 63 % of the rate of a copy, and rows of 8 KiB with blocks at 39 %.
+/// A warp takes rows of at most kWarpBytes that are not held in registers. With kPlain, kFewLanes
+/// lanes take rows of at most kFewClasses classes. A warp combines its partial sums without waiting
+/// for other warps, and a multiprocessor has 32 rows in flight, compared with 4 for blocks.
 inline constexpr int64_t kWarpBytes = 8192;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;
@@ -74,44 +73,75 @@ RowLaunch row_launch(const DeviceRoom& room, int64_t rows, int64_t classes, bool
   using Room = TeamRoom<scalar_t, Team, kWork>;
   const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
   const int64_t needed = (row_bytes + Room::kPiece - 1) / Room::kPiece;
-  const int64_t pieces = std::min(needed, Room{room}.pieces());
+  // A team that holds its row in registers may need room for all of it, too.
+  const int64_t pieces = kWork == RowWork::kHeld ? needed : std::min(needed, Room{room}.pieces());
   const int blocks = resident_blocks<scalar_t, Team, kWork>(room.multiprocessors, rows);
   if (!with_grad) return {blocks, 0, 0};
   return {blocks, static_cast<int>(pieces * Team::kSize),
           static_cast<int>(pieces * Room::kPiece * Team::kTeams)};
 }
 
-/// Calls launch.operator()<Team, kWork>(). A team is a few lanes, a warp, or a block. The block has
-/// 256 threads if it can keep all of its row. Otherwise it has 512, or 1024 if the L2 cache could
-/// not hold what blocks of 512 do not keep. kGeneral needs too many registers for 1024 threads.
+/// Calls launch.operator()<Team, kHeld>() with the first of these teams that can hold a row.
+/// Returns false if none can.
+template <typename scalar_t, typename... Teams, typename Launch>
+bool for_held_rows(int64_t classes, const Launch& launch) {
+  const auto try_team = [&]<typename Team>() {
+    if (classes > HeldRow<scalar_t, Team>::kMostClasses) return false;
+    launch.template operator()<Team, RowWork::kHeld>();
+    return true;
+  };
+  return (try_team.template operator()<Teams>() || ...);
+}
+
+/// Calls launch.operator()<Team, kWork>() for rows of a plain loss. Rows of up to 16,384 16-bit
+/// logits are held in registers. A block of 1024 threads could hold more, but it would fill a
+/// multiprocessor, which then reads no row while it writes another. Longer rows and rows of floats
+/// go to a team that keeps all of its row in shared memory: a few lanes, a warp, or a block of 256
+/// threads. If none can, the block has 512 threads, or 1024 if the L2 cache could not hold what
+/// blocks of 512 do not keep.
 template <typename scalar_t, typename Launch>
-void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const Launch& launch) {
+void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launch) {
   using Block = BlockTeam<kThreads>;
   using Wide = BlockTeam<2 * kThreads>;
   using Widest = BlockTeam<4 * kThreads>;
   constexpr RowWork kPlain = RowWork::kPlain;
-  constexpr RowWork kGeneral = RowWork::kGeneral;
-  // double logits are for checking gradients, not for speed, so they need no other teams.
-  constexpr bool kIsDouble = std::is_same_v<scalar_t, double>;
   const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
-  if (row_bytes <= kWarpBytes) {
-    if (!plain) return launch.template operator()<WarpTeam, kGeneral>();
+  if constexpr (sizeof(scalar_t) == 2) {
+    if (for_held_rows<scalar_t, LaneTeam<kFewLanes>, WarpTeam, BlockTeam<64>, BlockTeam<128>, Block,
+                      Wide>(classes, launch)) {
+      return;
+    }
+  } else {
+    // double logits are for checking gradients, not for speed, so they need no other teams.
+    constexpr bool kIsDouble = std::is_same_v<scalar_t, double>;
     if constexpr (!kIsDouble) {
       if (classes <= kFewClasses) return launch.template operator()<LaneTeam<kFewLanes>, kPlain>();
     }
-    return launch.template operator()<WarpTeam, kPlain>();
-  }
-  if constexpr (!kIsDouble) {
-    if (!plain && !TeamRoom<scalar_t, Block, kGeneral>{room}.keeps(row_bytes)) {
-      return launch.template operator()<Wide, kGeneral>();
-    }
-    if (plain && !TeamRoom<scalar_t, Block, kPlain>{room}.keeps(row_bytes)) {
-      return TeamRoom<scalar_t, Wide, kPlain>{room}.l2_holds_rest(row_bytes)
-                 ? launch.template operator()<Wide, kPlain>()
-                 : launch.template operator()<Widest, kPlain>();
+    if (row_bytes <= kWarpBytes) return launch.template operator()<WarpTeam, kPlain>();
+    if (kIsDouble || TeamRoom<scalar_t, Block, kPlain>{room}.keeps(row_bytes)) {
+      return launch.template operator()<Block, kPlain>();
     }
   }
-  if (plain) return launch.template operator()<Block, kPlain>();
+  if constexpr (!std::is_same_v<scalar_t, double>) {
+    return TeamRoom<scalar_t, Wide, kPlain>{room}.l2_holds_rest(row_bytes)
+               ? launch.template operator()<Wide, kPlain>()
+               : launch.template operator()<Widest, kPlain>();
+  }
+}
+
+/// Calls launch.operator()<Team, kWork>(). kGeneral needs too many registers for 1024 threads.
+template <typename scalar_t, typename Launch>
+void for_forward_rows(const DeviceRoom& room, int64_t classes, bool plain, const Launch& launch) {
+  using Block = BlockTeam<kThreads>;
+  constexpr RowWork kGeneral = RowWork::kGeneral;
+  if (plain) return for_plain_rows<scalar_t>(room, classes, launch);
+  const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
+  if (row_bytes <= kWarpBytes) return launch.template operator()<WarpTeam, kGeneral>();
+  if constexpr (!std::is_same_v<scalar_t, double>) {
+    if (!TeamRoom<scalar_t, Block, kGeneral>{room}.keeps(row_bytes)) {
+      return launch.template operator()<BlockTeam<2 * kThreads>, kGeneral>();
+    }
+  }
   return launch.template operator()<Block, kGeneral>();
 }
 

@@ -8,8 +8,9 @@
 
 namespace ampfuse {
 
-// A team of kLanes lanes of a warp: all 32 for short rows, fewer for rows of a few packs.
-template <int kLanes>
+// A team of kLanes lanes of a warp: all 32 for short rows, fewer for rows of a few packs. The teams
+// of a warp process different rows and may diverge, unless kInStep says that they do the same.
+template <int kLanes, bool kInStep = kLanes == kWarp>
 class LaneTeam {
  public:
   static constexpr int kSize = kLanes;
@@ -35,9 +36,8 @@ class LaneTeam {
   }
 
  private:
-  // The teams of a warp process different rows and may diverge, so each has its own mask.
   __device__ unsigned mask() const {
-    if constexpr (kSize == kWarp) return 0xffffffffu;
+    if constexpr (kInStep) return 0xffffffffu;
     return ((1u << (kSize % kWarp)) - 1) << (threadIdx.x % kWarp / kSize * kSize);
   }
 };
@@ -54,6 +54,7 @@ class BlockTeam {
   static constexpr int kTeams = 1;
   static constexpr int kWarps = kSize / kWarp;
   static constexpr bool kIsWide = kSize > kThreads;
+  using Warps = LaneTeam<kWarps, true>;  // joins what of_warps() returns
 
   // `scratch` is an array of kWarps numbers in shared memory.
   __device__ explicit BlockTeam(double* scratch) : scratch_(scratch) {}
@@ -65,16 +66,17 @@ class BlockTeam {
 
   template <typename T, typename Join>
   __device__ T joined(T x, Join join) const {
-    x = WarpTeam(nullptr).joined(x, join);
-    if (index() % kWarp == 0) scratch_[index() / kWarp] = x;
+    const double of_warp = WarpTeam(nullptr).joined(x, join);
+    return Warps(nullptr).joined(static_cast<T>(of_warps(of_warp)), join);
+  }
+
+  // Returns `mine` of warp number index() % kWarps. All threads of a warp must pass the same.
+  __device__ double of_warps(double mine) const {
+    if (index() % kWarp == 0) scratch_[index() / kWarp] = mine;
     __syncthreads();
-    x = static_cast<T>(scratch_[index() % kWarps]);
-#pragma unroll
-    for (int offset = kWarps / 2; offset > 0; offset /= 2) {
-      x = join(x, __shfl_xor_sync(0xffffffffu, x, offset));
-    }
+    const double other = scratch_[index() % kWarps];
     __syncthreads();  // the next call writes to scratch_ again
-    return x;
+    return other;
   }
 
  private:

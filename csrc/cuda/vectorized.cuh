@@ -124,18 +124,33 @@ class PacksAnywhere {
     return __builtin_bit_cast(P, are_aligned() ? block(p) : across(p));
   }
 
+  // Returns the packs [0, n) of `packs` that load() may read: all if they are aligned, else all but
+  // the last one, or none of only two.
+  __device__ int loadable(int packs) const {
+    return are_aligned() ? packs : packs > 2 ? packs - 1 : 0;
+  }
+
+  // Returns pack p of `count` elements, with `fill` in place of those past the end.
+  __device__ __forceinline__ P until_end(int p, int count, scalar_t fill) const {
+    const scalar_t* const data = reinterpret_cast<const scalar_t*>(blocks_) + past_;
+    P pack;
+#pragma unroll
+    for (int e = 0; e < P::kSize; ++e) {
+      const int i = p * P::kSize + e;
+      pack.value[e] = i < count ? data[i] : fill;
+    }
+    return pack;
+  }
+
   // Returns pack p of `packs`.
   __device__ __forceinline__ P any(int p, int packs) const {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Loads packs first, first + step, …, all in flight at once. In place of packs after `last` it
-  // loads `first` again, since other threads may be overwriting packs after `last`. `last` must not
-  // be the last pack of the data unless packs are aligned.
-  template <int kCount>
-  __device__ __forceinline__ void load(int first, int step, int last,
-                                       Words (&packs)[kCount]) const {
-    const auto at = [&](int u) { return first + u * step <= last ? first + u * step : first; };
+  // Loads packs at(0), at(1), …, all in flight at once. They must be loadable(), and only the first
+  // may be pack 0 unless packs are aligned.
+  template <int kCount, typename At>
+  __device__ __forceinline__ void load(const At& at, Words (&packs)[kCount]) const {
     if (are_aligned()) {
 #pragma unroll
       for (int u = 0; u < kCount; ++u) packs[u] = block(at(u));
@@ -150,7 +165,7 @@ class PacksAnywhere {
       next[u] = block(p + 1);
     }
     shift<sizeof(scalar_t)>(packs, next, past_ * int(sizeof(scalar_t)));
-    if (first == 0) packs[0] = __builtin_bit_cast(Words, gathered(0));
+    if (at(0) == 0) packs[0] = __builtin_bit_cast(Words, gathered(0));
   }
 
  private:
@@ -191,11 +206,13 @@ __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<
     // All loads of a round are in flight at once, also those of the last round, which may have
     // fewer packs. If packs are unaligned, the last one is gathered below, and if there are only
     // two, the first one as well.
-    const int inner_end = packs.are_aligned() ? end : end > 2 && end > begin ? end - 1 : begin;
+    const int inner_end = max(begin, packs.loadable(end));
     if (p >= inner_end) start();
     for (const int first = p; p < inner_end; p += kUnroll * kStep) {
       Words words[kUnroll];
-      packs.load(p, kStep, inner_end - 1, words);
+      // In place of packs that are not visited, the first one is loaded again, since other threads
+      // may be overwriting them.
+      packs.load([&](int u) { return p + u * kStep < inner_end ? p + u * kStep : p; }, words);
       if (p == first) start();
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {

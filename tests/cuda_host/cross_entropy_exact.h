@@ -122,7 +122,7 @@ void run_and_check(int64_t rows, int classes, int64_t offset, const Options& opt
   Batch<scalar_t, grad_t> batch(rows, classes, offset, options);
   const std::vector<scalar_t> logits = batch.dense_logits();
   using ampfuse::RowWork;
-  options.is_plain() ? forward_on_host<scalar_t, Team, RowWork::kPlain>(batch)
+  options.is_plain() ? plain_forward_on_host<scalar_t, Team>(batch)
                      : forward_on_host<scalar_t, Team, RowWork::kGeneral>(batch);
   check(batch, logits);
 }

@@ -25,6 +25,7 @@ inline constexpr int kGrid = 2;  // blocks
 // The teams that process a row.
 using ampfuse::WarpTeam;
 using FewLanes = ampfuse::LaneTeam<8>;
+using SmallBlock = ampfuse::BlockTeam<64>;
 using BlockTeam = ampfuse::BlockTeam<256>;
 using WideTeam = ampfuse::BlockTeam<512>;
 using WidestTeam = ampfuse::BlockTeam<1024>;
@@ -243,7 +244,9 @@ void forward_on_host(Batch<scalar_t, grad_t>& batch,
     simt::launch(ampfuse::cross_entropy_weigh_kernel<scalar_t>, batch.weights.size(), kThreads, 0,
                  batch.table(), batch.weights.data());
   }
-  const int kept = batch.options.kept_pieces * Team::kSize;
+  // With kHeld, all packs of a row fit in shared memory.
+  const int pieces = kWork == ampfuse::RowWork::kHeld ? 4 : batch.options.kept_pieces;
+  const int kept = pieces * Team::kSize;
   const size_t shared = kept * Team::kTeams * sizeof(ampfuse::Pack<scalar_t>);
   simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, kGrid,
                Team::kBlock, shared, batch.table(), batch.reduction(), results, kept);
@@ -255,4 +258,15 @@ void forward_on_host(Batch<scalar_t, grad_t>& batch,
 template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename grad_t>
 void forward_on_host(Batch<scalar_t, grad_t>& batch) {
   forward_on_host<scalar_t, Team, kWork>(batch, batch.results());
+}
+
+// Runs the kernel that a plain loss takes: rows of 16-bit logits that fit are held in registers.
+template <typename scalar_t, typename Team, typename grad_t>
+void plain_forward_on_host(Batch<scalar_t, grad_t>& batch) {
+  if constexpr (sizeof(scalar_t) == 2 && Team::kSize > 1) {
+    if (batch.classes <= ampfuse::HeldRow<scalar_t, Team>::kMostClasses) {
+      return forward_on_host<scalar_t, Team, ampfuse::RowWork::kHeld>(batch);
+    }
+  }
+  forward_on_host<scalar_t, Team, ampfuse::RowWork::kPlain>(batch);
 }

@@ -14,7 +14,7 @@ using ampfuse::RowWork;
 namespace {
 
 // Checks rows whose logits are `logit(row, class, target)`.
-template <typename scalar_t, typename Team, RowWork kWork, typename Logit>
+template <typename scalar_t, typename Team, RowWork kWork = RowWork::kPlain, typename Logit>
 void check_logits(int64_t rows, int classes, const Logit& logit) {
   for (const int kept_pieces : {0, 2}) {
     Options options;
@@ -33,10 +33,10 @@ void check_logits(int64_t rows, int classes, const Logit& logit) {
 
 template <typename scalar_t, typename Logit>
 void check_everywhere(const Logit& logit) {
-  check_logits<scalar_t, FewLanes, RowWork::kPlain>(9, 77, logit);
-  check_logits<scalar_t, WarpTeam, RowWork::kPlain>(5, 531, logit);
+  check_logits<scalar_t, FewLanes>(9, 77, logit);
+  check_logits<scalar_t, WarpTeam>(5, 531, logit);
   check_logits<scalar_t, WarpTeam, RowWork::kGeneral>(5, 531, logit);
-  check_logits<scalar_t, BlockTeam, RowWork::kPlain>(3, 4101, logit);
+  check_logits<scalar_t, BlockTeam>(3, 4101, logit);
 }
 
 // Moderate logits, different for each class.

@@ -24,7 +24,10 @@ template <typename scalar_t>
 int team_size(const DeviceRoom& room, int64_t classes, bool plain) {
   int size = 0;
   ampfuse::for_forward_rows<scalar_t>(room, classes, plain, [&]<typename Team, RowWork kWork>() {
-    CHECK((kWork == RowWork::kPlain) == plain);
+    CHECK((kWork != RowWork::kGeneral) == plain);
+    if constexpr (kWork == RowWork::kHeld) {
+      CHECK(classes <= ampfuse::HeldRow<scalar_t, Team>::kMostClasses);
+    }
     size = Team::kSize;
   });
   return size;
@@ -34,15 +37,22 @@ int team_size(const DeviceRoom& room, int64_t classes, bool plain) {
 
 TEST_CASE("longer rows have larger teams") {
   using c10::BFloat16;
-  for (const bool plain : {false, true}) {
-    CHECK(team_size<BFloat16>(kH200, 128, plain) == (plain ? 8 : 32));
-    CHECK(team_size<BFloat16>(kH200, 4096, plain) == 32);
-    CHECK(team_size<BFloat16>(kH200, 4097, plain) == 256);
-    CHECK(team_size<BFloat16>(kH200, 50257, plain) == 512);
-  }
-  // A row of 64 KB fits in a third of shared memory, but not in a fourth.
+  CHECK(team_size<BFloat16>(kH200, 128, false) == 32);
+  CHECK(team_size<BFloat16>(kH200, 4096, false) == 32);
+  CHECK(team_size<BFloat16>(kH200, 4097, false) == 256);
+  // A row of 64 KB fits in a third of shared memory.
   CHECK(team_size<BFloat16>(kH200, 32000, false) == 256);
-  CHECK(team_size<BFloat16>(kH200, 32000, true) == 512);
+  CHECK(team_size<BFloat16>(kH200, 50257, false) == 512);
+  // Each thread of a team that holds its row has at most 32 logits.
+  const std::pair<int, int> held[] = {{1, 8},      {256, 8},    {257, 32},   {1024, 32},
+                                      {1025, 64},  {2048, 64},  {2049, 128}, {4097, 256},
+                                      {8193, 512}, {16384, 512}};
+  for (const auto& [classes, size] : held) CHECK(team_size<BFloat16>(kH200, classes, true) == size);
+  CHECK(team_size<BFloat16>(kH200, 16385, true) == 512);
+  CHECK(team_size<BFloat16>(kH200, 50257, true) == 512);
+  CHECK(team_size<float>(kH200, 128, true) == 8);
+  CHECK(team_size<float>(kH200, 2048, true) == 32);
+  CHECK(team_size<float>(kH200, 2049, true) == 256);
   // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
   CHECK(team_size<BFloat16>(kH200, 100000, true) == 512);
   CHECK(team_size<BFloat16>(kH200, 128256, true) == 1024);
@@ -79,6 +89,7 @@ TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10
           // The limit of every kernel is set to most_shared, for any need of this launch.
           CHECK(launch.shared <= ampfuse::most_shared(room.shared_per_block));
           CHECK(kBlocks * (launch.shared + kMostStaticShared + kKiB) <= room.shared);
+          if (kWork == RowWork::kHeld) CHECK(launch.kept * 8 >= classes);
           CHECK(launch.blocks <= room.multiprocessors * kBlocks);
           // At most a whole row is kept.
           CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) < classes);

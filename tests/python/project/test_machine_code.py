@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ampfuse
 import pytest
-from machine_code import MachineCode, shortest_turns
+from machine_code import MachineCode, held_row, shortest_turns
 from packaging_tools import ROOT, find_tool
 
 LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
@@ -142,6 +142,33 @@ def test_16_bit_logits_take_fewer_than_16_instructions_each(code: MachineCode) -
                 if any("STG" in text for text in turn.loop) == pass_stores
             ]
             assert min(ratios) <= most, (name, pass_stores, ratios)
+
+
+def held_kernels(code: MachineCode) -> dict[str, str]:
+    functions = code.functions("cross_entropy_forward_kernel")
+    found = {name: body for name, body in functions.items() if "RowWorkE2" in name}
+    assert len(found) == 12  # six teams, two types of logits
+    return found
+
+
+def test_all_loads_of_a_held_row_are_in_flight_at_once(code: MachineCode) -> None:
+    for name, body in held_kernels(code).items():
+        loads = [index for index, text in enumerate(held_row(body)) if "LDG.E.128" in text]
+        assert len(loads) == 4, (name, loads)
+        assert loads[-1] < 12, (name, loads)
+
+
+def test_a_held_row_of_32_logits_per_thread_takes_at_most_23_instructions_per_logit(
+    code: MachineCode,
+) -> None:
+    for name, body in held_kernels(code).items():
+        row = held_row(body)
+        # Each logit takes one exponential for the sum, and one for the gradient.
+        assert sum("MUFU.EX2" in text for text in row) == 64, name
+        assert sum("BAR.SYNC" in text for text in row) <= 3, name
+        assert not any(re.search(r"\b(LDS|STS)\.128", text) for text in row), name
+        # This includes all that a row takes: sums over the team, logarithm, target, statistics.
+        assert len(row) / 32 <= 23, (name, len(row))
 
 
 def test_float_logits_take_at_most_45_instructions_each(code: MachineCode) -> None:
