@@ -3,7 +3,7 @@
 import pytest
 import torch
 from export_model import Scored, batch, exported
-from packaging_tools import PACKAGE, environment, run
+from packaging_tools import build_program, environment, run
 from torch.testing import assert_close
 
 MAIN = """
@@ -52,9 +52,19 @@ def test_exported_program_calls_the_ops_and_gives_the_same_losses(dtype):
         assert_close(program.module()(hidden, target), model(hidden, target), rtol=0, atol=0)
 
 
+@pytest.fixture(scope="module")
+def score(tmp_path_factory):
+    """The C++ program."""
+    folder = tmp_path_factory.mktemp("score")
+    (folder / "main.cpp").write_text(MAIN)
+    (folder / "CMakeLists.txt").write_text(CMAKE)
+    build_program(folder, folder / "build")
+    return folder / "build" / "score"
+
+
 @pytest.mark.slow
 @DTYPES
-def test_package_runs_in_python_and_in_a_cpp_program(tmp_path, dtype):
+def test_package_runs_in_python_and_in_a_cpp_program(score, tmp_path, dtype):
     model = Scored(dtype)
     package = str(tmp_path / "model.pt2")
     torch._inductor.aoti_compile_and_package(exported(model), package_path=package)
@@ -66,13 +76,8 @@ def test_package_runs_in_python_and_in_a_cpp_program(tmp_path, dtype):
             assert loss.dtype == torch.float32
             assert_close(loss, right, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
 
-    (tmp_path / "main.cpp").write_text(MAIN)
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
-    prefix = f"-DCMAKE_PREFIX_PATH={PACKAGE}"
-    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", prefix)
-    run("cmake", "--build", tmp_path / "build")
     name = str(dtype).removeprefix("torch.")
-    told = run(tmp_path / "build" / "score", package, name, env=environment())
+    told = run(score, package, name, env=environment())
     losses = [line.split() for line in told.splitlines()[1:]]
     assert [dtype for dtype, _ in losses] == ["Float", "Float"]
     for (_, loss), right in zip(losses, expected, strict=True):
