@@ -6,8 +6,8 @@
 - registers  per thread
 - threads    resident on a multiprocessor, as registers allow
 - turns      for each innermost loop: instructions per load of 8 or 16 bytes, or per such store;
-             for a kernel that holds rows in registers: instructions per load of 16 bytes, with
-             all that a row takes
+             for a kernel that holds rows in registers: instructions per load of 16 bytes, from
+             an aligned row's first load to its last store
 - in flight  most KiB that the resident threads have requested and not yet received
 """
 

@@ -15,8 +15,8 @@ namespace ampfuse {
 namespace {
 
 // Returns the number of blocks that sum target weights. Each thread reads one target, because it
-// would read several one after the other. There are at most kThreads blocks: each thread of a later
-// kernel reads the result of one block (reduction_scale).
+// would read several one after the other. There are at most kThreads blocks: each block of a later
+// kernel reads the results of all of them (reduction_scale).
 int weight_blocks(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>((rows + kThreads - 1) / kThreads, 1, kThreads));
 }

@@ -11,8 +11,8 @@ class HeldRow {
  public:
   using P = Pack<scalar_t>;
 
-  // A thread requests all of its packs, 64 bytes, before it uses the first. Twice as many would
-  // need more registers than 1024 threads of a multiprocessor have.
+  // If the row is aligned, a thread requests all of its packs, 64 bytes, before it uses the first.
+  // Twice as many would need more registers than 1024 threads of a multiprocessor have.
   static constexpr int kPacks = 4;
   static constexpr int64_t kMostClasses = int64_t(kPacks) * P::kSize * Team::kSize;
 

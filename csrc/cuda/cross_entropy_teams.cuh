@@ -95,9 +95,9 @@ bool for_held_rows(int64_t classes, const Launch& launch) {
 
 /// Calls launch.operator()<Team, kWork>() for rows of a plain loss. Rows of up to 16,384 16-bit
 /// logits are held in registers. A block of 1024 threads could hold more, but it would fill a
-/// multiprocessor, which then reads no row while it writes another. Longer rows and rows of floats
-/// go to a team that keeps all of its row in shared memory: a few lanes, a warp, or a block of 256
-/// threads. If none can, the block has 512 threads, or 1024 if the L2 cache could not hold what
+/// multiprocessor, which then reads no row while it writes another. Rows of floats go to a
+/// team that keeps all of its row in shared memory: a few lanes, a warp, or a block of 256 threads.
+/// For all longer rows the block has 512 threads, or 1024 if the L2 cache could not hold what
 /// blocks of 512 do not keep.
 template <typename scalar_t, typename Launch>
 void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launch) {

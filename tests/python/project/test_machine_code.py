@@ -167,7 +167,7 @@ def test_a_held_row_of_32_logits_per_thread_takes_at_most_23_instructions_per_lo
         assert sum("MUFU.EX2" in text for text in row) == 64, name
         assert sum("BAR.SYNC" in text for text in row) <= 3, name
         assert not any(re.search(r"\b(LDS|STS)\.128", text) for text in row), name
-        # This includes all that a row takes: sums over the team, logarithm, target, statistics.
+        # From the first load to the last store, with the sums over the team and the logarithm.
         assert len(row) / 32 <= 23, (name, len(row))
 
 
