@@ -166,7 +166,9 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     if (is_ignored) {
       write_zeros(team, grad, results.grad_at, table.classes);
     } else {
-      const PackGradient<kWork, scalar_t> gradient(
+      // A held row is kept elsewhere, but its arithmetic is that of kPlain.
+      constexpr RowWork kArithmetic = kWork == RowWork::kHeld ? RowWork::kPlain : kWork;
+      const PackGradient<kArithmetic, scalar_t> gradient(
           table, table.template probabilities_of<Team>(row), target_class,
           math::row_gradient(loss.statistics, sums.partial.reference, target.mass, table.terms,
                              *scale),

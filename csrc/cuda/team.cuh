@@ -70,7 +70,7 @@ class BlockTeam {
     return Warps(nullptr).joined(static_cast<T>(of_warps(of_warp)), join);
   }
 
-  // Returns `mine` of warp number index() % kWarps. All threads of a warp must pass the same.
+  // Returns `mine` of the first thread of warp number index() % kWarps.
   __device__ double of_warps(double mine) const {
     if (index() % kWarp == 0) scratch_[index() / kWarp] = mine;
     __syncthreads();

@@ -124,8 +124,9 @@ class PacksAnywhere {
     return __builtin_bit_cast(P, are_aligned() ? block(p) : across(p));
   }
 
-  // Returns the packs [0, n) of `packs` that load() may read: all if they are aligned, else all but
-  // the last one, or none of only two.
+  // Returns n, where load() may read the packs [0, n) of `packs`: all if they are aligned, else all
+  // but the last one. Of only two it may read none, since pack 1 takes the place of pack 0 in
+  // load().
   __device__ int loadable(int packs) const {
     return are_aligned() ? packs : packs > 2 ? packs - 1 : 0;
   }
@@ -147,8 +148,8 @@ class PacksAnywhere {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Loads packs at(0), at(1), …, all in flight at once. They must be loadable(), and only the first
-  // may be pack 0 unless packs are aligned.
+  // Loads packs at(0), at(1), …, all in flight at once. They must be loadable(). If packs are not
+  // aligned, pack 0 is right only as the first one.
   template <int kCount, typename At>
   __device__ __forceinline__ void load(const At& at, Words (&packs)[kCount]) const {
     if (are_aligned()) {

@@ -116,6 +116,16 @@ void check(Batch<scalar_t, grad_t>& batch, const std::vector<scalar_t>& logits) 
   CHECK(std::fabs(batch.loss - total / batch.divisor) <= allowed + kReference);
 }
 
+// Checks rows whose logits are logit(row, class, target).
+template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename Logit>
+void check_logits(int64_t rows, int classes, const Logit& logit, const Options& options) {
+  Batch<scalar_t> batch(rows, classes, 1, options);
+  batch.set_logits(logit);
+  const std::vector<scalar_t> logits = batch.dense_logits();
+  forward_on_host<scalar_t, Team, kWork>(batch);
+  check(batch, logits);
+}
+
 template <typename scalar_t, typename Team, typename grad_t = scalar_t>
 void run_and_check(int64_t rows, int classes, int64_t offset, const Options& options) {
   CAPTURE(rows, classes, offset, sizeof(scalar_t));

@@ -152,6 +152,16 @@ struct Batch {
     return {row_stride, 1, 1};
   }
 
+  // Sets every logit to value(row, class, target).
+  template <typename Value>
+  void set_logits(const Value& value) {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int c = 0; c < classes; ++c) {
+        logit(row, c) = as_element<scalar_t>(value(row, c, targets[row]));
+      }
+    }
+  }
+
   // Copies the first row to all rows.
   void repeat_first_row() {
     for (int64_t row = 1; row < rows; ++row) {
@@ -245,7 +255,8 @@ void forward_on_host(Batch<scalar_t, grad_t>& batch,
                  batch.table(), batch.weights.data());
   }
   // With kHeld, all packs of a row fit in shared memory.
-  const int pieces = kWork == ampfuse::RowWork::kHeld ? 4 : batch.options.kept_pieces;
+  const int pieces = kWork == ampfuse::RowWork::kHeld ? ampfuse::HeldRow<scalar_t, Team>::kPacks
+                                                      : batch.options.kept_pieces;
   const int kept = pieces * Team::kSize;
   const size_t shared = kept * Team::kTeams * sizeof(ampfuse::Pack<scalar_t>);
   simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, kGrid,

@@ -61,6 +61,18 @@ TEMPLATE_TEST_CASE("equal rows give equal bits at every alignment", "", c10::BFl
   check_rows_alike<TestType, WidestTeam, kPlain>(3, kManyClasses<TestType, WidestTeam>, {});
 }
 
+TEMPLATE_TEST_CASE("equal held rows give equal bits at every alignment", "", c10::Half,
+                   c10::BFloat16) {
+  for (const bool in_place : {false, true}) {
+    Options options;
+    options.in_place = in_place;
+    check_rows_alike<TestType, FewLanes, RowWork::kHeld>(70, 253, options);
+    check_rows_alike<TestType, WarpTeam, RowWork::kHeld>(19, 1021, options);
+    check_rows_alike<TestType, SmallBlock, RowWork::kHeld>(9, 2045, options);
+    check_rows_alike<TestType, BlockTeam, RowWork::kHeld>(9, 3001, options);
+  }
+}
+
 TEMPLATE_TEST_CASE("equal rows give equal bits at every alignment with all options", "",
                    c10::BFloat16, float) {
   constexpr RowWork kGeneral = RowWork::kGeneral;

@@ -13,30 +13,17 @@ using ampfuse::RowWork;
 
 namespace {
 
-// Checks rows whose logits are `logit(row, class, target)`.
-template <typename scalar_t, typename Team, RowWork kWork = RowWork::kPlain, typename Logit>
-void check_logits(int64_t rows, int classes, const Logit& logit) {
+// Checks rows that are kept not at all and partly.
+template <typename scalar_t, typename Logit>
+void check_everywhere(const Logit& logit) {
   for (const int kept_pieces : {0, 2}) {
     Options options;
     options.kept_pieces = kept_pieces;
-    Batch<scalar_t> batch(rows, classes, 1, options);
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int c = 0; c < classes; ++c) {
-        batch.logit(row, c) = as_element<scalar_t>(logit(row, c, batch.targets[row]));
-      }
-    }
-    const std::vector<scalar_t> logits = batch.dense_logits();
-    forward_on_host<scalar_t, Team, kWork>(batch);
-    check(batch, logits);
+    check_logits<scalar_t, FewLanes, RowWork::kPlain>(9, 77, logit, options);
+    check_logits<scalar_t, WarpTeam, RowWork::kPlain>(5, 531, logit, options);
+    check_logits<scalar_t, WarpTeam, RowWork::kGeneral>(5, 531, logit, options);
+    check_logits<scalar_t, BlockTeam, RowWork::kPlain>(3, 4101, logit, options);
   }
-}
-
-template <typename scalar_t, typename Logit>
-void check_everywhere(const Logit& logit) {
-  check_logits<scalar_t, FewLanes>(9, 77, logit);
-  check_logits<scalar_t, WarpTeam>(5, 531, logit);
-  check_logits<scalar_t, WarpTeam, RowWork::kGeneral>(5, 531, logit);
-  check_logits<scalar_t, BlockTeam>(3, 4101, logit);
 }
 
 // Moderate logits, different for each class.

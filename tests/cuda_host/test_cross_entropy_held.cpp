@@ -4,7 +4,6 @@
 #include "cross_entropy_exact.h"
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -21,26 +20,6 @@ template <typename scalar_t, typename Team>
 void check_held(int64_t rows, int classes, int64_t offset, const Options& options) {
   REQUIRE(classes <= kMostClasses<scalar_t, Team>);
   run_and_check<scalar_t, Team>(rows, classes, offset, options);
-}
-
-// Sets every logit of the batch to logit(row, class, target).
-template <typename scalar_t, typename Logit>
-void set_logits(Batch<scalar_t>& batch, const Logit& logit) {
-  for (int64_t row = 0; row < batch.rows; ++row) {
-    for (int c = 0; c < batch.classes; ++c) {
-      batch.logit(row, c) = as_element<scalar_t>(logit(row, c, batch.targets[row]));
-    }
-  }
-}
-
-// Checks rows whose logits are logit(row, class, target).
-template <typename scalar_t, typename Team, typename Logit>
-void check_logits(int64_t rows, int classes, const Logit& logit, const Options& options = {}) {
-  Batch<scalar_t> batch(rows, classes, 1, options);
-  set_logits(batch, logit);
-  const std::vector<scalar_t> logits = batch.dense_logits();
-  forward_on_host<scalar_t, Team, RowWork::kHeld>(batch);
-  check(batch, logits);
 }
 
 // The numbers of classes around which a thread gets another pack, and around which teams are full.
@@ -61,24 +40,6 @@ void check_sizes(int64_t rows) {
       check_held<scalar_t, Team>(rows, classes, 0, options);
     }
   }
-}
-
-// Checks that equal rows give equal bits, each at its own distance from a boundary.
-template <typename scalar_t, typename Team>
-void check_rows_alike(int64_t rows, int classes, const Options& options) {
-  CAPTURE(rows, classes, Team::kSize, options.in_place);
-  Batch<scalar_t> batch(rows, classes, 0, options);
-  batch.repeat_first_row();
-  forward_on_host<scalar_t, Team, RowWork::kHeld>(batch);
-  int misses = 0;
-  for (int64_t row = 1; row < rows; ++row) {
-    misses += batch.losses[row] != batch.losses[0];
-    misses += std::memcmp(&batch.statistics[row], &batch.statistics[0],
-                          sizeof(ampfuse::math::RowStatistics)) != 0;
-    misses += std::memcmp(batch.gradient() + row * classes, batch.gradient(),
-                          classes * sizeof(scalar_t)) != 0;
-  }
-  CHECK(misses == 0);
 }
 
 }  // namespace
@@ -104,18 +65,6 @@ TEMPLATE_TEST_CASE("held rows are right in every schedule", "", c10::BFloat16) {
       check_held<TestType, WideTeam>(5, 9001, 3, options);
     }
   });
-}
-
-TEMPLATE_TEST_CASE("equal held rows give equal bits at every alignment", "", c10::Half,
-                   c10::BFloat16) {
-  for (const bool in_place : {false, true}) {
-    Options options;
-    options.in_place = in_place;
-    check_rows_alike<TestType, FewLanes>(70, 253, options);
-    check_rows_alike<TestType, WarpTeam>(19, 1021, options);
-    check_rows_alike<TestType, SmallBlock>(9, 2045, options);
-    check_rows_alike<TestType, BlockTeam>(9, 3001, options);
-  }
 }
 
 TEMPLATE_TEST_CASE("held logits and their gradients may have any two alignments", "[asan]",
@@ -144,41 +93,20 @@ TEMPLATE_TEST_CASE("a thread's logits may be far from those of others, and from 
     for (const double by : {size, -size}) {
       CAPTURE(by);
       // One pack, one class, every second class, the target.
-      check_logits<TestType, WarpTeam>(
-          5, 531, [&](int64_t row, int c, int64_t) { return c / 8 == 5 ? by : moderate(row, c); });
-      check_logits<TestType, SmallBlock>(
-          3, 1800, [&](int64_t row, int c, int64_t) { return c == 77 ? by : moderate(row, c); });
-      check_logits<TestType, FewLanes>(
-          9, 77, [&](int64_t row, int c, int64_t) { return c % 2 == 0 ? by : moderate(row, c); });
-      check_logits<TestType, BlockTeam>(3, 4101, [&](int64_t row, int c, int64_t target) {
-        return c == target ? by : moderate(row, c);
-      });
+      check_logits<TestType, WarpTeam, RowWork::kHeld>(
+          5, 531, [&](int64_t row, int c, int64_t) { return c / 8 == 5 ? by : moderate(row, c); },
+          {});
+      check_logits<TestType, SmallBlock, RowWork::kHeld>(
+          3, 1800, [&](int64_t row, int c, int64_t) { return c == 77 ? by : moderate(row, c); },
+          {});
+      check_logits<TestType, FewLanes, RowWork::kHeld>(
+          9, 77, [&](int64_t row, int c, int64_t) { return c % 2 == 0 ? by : moderate(row, c); },
+          {});
+      check_logits<TestType, BlockTeam, RowWork::kHeld>(
+          3, 4101,
+          [&](int64_t row, int c, int64_t target) { return c == target ? by : moderate(row, c); },
+          {});
     }
-  }
-}
-
-TEMPLATE_TEST_CASE("held tiny gradients keep digits that only a large scale makes visible", "",
-                   c10::Half, c10::BFloat16) {
-  Options options;
-  options.scale = 0x1p127f;
-  check_logits<TestType, FewLanes>(
-      1, 97, [](int64_t, int c, int64_t target) { return c == target ? 50 : -38 - 0.25 * c; },
-      options);
-}
-
-TEMPLATE_TEST_CASE("losses near 0 of confident held rows have a relative error below 1e-6", "",
-                   c10::Half, c10::BFloat16) {
-  const auto lead = [](int64_t row) { return 0.375 * static_cast<double>(16 + row); };
-  Batch<TestType> batch(64, 41, 1, {});
-  for (int64_t row = 0; row < batch.rows; ++row) batch.targets[row] = row % batch.classes;
-  set_logits(batch, [&](int64_t row, int c, int64_t target) {
-    return c == target ? 0.5 + lead(row) : 0.5;
-  });
-  forward_on_host<TestType, WarpTeam, RowWork::kHeld>(batch);
-  for (int64_t row = 0; row < batch.rows; ++row) {
-    CAPTURE(row);
-    const double exact = std::log1p(40 * std::exp(-lead(row)));
-    CHECK(std::fabs(batch.losses[row] - exact) <= 1e-6 * exact);
   }
 }
 
@@ -193,17 +121,15 @@ TEMPLATE_TEST_CASE("masked classes of held rows have no part in losses and gradi
       Batch<TestType> batch(3, 777, 1, {});
       Batch<TestType> rest(3, 15, 1, {});
       const auto logit = [&](int64_t row, int k) { return around + 0.5 * double((row + k) % 9); };
-      set_logits(batch, [&](int64_t row, int c, int64_t) {
-        return c % 52 == 0 ? logit(row, c / 52) : mask;
-      });
-      set_logits(rest, [&](int64_t row, int c, int64_t) { return logit(row, c); });
+      batch.set_logits(
+          [&](int64_t row, int c, int64_t) { return c % 52 == 0 ? logit(row, c / 52) : mask; });
+      rest.set_logits([&](int64_t row, int c, int64_t) { return logit(row, c); });
       for (int64_t row = 0; row < 3; ++row) {
         rest.targets[row] = 3 * row;
         batch.targets[row] = 52 * 3 * row;
       }
       forward_on_host<TestType, WarpTeam, RowWork::kHeld>(batch);
       forward_on_host<TestType, WarpTeam, RowWork::kHeld>(rest);
-      if (mask == -1e4 && around == -1000.0) continue;  // not far enough below in float16
       int misses = 0;
       for (int64_t row = 0; row < 3; ++row) {
         misses += !(std::fabs(batch.losses[row] - rest.losses[row]) <= 1e-6 * rest.losses[row]);
@@ -266,10 +192,13 @@ TEST_CASE("small blocks sum the target weights of more blocks than they have thr
   using scalar_t = c10::BFloat16;
   Batch<scalar_t> batch(1, 9, 0, {});
   batch.weights.assign(200, {0.5, batch.rows});
+  batch.weights[3].bad_row = 0;  // the thread that reads it also reads 67, 131 and 195
   simt::launch(
       ampfuse::cross_entropy_forward_kernel<scalar_t, SmallBlock, RowWork::kHeld, scalar_t>, kGrid,
       SmallBlock::kBlock, 4096, batch.table(), batch.reduction(), batch.results(), 256);
   CHECK(batch.divisor == 100);
+  CHECK(batch.bad_target.is_set == 1);
+  CHECK(batch.bad_target.row == 0);
 }
 
 TEST_CASE("a held row gives the same loss with and without a gradient") {

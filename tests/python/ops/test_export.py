@@ -77,8 +77,8 @@ def test_package_runs_in_python_and_in_a_cpp_program(score, tmp_path, dtype):
             assert_close(loss, right, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
 
     name = str(dtype).removeprefix("torch.")
-    told = run(score, package, name, env=environment())
-    losses = [line.split() for line in told.splitlines()[1:]]
+    printed = run(score, package, name, env=environment())
+    losses = [line.split() for line in printed.splitlines()[1:]]
     assert [dtype for dtype, _ in losses] == ["Float", "Float"]
     for (_, loss), right in zip(losses, expected, strict=True):
         assert float(loss) == pytest.approx(right.item(), rel=1e-2)
