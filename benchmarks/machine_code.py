@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,35 +63,71 @@ def shortest_turns(code: str, counted: str) -> list[Turn]:
 
 
 def held_row(code: str) -> list[str]:
-    """Return the instructions for one row of a kernel that holds rows in registers.
+    """Return the instructions for one whole row of a kernel that holds rows in registers.
 
-    The row is aligned: four loads of 16 bytes follow each other, and at the end four such stores.
-    Rare branches, for example the one for the target class, are not on this way.
+    The row is aligned and fills its team: four loads of 16 bytes follow each other, and at the end
+    four such stores. Each thread has 32 logits, with two exponentials for each. Rare branches, for
+    example the one for the target class, are not on this way.
     """
     texts, jumps = _instructions(code)
-    start = _four(texts, r"\bLDG\.E\.128")[0]
-    last = _four(texts, r"\bSTG\.E\.128")[-1]
-    came_from = {start: start}
-    waiting = deque([start])
-    while waiting:
-        index = waiting.popleft()
-        if index == last:
-            break
-        to, is_conditional = jumps.get(index, (index + 1, False))
-        for after in {to, index + 1} if is_conditional else {to}:
-            if after not in came_from and after < len(texts):
-                came_from[after] = index
-                waiting.append(after)
-    way = [index]
-    while way[-1] != start:
-        way.append(came_from[way[-1]])
-    return [texts[index] for index in reversed(way)]
+    last = _fours(texts, r"\bSTG\.E\.128")[0][-1]
+    ways = [
+        way
+        for loads in _fours(texts, r"\bLDG\.E\.128")
+        if (way := _shortest_way(texts, jumps, loads[0], last, exponentials=64))
+    ]
+    # Unaligned rows need more instructions, between their loads and the first exponential.
+    return min(ways, key=len)
 
 
-def _four(texts: list[str], pattern: str) -> list[int]:
+def loads_in_flight(code: str) -> list[int]:
+    """Return the numbers of 16-byte loads that follow each other without a branch between them."""
+    texts, jumps = _instructions(code)
+    runs = [0]
+    for index, text in enumerate(texts):
+        if re.search(r"\bLDG\.E\.128", text):
+            runs[-1] += 1
+        elif index in jumps and runs[-1] > 0:
+            runs.append(0)
+    return runs
+
+
+def _fours(texts: list[str], pattern: str) -> list[list[int]]:
+    # Returns four indices each of instructions that are close together, the closest ones first.
     found = [index for index, text in enumerate(texts) if re.search(pattern, text)]
     groups = [found[i : i + 4] for i in range(len(found) - 3)]
-    return min(groups, key=lambda group: group[-1] - group[0])
+    close = [group for group in groups if group[-1] - group[0] < 24]
+    return sorted(close, key=lambda group: group[-1] - group[0])
+
+
+def _shortest_way(
+    texts: list[str],
+    jumps: dict[int, tuple[int, bool]],
+    first: int,
+    last: int,
+    exponentials: int,
+) -> list[str]:
+    # Returns the shortest way with this many exponentials, or an empty list.
+    came_from: dict[tuple[int, int], tuple[int, int]] = {}  # by instruction and exponentials
+    lengths = {(first, 0): 1}
+    for index in range(first, last):
+        to, is_conditional = jumps.get(index, (index + 1, False))
+        is_exponential = "MUFU.EX2" in texts[index]
+        for count in range(exponentials + 1):
+            if (index, count) not in lengths:
+                continue
+            for after in {to, index + 1} if is_conditional else {to}:
+                reached = (after, count + is_exponential)
+                length = lengths[index, count] + 1
+                if index < after <= last and length < lengths.get(reached, length + 1):
+                    lengths[reached] = length
+                    came_from[reached] = (index, count)
+    way = [(last, exponentials)]
+    if way[0] not in lengths:
+        return []
+    while way[-1] in came_from:
+        way.append(came_from[way[-1]])
+    return [texts[index] for index, _ in reversed(way)]
 
 
 def _instructions(code: str) -> tuple[list[str], dict[int, tuple[int, bool]]]:

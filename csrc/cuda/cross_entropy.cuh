@@ -161,7 +161,9 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       }
     }
     if (results.grad == nullptr) continue;
-    team.sync();  // all threads have read the target's logit and kept their packs
+    // All threads have read the target's logit and kept their packs. The blocks of a held row have
+    // synchronised since then, for its sum.
+    if constexpr (kWork != RowWork::kHeld || Team::kSize <= kWarp) team.sync();
     grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {
       write_zeros(team, grad, results.grad_at, table.classes);

@@ -11,8 +11,8 @@ class HeldRow {
  public:
   using P = Pack<scalar_t>;
 
-  // If the row is aligned, a thread requests all of its packs, 64 bytes, before it uses the first.
-  // Twice as many would need more registers than 1024 threads of a multiprocessor have.
+  // A thread requests all of its packs, 64 bytes, before it uses the first. Twice as many would
+  // need more registers than 1024 threads of a multiprocessor have.
   static constexpr int kPacks = 4;
   static constexpr int64_t kMostClasses = int64_t(kPacks) * P::kSize * Team::kSize;
 
@@ -27,38 +27,41 @@ class HeldRow {
     if (packs.are_aligned()) {
       if (loaded > 0) packs.load(loaded_at, words_);
     } else if (loaded > 0) {
-      // One after another: an unaligned pack takes twice the registers until it is assembled.
-#pragma unroll
-      for (int u = 0; u < kPacks; ++u) {
-        Words word[1];
-        packs.load([&](int) { return loaded_at(u); }, word);
-        words_[u] = word[0];
-      }
+      packs.load_unaligned(loaded_at, words_);
     }
-    if (at(team, kPacks - 1) < loaded) return;
-    // At most one pack of the thread is within the row and not loaded yet.
-    const auto lowest = static_cast<scalar_t>(-HUGE_VALF);
+    const bool lacks_first = !packs.are_aligned() && team.index() == 0;
+    if (at(team, kPacks - 1) < loaded && !lacks_first) return;
+    // The thread's packs before `rest` are loaded, except the first one of an unaligned row. Those
+    // after it are past the end.
     const int rest = loaded + ((team.index() - loaded) & (Team::kSize - 1));
-    const auto rest_words = __builtin_bit_cast(Words, packs.until_end(rest, classes, lowest));
+    const auto lowest = static_cast<scalar_t>(-HUGE_VALF);
     P none;
 #pragma unroll
     for (scalar_t& x : none.value) x = lowest;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
-      if (at(team, u) == rest) {
-        words_[u] = rest_words;
-      } else if (at(team, u) > rest) {
-        words_[u] = __builtin_bit_cast(Words, none);
+      if (at(team, u) > rest) words_[u] = __builtin_bit_cast(Words, none);
+    }
+    // A loop takes fewer registers than reading both packs at once, which few threads do.
+#pragma unroll 1
+    for (int p = lacks_first ? 0 : rest;; p = rest) {
+      const auto words = __builtin_bit_cast(Words, packs.until_end(p, classes, lowest));
+#pragma unroll
+      for (int u = 0; u < kPacks; ++u) {
+        if (at(team, u) == p) words_[u] = words;
       }
+      if (p == rest) return;
     }
   }
 
   // Calls visit(index of the first class, pack) for the thread's packs, also for those past the
-  // end.
+  // end. The team skips packs that are past the end for all of its threads.
   template <typename Visit>
-  __device__ __forceinline__ void each_pack(const Team& team, const Visit& visit) const {
+  __device__ __forceinline__ void each_pack(const Team& team, int classes,
+                                            const Visit& visit) const {
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
+      if (u > 0 && u * Team::kSize * P::kSize >= classes) break;
       Words words = words_[u];
 #if defined(__CUDA_ARCH__)
       // Otherwise nvcc converts the logits once and keeps floats for the second pass.
@@ -71,9 +74,9 @@ class HeldRow {
 
   // Replaces the thread's packs by compute(index of the first class, pack).
   template <typename Compute>
-  __device__ __forceinline__ void replace(const Team& team, const Compute& compute) {
+  __device__ __forceinline__ void replace(const Team& team, int classes, const Compute& compute) {
     int u = 0;
-    each_pack(team, [&](int first, const P& pack) {
+    each_pack(team, classes, [&](int first, const P& pack) {
       words_[u++] = __builtin_bit_cast(Words, compute(first, pack));
     });
   }
@@ -164,10 +167,11 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
                                                       HeldRow<scalar_t, Team>& held) {
   held.load(team, table.template logits_of<Team>(row), table.classes);
   PackMaximum<scalar_t> largest_of_thread;
-  held.each_pack(team, [&](int, const Pack<scalar_t>& pack) { largest_of_thread.add(pack); });
+  held.each_pack(team, table.classes,
+                 [&](int, const Pack<scalar_t>& pack) { largest_of_thread.add(pack); });
   const auto own = row_exponential<scalar_t>(largest_of_thread.get());
   float sum_of_thread = 0;
-  held.each_pack(team, [&](int first, const Pack<scalar_t>& pack) {
+  held.each_pack(team, table.classes, [&](int first, const Pack<scalar_t>& pack) {
     float terms[Pack<scalar_t>::kSize];
     widen(pack, terms);
     leave_out(target, first, terms);
@@ -188,7 +192,7 @@ __device__ __forceinline__ void write_gradient(const Team& team,
                                                const scalar_t*, const RowsAt&, int classes,
                                                HeldRow<scalar_t, Team>& held, scalar_t* out,
                                                const RowsAt&) {
-  held.replace(team, [&](int first, const Pack<scalar_t>& pack) {
+  held.replace(team, classes, [&](int first, const Pack<scalar_t>& pack) {
     return gradient.template of<scalar_t>(first, pack);
   });
   held.store(team, out, classes);

@@ -121,7 +121,7 @@ class PacksAnywhere {
 
   // Returns pack p, which must be neither the first nor the last one unless packs are aligned.
   __device__ __forceinline__ P inner(int p) const {
-    return __builtin_bit_cast(P, are_aligned() ? block(p) : across(p));
+    return __builtin_bit_cast(P, are_aligned() ? block(p) : assembled(block(p), p));
   }
 
   // Returns n, where load() may read the packs [0, n) of `packs`: all if they are aligned, else all
@@ -169,14 +169,27 @@ class PacksAnywhere {
     if (at(0) == 0) packs[0] = __builtin_bit_cast(Words, gathered(0));
   }
 
+  // The same for packs that are not aligned, with half as many registers: only the lower blocks are
+  // in flight at once. The upper block of a pack is the lower block of the next one, so by then it
+  // is in the L1 cache. Pack 1 takes the place of pack 0.
+  template <int kCount, typename At>
+  __device__ __forceinline__ void load_unaligned(const At& at, Words (&packs)[kCount]) const {
+    const auto index = [&](int u) { return max(at(u), 1); };
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) packs[u] = block(index(u));
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) packs[u] = assembled(packs[u], index(u));
+  }
+
  private:
   __device__ __forceinline__ Words block(int p) const {
     const P pack = blocks_[p];  // not read through a cast, so that sanitizers see the access
     return __builtin_bit_cast(Words, pack);
   }
 
-  __device__ __forceinline__ Words across(int p) const {
-    Words pack[] = {block(p)};
+  // Returns pack p, of which `low` is the lower block.
+  __device__ __forceinline__ Words assembled(const Words& low, int p) const {
+    Words pack[] = {low};
     shift<sizeof(scalar_t)>(pack, {block(p + 1)}, past_ * int(sizeof(scalar_t)));
     return pack[0];
   }

@@ -69,7 +69,9 @@ TEMPLATE_TEST_CASE("equal held rows give equal bits at every alignment", "", c10
     check_rows_alike<TestType, FewLanes, RowWork::kHeld>(70, 253, options);
     check_rows_alike<TestType, WarpTeam, RowWork::kHeld>(19, 1021, options);
     check_rows_alike<TestType, SmallBlock, RowWork::kHeld>(9, 2045, options);
-    check_rows_alike<TestType, BlockTeam, RowWork::kHeld>(9, 3001, options);
+    check_rows_alike<TestType, ampfuse::BlockTeam<128>, RowWork::kHeld>(9, 2051, options);
+    check_rows_alike<TestType, BlockTeam, RowWork::kHeld>(9, 5001, options);
+    check_rows_alike<TestType, WideTeam, RowWork::kHeld>(9, 9001, options);
   }
 }
 

@@ -26,7 +26,8 @@ void check_held(int64_t rows, int classes, int64_t offset, const Options& option
 template <typename scalar_t, typename Team>
 std::vector<int> sizes() {
   const int most = kMostClasses<scalar_t, Team>;
-  return {1, 7, 8, 9, 15, 17, 24, 25, most / 4 - 1, most / 4, most / 4 + 9, most - 7, most};
+  return {1,        7,   8, 9, 15, 17, 24, 25, most / 4 - 1, most / 4, most / 4 + 9, most / 2 + 1,
+          most - 7, most};
 }
 
 template <typename scalar_t, typename Team>
@@ -186,6 +187,26 @@ TEST_CASE("held rows whose gradient is aligned need no shared memory") {
   simt::launch(ampfuse::cross_entropy_finish_kernel<float>, 1, ampfuse::kThreads, 0,
                batch.block_losses.data(), kGrid, &batch.divisor, &batch.loss);
   check(batch, logits);
+}
+
+TEST_CASE("a held row whose target is out of range is NaN, and other rows are right") {
+  using scalar_t = c10::BFloat16;
+  Batch<scalar_t> batch(3, 777, 1, {});
+  batch.targets[1] = 777;
+  forward_on_host<scalar_t, WarpTeam, RowWork::kHeld>(batch);
+  CHECK(batch.bad_target.is_set == 1);
+  CHECK(batch.bad_target.row == 1);
+  CHECK(batch.bad_target.target == 777);
+  CHECK(std::isnan(batch.losses[1]));
+  CHECK(std::isfinite(batch.losses[0]));
+  CHECK(std::isfinite(batch.losses[2]));
+  int misses = 0;
+  for (int c = 0; c < batch.classes; ++c) {
+    misses += !std::isnan(static_cast<float>(batch.gradient_of(1, c)));
+    misses += !std::isfinite(static_cast<float>(batch.gradient_of(0, c)));
+    misses += !std::isfinite(static_cast<float>(batch.gradient_of(2, c)));
+  }
+  CHECK(misses == 0);
 }
 
 TEST_CASE("small blocks sum the target weights of more blocks than they have threads") {

@@ -76,7 +76,9 @@ TEST_CASE("a grid has no more blocks than a device holds at a time") {
 TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10::BFloat16, float,
                    double) {
   for (const DeviceRoom& room : {kA100, kH200, kL4}) {
-    for (const int64_t classes : {1, 8, 100, 129, 1000, 2049, 10000, 32000, 50257, 300001}) {
+    for (const int64_t classes :
+         {1,    8,    100,  129,  256,   257,   1000,  1024,  1025,  2048,  2049,
+          4096, 4097, 8192, 8193, 10000, 16384, 16385, 32000, 50257, 300001}) {
       for (const bool plain : {false, true}) {
         CAPTURE(room.multiprocessors, classes, plain, sizeof(TestType));
         const auto check = [&]<typename Team, RowWork kWork>() {

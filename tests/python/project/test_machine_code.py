@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ampfuse
 import pytest
-from machine_code import MachineCode, held_row, shortest_turns
+from machine_code import MachineCode, held_row, loads_in_flight, shortest_turns
 from packaging_tools import ROOT, find_tool
 
 LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
@@ -153,22 +153,22 @@ def held_kernels(code: MachineCode) -> dict[str, str]:
 
 def test_all_loads_of_a_held_row_are_in_flight_at_once(code: MachineCode) -> None:
     for name, body in held_kernels(code).items():
-        loads = [index for index, text in enumerate(held_row(body)) if "LDG.E.128" in text]
-        assert len(loads) == 4, (name, loads)
-        assert loads[-1] < 12, (name, loads)
+        # Four loads for aligned rows. Others have five, with the upper block of the first pack.
+        aligned, unaligned = sorted(loads_in_flight(body))[-2:]
+        assert (aligned, unaligned) == (4, 5), (name, loads_in_flight(body))
 
 
-def test_a_held_row_of_32_logits_per_thread_takes_at_most_23_instructions_per_logit(
+def test_a_held_row_of_32_logits_per_thread_takes_at_most_21_instructions_per_logit(
     code: MachineCode,
 ) -> None:
     for name, body in held_kernels(code).items():
         row = held_row(body)
         # Each logit takes one exponential for the sum, and one for the gradient.
         assert sum("MUFU.EX2" in text for text in row) == 64, name
-        assert sum("BAR.SYNC" in text for text in row) <= 3, name
+        assert sum("BAR.SYNC" in text for text in row) <= 2, name
         assert not any(re.search(r"\b(LDS|STS)\.128", text) for text in row), name
         # From the first load to the last store, with the sums over the team and the logarithm.
-        assert len(row) / 32 <= 23, (name, len(row))
+        assert len(row) / 32 <= 21, (name, len(row))
 
 
 def test_float_logits_take_at_most_45_instructions_each(code: MachineCode) -> None:
