@@ -78,27 +78,20 @@ def cells(name: str, code: MachineCode) -> list[str]:
     return [str(registers), str(threads), turns, f"{requested * threads / 1024:.0f}"]
 
 
-def table(options: argparse.Namespace, cuobjdump: str, arch: str) -> list[str]:
-    """Return the table's rows for one kind of GPU."""
-    code = MachineCode(cuobjdump, options.library, arch)
+def kernels(code: MachineCode, match: str) -> dict[str, list[str]]:
+    """Return what the table says about each kernel whose name matches, by name."""
     names = dict(zip(demangled(sorted(code.sass)), sorted(code.sass), strict=True))
-    earlier: dict[str, list[str]] = {}
-    if options.before is not None:
-        before = MachineCode(cuobjdump, options.before, arch)
-        mangled = sorted(before.sass)
-        earlier = {
-            short: cells(name, before)
-            for short, name in zip(demangled(mangled), mangled, strict=True)
-            if re.search(options.match, short)
-        }
+    return {short: cells(name, code) for short, name in names.items() if re.search(match, short)}
+
+
+def table(code: MachineCode, before: MachineCode | None, match: str) -> list[str]:
+    """Return the table's rows for one kind of GPU."""
+    earlier = {} if before is None else kernels(before, match)
     rows = []
-    for short, name in names.items():
-        if not re.search(options.match, short):
-            continue
-        now = cells(name, code)
-        then = earlier.get(short, now)
+    for name, now in kernels(code, match).items():
+        then = earlier.get(name, now)
         changes = [b if a == b else f"{a} → {b}" for a, b in zip(then, now, strict=True)]
-        rows.append("| " + " | ".join([short, arch, *changes]) + " |")
+        rows.append("| " + " | ".join([name, code.arch, *changes]) + " |")
     return rows
 
 
@@ -123,7 +116,9 @@ def main() -> None:
     print("| kernel | GPU | registers | threads | turns | KiB in flight |")
     print("| --- | --- | --- | --- | --- | --- |")
     for arch in options.arch or [f"sm_{number}" for number in built_for]:
-        print("\n".join(table(options, cuobjdump, arch)))
+        code = MachineCode(cuobjdump, options.library, arch)
+        before = options.before and MachineCode(cuobjdump, options.before, arch)
+        print("\n".join(table(code, before, options.match)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 # AMPFUSE_CATCH2 to true if Catch2 was found.
 
 find_package(Catch2 QUIET HINTS ${PROJECT_SOURCE_DIR}/.venv/cpp-headers/usr)
-set(AMPFUSE_CATCH2 ${Catch2_FOUND})
 if(Catch2_FOUND AND Catch2_VERSION VERSION_GREATER_EQUAL 3)
   add_library(ampfuse_catch2 INTERFACE)
   target_link_libraries(ampfuse_catch2 INTERFACE Catch2::Catch2WithMain)

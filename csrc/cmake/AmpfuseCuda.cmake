@@ -11,7 +11,7 @@
 set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders named nvidia that contain CUDA packages of pip")
 set(AMPFUSE_GPUS "" CACHE STRING "Compute capabilities of the GPUs that torch sees (9.0;8.6)")
 set(AMPFUSE_TORCH_ARCHS "" CACHE STRING "What torch was built for, as torch._C._cuda_getArchFlags()")
-option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages if none has torch's CUDA version" OFF)
+option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages if none has torch's CUDA major" OFF)
 set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
 
@@ -99,7 +99,7 @@ elseif(NOT _ampfuse_refusal)
     if(_ampfuse_failed)
       set(_ampfuse_unfetched ", and it could not be fetched (see above)")
     endif()
-    list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # not always beside torch
+    list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # torch may be elsewhere
     _ampfuse_find_nvcc()
   endif()
   if(NOT _ampfuse_seen)
@@ -153,6 +153,7 @@ if(NOT _ampfuse_refusal)
   message(NOTICE "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
                  "(torch ${AMPFUSE_TORCH_VERSION}, CUDA ${AMPFUSE_TORCH_CUDA})")
 elseif(NOT _ampfuse_because)
+  set(AMPFUSE_CUDA_VERSION "")  # build_info() reports no CUDA
   message(NOTICE "ampfuse: no CUDA kernels: ${_ampfuse_refusal}")
 else()
   set(_ampfuse_remedies "")

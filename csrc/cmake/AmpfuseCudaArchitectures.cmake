@@ -7,7 +7,7 @@
 execute_process(COMMAND "${AMPFUSE_NVCC}" --list-gpu-arch OUTPUT_VARIABLE _ampfuse_text)
 string(REGEX MATCHALL "[0-9]+" _ampfuse_compilable "${_ampfuse_text}")
 
-if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
+if(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
   string(REGEX MATCHALL "[^ ;,]+" _ampfuse_archs "$ENV{TORCH_CUDA_ARCH_LIST}")
   set(_ampfuse_wanted "")
   foreach(_ampfuse_arch IN LISTS _ampfuse_archs)

@@ -71,8 +71,7 @@ if(NOT TARGET ampfuse::torch)
     set_target_properties(
       ampfuse::lib_${_ampfuse_name}
       PROPERTIES IMPORTED_LOCATION
-                 "${AMPFUSE_TORCH_ROOT}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${_ampfuse_name}${CMAKE_SHARED_LIBRARY_SUFFIX}"
-                 INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${AMPFUSE_TORCH_INCLUDE_DIRS}")
+                 "${AMPFUSE_TORCH_ROOT}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${_ampfuse_name}${CMAKE_SHARED_LIBRARY_SUFFIX}")
     target_link_libraries(ampfuse::torch INTERFACE ampfuse::lib_${_ampfuse_name})
   endforeach()
   target_include_directories(ampfuse::torch SYSTEM INTERFACE ${AMPFUSE_TORCH_INCLUDE_DIRS})
