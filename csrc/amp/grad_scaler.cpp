@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/gt.h>
 #include <ATen/ops/le.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
@@ -79,17 +78,18 @@ at::Tensor outlier(ScalerState& state) {
   const at::Tensor& scale = state.scale;
   if (!norm && state.optimizers[0].inspection.total_norms.empty()) return at::zeros_like(scale);
   TORCH_CHECK_VALUE(norm, "skip_outliers: the norm of the gradients is not known, since some of ",
-                    "them are sparse or occur twice");
+                    "them are sparse");
   return norm->gt(state.history.norms(scale.device())[math::kNormLimit]).to(at::kFloat);
 }
 
 void raise_if_collapsed(ScalerState& state) {
   const auto limit = state.options.max_consecutive_skips();
-  if (!limit || (state.scale.is_cuda() && is_capturing())) return;  // a capture takes no step
+  // A capture takes no step, and skips_in_a_row() must not be captured.
+  if (!limit || (state.scale.is_cuda() && is_capturing())) return;
   const int64_t skips = state.history.skips_in_a_row();
   if (skips < *limit) return;
   throw ScaleCollapseError(c10::str(skips,
-                                    " steps in a row were skipped (max_consecutive_skips: ", *limit,
+                                    " steps in a row overflowed (max_consecutive_skips: ", *limit,
                                     "): the gradients are not finite at any scale that was tried. "
                                     "GradScaler::overflow_report(model) names the parameters"));
 }
@@ -162,16 +162,16 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   TORCH_CHECK(
       of_optimizer.stage != Stage::kStepped,
       "step() has already been called since the last update(). Is scaler.update() missing?");
-  auto* const takes_tensors = dynamic_cast<Adam*>(&optimizer);
+  auto* const adam = dynamic_cast<Adam*>(&optimizer);
   if (of_optimizer.stage == Stage::kReady) {
-    if (takes_tensors) {
+    if (adam) {
       inspect_scaled(*state_, of_optimizer);
     } else {
       unscale(*state_, of_optimizer);
     }
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
-  TORCH_CHECK(!flags.empty() || takes_tensors || state_->options.allow_no_grads(),
+  TORCH_CHECK(!flags.empty() || adam || state_->options.allow_no_grads(),
               "No inf checks were recorded for this optimizer: none of its parameters has a "
               "gradient. Did you call scaler.scale(loss).backward()? If it is intended, set "
               "allow_no_grads");
@@ -181,8 +181,8 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   if (state_->options.skip_outliers()) found_inf = at::maximum(found_inf, outlier(*state_));
   state_->history.note_step(found_inf, of_optimizer.inspection);
   at::Tensor loss;
-  if (takes_tensors) {
-    loss = step_with_tensors(*takes_tensors, of_optimizer.inspection, found_inf);
+  if (adam) {
+    loss = step_with_tensors(*adam, of_optimizer.inspection, found_inf);
   } else if (flags.empty() || found_inf.item<float>() == 0) {  // the host waits for the flag
     loss = optimizer.step();
   }
@@ -237,9 +237,9 @@ void GradScaler::update() {
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->history.counters(device);
-    const auto& updates = state_->history.updates();
-    ScaleTensors tensors = {state_->scale, state_->growth_tracker, counters, updates};
-    if (updates || policy.skip_outliers) policy.norm = state_->unscaled_norm();
+    const auto& history = state_->history.history();
+    ScaleTensors tensors = {state_->scale, state_->growth_tracker, counters, history};
+    if (history || policy.skip_outliers) policy.norm = state_->unscaled_norm();
     if (policy.skip_outliers && policy.norm) tensors.norms = state_->history.norms(device);
     update_scale(tensors, found_infs, policy);
   }

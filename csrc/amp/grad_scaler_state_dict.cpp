@@ -20,25 +20,6 @@ StateDict empty_state_dict() {
   return StateDict(c10::StringType::get(), c10::AnyType::get());
 }
 
-constexpr auto kKeys = {"scale",
-                        "growth_factor",
-                        "backoff_factor",
-                        "growth_interval",
-                        "_growth_tracker",
-                        "min_scale",
-                        "max_scale",
-                        "hysteresis",
-                        "hysteresis_refill",
-                        "dynamic",
-                        "skip_outliers",
-                        "_hysteresis_tracker",
-                        "_consecutive_skips",
-                        "_updates",
-                        "_norms",
-                        "_norm_mean",
-                        "_norm_variance",
-                        "_norm_limit"};
-
 // The entries of the statistics of norms, in their order.
 constexpr std::array kNormKeys = {"_norms", "_norm_mean", "_norm_variance", "_norm_limit"};
 static_assert(kNormKeys.size() == math::kNormStatistics);
@@ -180,7 +161,8 @@ void GradScaler::save(torch::serialize::OutputArchive& archive) const {
 
 void GradScaler::load(torch::serialize::InputArchive& archive) {
   StateDict entries = empty_state_dict();
-  for (const char* key : kKeys) {
+  for (const auto& entry : state_dict()) {  // the entries that save() writes
+    const std::string& key = entry.key().toStringRef();
     at::IValue value;
     if (archive.try_read(key, value)) entries.insert(key, value);
   }

@@ -1,4 +1,4 @@
-// Checks the options of a GradScaler.
+// Checks the options of a GradScaler, and converts them to those of the op update_scale.
 #pragma once
 
 #include <ampfuse/grad_scaler.h>

@@ -15,20 +15,19 @@ namespace ampfuse::amp {
 
 namespace {
 
-constexpr size_t kRemembered = 16;  // number of steps that a report can look back
+constexpr size_t kRemembered = 16;  // number of steps that offenders() searches
 
 }  // namespace
 
 const at::Tensor& ScalerHistory::counters(at::Device device) {
-  if (!counters_.defined() || counters_.device() != device) {
-    const Counts now = counts();
-    std::vector<ScaleRecord> first = counters_.defined() ? decltype(first){} : first_records_;
-    const auto options = at::TensorOptions(device);
-    counters_ = at::zeros({static_cast<int64_t>(now.size())}, options.dtype(at::kLong));
-    set_counts(now);
-    updates_.reset();
-    put_records(std::move(first));
-    if (length_ > 0) updates_ = with_first_records().to(device);
+  if (!counters_.defined()) {
+    const Counts counts = first_counts_;
+    std::vector<ScaleRecord> records = first_records_;  // set_counts() clears them
+    const auto options = at::TensorOptions(device).dtype(at::kLong);
+    counters_ = at::zeros({static_cast<int64_t>(counts.size())}, options);
+    set_counts(counts);
+    put_records(std::move(records));
+    if (length_ > 0) history_ = with_first_records().to(device);
   }
   return counters_;
 }
@@ -53,8 +52,8 @@ void ScalerHistory::set_counts(const Counts& counts) {
 }
 
 const at::Tensor& ScalerHistory::norms(at::Device device) {
-  if (!norms_.defined() || norms_.device() != device) {
-    const Norms now = norm_statistics();
+  if (!norms_.defined()) {
+    const Norms now = first_norms_;
     norms_ = at::empty({math::kNormStatistics}, at::TensorOptions(device).dtype(at::kDouble));
     set_norm_statistics(now);
   }
@@ -106,9 +105,9 @@ int64_t ScalerHistory::skips_in_a_row() {
 }
 
 std::vector<ScaleRecord> ScalerHistory::records() const {
-  if (!updates_) return first_records_;
+  if (!history_) return first_records_;
   const at::Tensor copied =
-      at::cat({updates_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
+      at::cat({history_->flatten().to(at::kDouble), counters_.to(at::kDouble)}).cpu();
   const double* const numbers = copied.const_data_ptr<double>();
   const auto updates = static_cast<int64_t>(numbers[copied.numel() - 1]);
   std::vector<ScaleRecord> records;
@@ -125,7 +124,7 @@ void ScalerHistory::put_records(std::vector<ScaleRecord> records) {
   if (extra > 0) records.erase(records.begin(), records.begin() + extra);
   first_records_ = std::move(records);
   recorded_from_ = first_counts_[math::kUpdates] - static_cast<int64_t>(first_records_.size());
-  if (updates_) updates_->copy_(with_first_records());
+  if (history_) history_->copy_(with_first_records());
 }
 
 at::Tensor ScalerHistory::with_first_records() const {

@@ -23,7 +23,7 @@ class ScalerHistory {
 
   /// Returns the counters on `device`, the scale's. Creates them, and the history, on first use.
   const at::Tensor& counters(at::Device device);
-  const std::optional<at::Tensor>& updates() const { return updates_; }
+  const std::optional<at::Tensor>& history() const { return history_; }
 
   /// Statistics of the norms, indexed by math::NormStatistic.
   using Norms = std::array<double, math::kNormStatistics>;
@@ -48,7 +48,7 @@ class ScalerHistory {
 
   std::vector<ScaleRecord> records() const;
 
-  /// Puts records in front of those to come, after the counters were set.
+  /// Sets the records of the last updates. Call this after set_counts(), which discards them.
   void put_records(std::vector<ScaleRecord> records);
 
   /// Returns the parameters with non-finite gradients in the last skipped step that is remembered.
@@ -61,13 +61,13 @@ class ScalerHistory {
     Inspection inspection;
   };
 
-  at::Tensor with_first_records() const;  // a history on the CPU that holds only these
+  at::Tensor with_first_records() const;  // a history on the CPU, with first_records_ only
 
   Counts first_counts_;
   std::vector<ScaleRecord> first_records_;
   int64_t length_;
   at::Tensor counters_;
-  std::optional<at::Tensor> updates_;
+  std::optional<at::Tensor> history_;
   Norms first_norms_ = {0, 0, 0, math::kNoNormLimit};
   at::Tensor norms_;
   int64_t recorded_from_ = 0;  // number of the first update in the history

@@ -6,7 +6,6 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/tanh.h>
 #include <c10/core/GradMode.h>
@@ -47,10 +46,8 @@ variable_list baked_gradients(AutogradContext* context, const at::Tensor& grad_o
 }
 
 // Returns the loss and the metrics. They are all outputs with a derivative, since compiled autograd
-// does not support others; callers detach the metrics. Backward allocates no zeros as their
-// gradients.
-variable_list with_metrics(AutogradContext* context, const CrossEntropyOutputs& outputs) {
-  context->set_materialize_grads(false);
+// does not support others; callers detach the metrics.
+variable_list loss_and_metrics(const CrossEntropyOutputs& outputs) {
   return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
 }
 
@@ -62,16 +59,17 @@ struct GradientInForward : Function<GradientInForward> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto outputs = cross_entropy_forward(call.on(input), ForBackward::kGradient);
     context->save_for_backward({outputs.grad, outputs.baked_scale});
-    return with_metrics(context, outputs);
+    context->set_materialize_grads(false);  // backward allocates no zeros for the metrics
+    return loss_and_metrics(outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    SecondDerivativeInputs another(context);
-    if (c10::GradMode::is_enabled() && another.is_kept() && grad_outputs[0].defined()) {
-      return {another.gradient(grad_outputs[0]), at::Tensor()};
+    SecondDerivativeInputs second_derivative(context);
+    if (c10::GradMode::is_enabled() && second_derivative.is_kept() && grad_outputs[0].defined()) {
+      return {second_derivative.gradient(grad_outputs[0]), at::Tensor()};
     }
     variable_list grads = baked_gradients(context, grad_outputs[0]);
-    if (!torch::autograd::get_current_graph_task_keep_graph()) another.release();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) second_derivative.release();
     return grads;
   }
 };
@@ -115,7 +113,8 @@ struct GradientInBackward : Function<GradientInBackward> {
                                 outputs.statistics, outputs.divisor});
     save(arguments.options.named(), context->saved_data);
     context->saved_data["is_twice_differentiable"] = call.is_twice_differentiable;
-    return with_metrics(context, outputs);
+    context->set_materialize_grads(false);  // backward allocates no zeros for the metrics
+    return loss_and_metrics(outputs);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -171,8 +170,7 @@ variable_list differentiable(const CrossEntropyCall& call) {
   const at::Tensor& input = call.arguments.input;
   const at::Tensor& target = call.arguments.target;
   if (!c10::GradMode::is_enabled() || !(input.requires_grad() || target.requires_grad())) {
-    const auto outputs = cross_entropy_forward(call, ForBackward::kNothing);
-    return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
+    return loss_and_metrics(cross_entropy_forward(call, ForBackward::kNothing));
   }
   return can_form_gradient_in_forward(call) ? GradientInForward::apply(input, call)
                                             : GradientInBackward::apply(input, target, call);

@@ -5,9 +5,9 @@
 
 namespace ampfuse {
 
-/// Rescales a gradient that forward multiplied by `baked_scale` to the gradient for `grad_output`,
-/// which backward received. This is all that backward does. `saved` is overwritten, unless the
-/// graph is kept for another backward.
+/// Rescales `saved`, a gradient that forward multiplied by `baked_scale`, to the gradient for
+/// `grad_output`, which backward received. May overwrite `saved`, but not if the graph is kept for
+/// another backward.
 at::Tensor rescaled(const at::Tensor& saved, const at::Tensor& baked_scale,
                     const at::Tensor& grad_output);
 

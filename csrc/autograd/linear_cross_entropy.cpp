@@ -1,5 +1,5 @@
-// Forward computes the gradients of a linear cross-entropy, since it has the logits, for an
-// upstream gradient of grad_scale. With reduction none, backward computes the logits again, and the
+// Forward computes the gradients of a linear cross-entropy, since it has the logits, times
+// baked_scale. With reduction none, backward computes the logits again, and the
 // gradients from them. If a gradient is float and its tensor is not, the autograd engine rounds the
 // gradient.
 #include "../ops/linear_cross_entropy.h"
@@ -40,12 +40,6 @@ variable_list loss_and_metrics(const LinearCrossEntropyOutputs& outputs) {
   return {outputs.loss, outputs.lse, outputs.entropy, outputs.argmax};
 }
 
-LinearCrossEntropyOutputs call_forward(const LinearCrossEntropyCall& call,
-                                       const LinearGradientMask& wanted) {
-  return linear_cross_entropy_forward(call.arguments, call.grad_scale, call.denominator, wanted,
-                                      call.with_metrics);
-}
-
 // Calls forward with the tensors that autograd passes instead of those in the call.
 LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor& hidden,
                                      const at::Tensor& weight, const OptionalTensor& bias,
@@ -55,12 +49,12 @@ LinearCrossEntropyOutputs forward_of(AutogradContext* context, const at::Tensor&
   call.arguments.weight = weight;
   call.arguments.bias = bias;
   context->saved_data["has_bias"] = bias.has_value();
-  context->set_materialize_grads(false);  // for the gradients of metrics
+  context->set_materialize_grads(false);  // backward allocates no zeros for the metrics
   // The buffer is not passed to save_for_backward(), which forbids later writes: backward writes to
   // it, possibly more than once.
   if (call.accumulate_into) context->saved_data["accumulate_into"] = *call.accumulate_into;
   const at::AutoDispatchBelowADInplaceOrView below;
-  return call_forward(call, wanted);
+  return linear_cross_entropy_forward(call, wanted);
 }
 
 // Autograd does not count an absent bias as an input: needs_input_grad(2) is valid only if there is
@@ -165,7 +159,7 @@ struct LinearGradientInBackward : Function<LinearGradientInBackward> {
 variable_list differentiable(const LinearCrossEntropyCall& call) {
   const LinearCrossEntropyArguments& arguments = call.arguments;
   const LinearGradientMask wanted = wanted_of(arguments);
-  if (!any(wanted)) return loss_and_metrics(call_forward(call, wanted));
+  if (!any(wanted)) return loss_and_metrics(linear_cross_entropy_forward(call, wanted));
   const OptionalTensor& bias = arguments.bias;
   return arguments.options.is_per_row()
              ? LinearGradientInBackward::apply(arguments.hidden, arguments.weight, bias, call,

@@ -15,10 +15,9 @@ at::Tensor once_differentiable(const char* op, const char* instead, const at::Te
 /// True if the tensor is a batch of tensors in vmap.
 bool is_batched(const at::Tensor& tensor);
 
-/// True if the tensor is traced, or of a subclass, so that kernels do not read its own memory. In a
-/// compiled backward, a write to memory of forward would copy that memory first. Modes that only
-/// observe calls do not count: such a mode may be active in forward, but not when a checkpoint
-/// repeats forward.
+/// True if the tensor is traced, or of a subclass, so that kernels do not read its own memory.
+/// Modes that only observe calls do not count: such a mode may be active in forward, but not when
+/// a checkpoint repeats forward.
 bool is_traced_or_subclass(const at::Tensor& tensor);
 
 }  // namespace ampfuse

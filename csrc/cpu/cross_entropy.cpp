@@ -18,7 +18,7 @@ double checked_target_weight(const CpuRows& rows) {
   if (rows.has_probabilities()) return static_cast<double>(rows.count());
   constexpr int64_t kRows = 16384;
   const int64_t blocks = (rows.count() + kRows - 1) / kRows;
-  std::vector<CpuRows::Weighed> weights(static_cast<size_t>(blocks));
+  std::vector<CpuRows::TargetWeight> weights(static_cast<size_t>(blocks));
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * kRows;
@@ -26,7 +26,7 @@ double checked_target_weight(const CpuRows& rows) {
     }
   });
   double total = 0;
-  for (const CpuRows::Weighed& some : weights) {
+  for (const CpuRows::TargetWeight& some : weights) {
     TORCH_CHECK_INDEX(some.bad_row < 0, "Target ", rows.target(some.bad_row),
                       " is out of bounds: in row ", some.bad_row, ", expected a class in [0, ",
                       rows.classes(), "), or ignore_index if the row is padding");

@@ -24,9 +24,9 @@ void each_block(int64_t blocks, bool in_parallel, const Visit& visit) {
 }
 
 // Calls visit(row, in_parallel, memory) for each row, with `scratch` bytes of memory. `in_parallel`
-// is true if several threads share the blocks of the row. This is not possible if `is_narrowed`:
-// a narrower gradient overwrites the logits, so that the gradient of a block then overwrites
-// earlier blocks, which must have been read.
+// is true if several threads share the blocks of the row. It is false if `is_narrowed`:
+// the narrower gradient of a block overwrites logits of earlier blocks, so blocks must be processed
+// in order.
 template <typename Visit>
 void each_row(const CpuRows& rows, bool is_narrowed, int64_t scratch, const Visit& visit) {
   c10::Allocator* const allocator = c10::GetCPUAllocator();

@@ -21,7 +21,6 @@ struct ForwardResults {
   int64_t* argmax;
 };
 
-/// Inputs of backward.
 struct BackwardInputs {
   const math::RowStatistics* statistics;
   const double* grad_output;  // one number, or one per row if `is_per_row`

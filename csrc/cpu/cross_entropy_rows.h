@@ -80,12 +80,12 @@ class CpuRows {
   }
 
   // Total weight of the targets of some rows, and the first row with a target out of range (or -1).
-  struct Weighed {
+  struct TargetWeight {
     double weight = 0;
     int64_t bad_row = -1;
   };
-  Weighed weigh_targets(int64_t begin, int64_t end) const {
-    Weighed all;
+  TargetWeight weigh_targets(int64_t begin, int64_t end) const {
+    TargetWeight all;
     with_targets(begin, [&](const auto* targets) {
       const TargetCount indices = AMPFUSE_CHOOSE(count_targets)(targets, target_dtype_, end - begin,
                                                                 ignore_index_, classes_);

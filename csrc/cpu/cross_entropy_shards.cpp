@@ -1,4 +1,4 @@
-// Rows whose classes are divided among ranks. inspect() computes the partial sums of this rank's
+// Rows whose classes are divided among ranks. reduce() computes the partial sums of this rank's
 // classes, and join() combines the partial sums of all ranks.
 #include "../ops/cross_entropy_shards.h"
 
@@ -10,9 +10,7 @@ namespace ampfuse {
 
 namespace {
 
-static_assert(kIgnored == kIgnoredTarget, "rows and tiles mark ignored rows alike");
-
-void inspect(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
+void reduce(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const CpuRows rows(arguments);
   const ShardResults results = {
@@ -50,6 +48,6 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
 
 }  // namespace
 
-constexpr VocabShardKernels kVocabShardsCpu = {inspect, join};
+constexpr VocabShardKernels kVocabShardsCpu = {reduce, join};
 
 }  // namespace ampfuse

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "../ops/cross_entropy.h"
@@ -14,9 +15,10 @@ namespace ampfuse {
 
 namespace {
 
-// Returns the number of blocks that sum target weights. Each thread reads one target, because it
-// would read several one after the other. There are at most kThreads blocks: each block of a later
-// kernel reads the results of all of them (reduction_scale).
+// Returns the number of blocks that sum target weights. Each thread reads one target, since
+// it would read several one after the other, as it does if there are more than kThreads² rows.
+// There are at most kThreads blocks: each block of a later kernel reads all their results
+// (reduction_scale).
 int weight_blocks(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>((rows + kThreads - 1) / kThreads, 1, kThreads));
 }
@@ -47,7 +49,7 @@ CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
           nullptr,
           divisor.mutable_data_ptr<double>(),
           bad_targets.on_device(),
-          bad_targets.are_fatal()};
+          bad_targets.trap()};
 }
 
 void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
@@ -96,9 +98,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     reduction.limit = arguments.gradient_limit;
     reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
     const auto launch = [&]<typename Team, RowWork kWork>() {
-      const auto [grid, packs, shared] =
+      const auto [blocks, kept, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
-      const at::Tensor losses = at::empty({is_per_row ? 0 : grid}, doubles);
+      const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, doubles);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
         const CrossEntropyResults<scalar_t, grad_t> results = {
             is_per_row ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
@@ -111,13 +113,13 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
-        stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, grid,
-                             Team::kBlock, shared, table, reduction, results, packs);
+        stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, blocks,
+                             Team::kBlock, shared, table, reduction, results, kept);
       });
       if (is_per_row) return;
-      stream.launch_blocks(cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0,
-                           losses.const_data_ptr<double>(), grid, divisor.const_data_ptr<double>(),
-                           outputs.loss.mutable_data_ptr<acc_t>());
+      stream.launch_blocks(
+          cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0, losses.const_data_ptr<double>(),
+          blocks, divisor.const_data_ptr<double>(), outputs.loss.mutable_data_ptr<acc_t>());
     };
     const bool plain = is_plain(arguments) && !with_metrics;
     if (arguments.has_positions()) return for_positions(plain, launch);

@@ -2,8 +2,8 @@
 //
 // cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
 // this sum, so it must be known before a gradient is written.
-// cross_entropy_forward_kernel, a team per row, makes one pass for the loss; it repeats this pass
-// for a row whose target is far below its largest logit. For the gradient it makes another pass
+// cross_entropy_forward_kernel, a team per row, makes one pass for the loss; with kPlain it repeats
+// this pass if the target is far below the row's largest logit. For the gradient it makes a pass
 // over the logits, from registers (cross_entropy_held.cuh), shared memory, or the L2 cache.
 // cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
 //
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 }
 
 // `kept_count`: number of packs of each row that fit in shared memory, a multiple of the team size.
-// With kHeld all packs of a row fit.
+// 0 if no gradient is wanted; otherwise, with kHeld, all packs of a row fit.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(
@@ -161,14 +161,14 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
       }
     }
     if (results.grad == nullptr) continue;
-    // All threads have read the target's logit and kept their packs. The blocks of a held row have
-    // synchronised since then, for its sum.
+    // The gradient may overwrite the logits, so wait until all threads have read the target's logit
+    // and kept their packs. A block that holds a row has already synchronised, for the row's sum.
     if constexpr (kWork != RowWork::kHeld || Team::kSize <= kWarp) team.sync();
     grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {
       write_zeros(team, grad, results.grad_at, table.classes);
     } else {
-      // A held row is kept elsewhere, but its arithmetic is that of kPlain.
+      // A held row is kept in registers, but its arithmetic is that of kPlain.
       constexpr RowWork kArithmetic = kWork == RowWork::kHeld ? RowWork::kPlain : kWork;
       const PackGradient<kArithmetic, scalar_t> gradient(
           table, table.template probabilities_of<Team>(row), target_class,

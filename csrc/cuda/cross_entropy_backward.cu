@@ -27,7 +27,7 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
     };
     const bool plain = is_plain(arguments);
     if (arguments.has_positions()) return for_positions(plain, launch);
-    for_backward_rows(table.classes * int64_t(sizeof(scalar_t)), plain, launch);
+    for_rows_not_kept(table.classes * int64_t(sizeof(scalar_t)), plain, launch);
   });
 }
 

@@ -17,7 +17,7 @@ namespace ampfuse {
 
 BadTargets::BadTargets(c10::Device device) {
   const char* const setting = std::getenv("AMPFUSE_TARGETS");
-  are_fatal_ = setting != nullptr && std::strcmp(setting, "trap") == 0;
+  trap_ = setting != nullptr && std::strcmp(setting, "trap") == 0;
   const c10::cuda::CUDAGuard guard(device);
   void* memory = nullptr;
   // The first call may run while a CUDA graph is being captured; the allocation is not part of the
@@ -32,8 +32,8 @@ void BadTargets::raise_earlier() {
   volatile BadTarget& bad_target = *bad_target_;
   if (bad_target.is_set == 0) return;
   // Clear the flag before reading the report, so that a later report is not lost. If a kernel
-  // writes one while this one is read, the message may mix the row of one with the target of the
-  // other.
+  // writes a new report during this read, the message may contain the row of one report and the
+  // target of the other.
   bad_target.is_set = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const int64_t row = bad_target.row;

@@ -20,12 +20,12 @@ class BadTargets {
   BadTarget* on_device() const { return bad_target_; }
 
   /// True with AMPFUSE_TARGETS=trap: a bad target then stops the device at once.
-  bool are_fatal() const { return are_fatal_; }
+  bool trap() const { return trap_; }
 
  private:
   std::mutex mutex_;
   BadTarget* bad_target_ = nullptr;  // pinned; never freed, since a kernel may still write to it
-  bool are_fatal_;
+  bool trap_;
 };
 
 /// Returns the reports of a device.

@@ -1,5 +1,5 @@
 // exp(z − reference) of a row's logits on the GPU, for sums and for gradients. The reference is
-// near the largest z of the row, or of the row so far, or it is the target's logit
+// near the largest z of the row or of a thread's logits, or near one logit, usually the target's
 // (cross_entropy_plain.cuh).
 #pragma once
 
@@ -9,7 +9,6 @@
 
 #include <c10/util/Half.h>
 
-#include "../math/cross_entropy.h"
 #include "../math/cross_entropy_exponential.h"
 
 namespace ampfuse {

@@ -32,15 +32,15 @@ __device__ __forceinline__ void store_word(uint2* to, uint2 word) {
 #endif
 }
 
-// Stores a pack of a gradient. Wide teams (kPassing) rely on the L2 cache for the packs of their
+// Stores a pack of a gradient. Wide teams (kIsWide) rely on the L2 cache for the packs of their
 // rows that are not kept in shared memory, so the gradient should leave the cache first (__stcs).
-template <bool kPassing, typename grad_t, int kCount>
+template <bool kIsWide, typename grad_t, int kCount>
 __device__ __forceinline__ void store_gradient(grad_t* to, const Pack<grad_t, kCount>& pack) {
   if constexpr (sizeof(pack) >= 8) {
     using Word = std::conditional_t<sizeof(pack) == 16, uint4, uint2>;
     auto* const at = reinterpret_cast<Word*>(to);
     const auto word = __builtin_bit_cast(Word, pack);
-    kPassing ? __stcs(at, word) : store_word(at, word);
+    kIsWide ? __stcs(at, word) : store_word(at, word);
   } else {
     store_pack(to, pack);
   }
@@ -100,7 +100,8 @@ class PackGradient {
     return rounded<grad_t>(result);
   }
 
-  // The same of a pack that the first pass has kept.
+  // Computes the gradient for a pack that the first pass kept: logits, or exponentials
+  // (kKeepsExponentials).
   template <typename grad_t, int kCount>
   __device__ __forceinline__ Pack<grad_t, kCount> of_kept(
       int first, const Pack<scalar_t, kCount>& pack) const {

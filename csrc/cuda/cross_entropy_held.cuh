@@ -1,5 +1,6 @@
 // A row of 16-bit logits that a team holds in registers between the two passes. Its logits are read
-// from memory once, and shared memory only serves gradients that are not aligned to packs.
+// from memory once. Shared memory only serves the parts of a gradient that are not whole, aligned
+// packs.
 #pragma once
 
 #include "cross_entropy_gradient.cuh"
@@ -16,7 +17,8 @@ class HeldRow {
   static constexpr int kPacks = 4;
   static constexpr int64_t kMostClasses = int64_t(kPacks) * P::kSize * Team::kSize;
 
-  // `count` packs of each team's row fit in shared memory, at least all of them.
+  // Shared memory has room for `count` packs of each team's row: all of them, or 0 if no gradient
+  // is wanted.
   __device__ explicit HeldRow(int count) : count_(count) {}
 
   // Requests a row of at most kMostClasses logits, with −∞ past its end.
@@ -81,8 +83,8 @@ class HeldRow {
     });
   }
 
-  // Stores the row. Packs that are aligned in `out` are stored at once. The others go through
-  // shared memory, from which other threads take them at boundaries of `out`.
+  // Stores the row. If `out` is aligned, whole packs are stored directly. All other packs go
+  // through shared memory, from which the team stores them at the boundaries of `out`.
   __device__ __forceinline__ void store(const Team& team, scalar_t* out, int classes) const {
     const auto pack = [&](int u) { return __builtin_bit_cast(P, words_[u]); };
     const auto first = [&](int u) { return at(team, u) * P::kSize; };
@@ -142,7 +144,7 @@ __device__ __forceinline__ LogitSum joined_sum(const Team& team,
   return {largest, team_sum(team, mine.sum * row_exponential<scalar_t>(largest).from(own))};
 }
 
-// The same; the warps of a block exchange both numbers at once.
+// Combines sums as joined_sum does; the warps of a block exchange both numbers at once.
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ LogitSum team_logit_sum(const Team& team,
                                                    const RowExponential<scalar_t>& own,

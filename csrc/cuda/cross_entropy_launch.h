@@ -1,7 +1,6 @@
 // Converts the arguments of a call to the arguments of its kernels.
 #pragma once
 
-#include <algorithm>
 #include <limits>
 
 #include "../ops/cross_entropy.h"

@@ -1,4 +1,4 @@
-// Converts packs of numbers to and from the type in which they are stored.
+// Packs of numbers: conversion to and from the type in which they are stored, and their maximum.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -29,15 +29,18 @@ __device__ __forceinline__ void widen(const Pack<T, kCount>& pack, acc_t (&x)[kC
   for (int e = 0; e < kCount; ++e) x[e] = static_cast<acc_t>(pack.value[e]);
 }
 
+// A pack of 16-bit numbers as registers, which hold two numbers each.
+template <int kCount>
+struct Pairs {
+  uint32_t pair[kCount / 2];
+};
+
 // A bfloat16 is the upper half of a float. This takes one instruction per element; the compiler
 // would use two for every second one.
 template <int kCount>
   requires(kCount % 2 == 0)
 __device__ __forceinline__ void widen(const Pack<c10::BFloat16, kCount>& pack, float (&x)[kCount]) {
-  struct Pairs {
-    uint32_t pair[kCount / 2];
-  };
-  const auto pairs = __builtin_bit_cast(Pairs, pack);
+  const auto pairs = __builtin_bit_cast(Pairs<kCount>, pack);
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     x[2 * i] = __builtin_bit_cast(float, pairs.pair[i] << 16);
@@ -73,10 +76,7 @@ class PackMaximum<T> {
     if constexpr (kCount == 1) {
       add_pair(__builtin_bit_cast(uint32_t, Pack<T, 2>{{pack.value[0], pack.value[0]}}));
     } else {
-      struct Pairs {
-        uint32_t pair[kCount / 2];
-      };
-      const auto pairs = __builtin_bit_cast(Pairs, pack);
+      const auto pairs = __builtin_bit_cast(Pairs<kCount>, pack);
 #pragma unroll
       for (int i = 0; i < kCount / 2; ++i) add_pair(pairs.pair[i]);
     }
@@ -118,9 +118,7 @@ __device__ __forceinline__ Pack<T, kCount> rounded(const acc_t (&x)[kCount]) {
   constexpr bool kInPairs = false;
 #endif
   if constexpr (kInPairs) {
-    struct {
-      uint32_t pair[kCount / 2];
-    } words;
+    Pairs<kCount> words;
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) words.pair[i] = rounded_pair(x[2 * i], x[2 * i + 1], T());
     return __builtin_bit_cast(Pack<T, kCount>, words);

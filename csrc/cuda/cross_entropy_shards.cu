@@ -27,7 +27,7 @@ void with_table(const CrossEntropyArguments& arguments, const Run& run) {
   with_logits.template operator()<float>();
 }
 
-void inspect(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
+void reduce(const CrossEntropyArguments& arguments, const ShardOutputs& outputs) {
   check_cross_entropy_memory(arguments);
   const LaunchStream stream(arguments.input);
   auto* const partials = static_cast<math::ShardPartial*>(outputs.partials.mutable_data_ptr());
@@ -36,10 +36,10 @@ void inspect(const CrossEntropyArguments& arguments, const ShardOutputs& outputs
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const int blocks =
           resident_blocks<scalar_t, Team, kWork>(stream.multiprocessors(), table.rows);
-      stream.launch_blocks(cross_entropy_shards_inspect_kernel<scalar_t, Team, kWork>, blocks,
+      stream.launch_blocks(cross_entropy_shards_reduce_kernel<scalar_t, Team, kWork>, blocks,
                            Team::kBlock, 0, table, partials, argmax);
     };
-    for_backward_rows(table.classes * int64_t{sizeof(scalar_t)},
+    for_rows_not_kept(table.classes * int64_t{sizeof(scalar_t)},
                       is_plain(arguments) && argmax == nullptr, launch);
   });
 }
@@ -64,6 +64,6 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
 
 }  // namespace
 
-constexpr VocabShardKernels kVocabShardsCuda = {inspect, join};
+constexpr VocabShardKernels kVocabShardsCuda = {reduce, join};
 
 }  // namespace ampfuse

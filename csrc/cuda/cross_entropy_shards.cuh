@@ -13,8 +13,8 @@ namespace ampfuse {
 // Computes the partial sums of each row; one team per row.
 template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
-    cross_entropy_shards_inspect_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
-                                        math::ShardPartial* partials, int64_t* argmax) {
+    cross_entropy_shards_reduce_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
+                                       math::ShardPartial* partials, int64_t* argmax) {
   AMPFUSE_SHARED(double, scratch, BlockTeam<Team::kBlock>::kWarps);
   const Team team(scratch);
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);

@@ -147,7 +147,7 @@ struct CrossEntropyReduction {
   const TargetWeight* weights;  // one per block; null: probabilities, or targets validated before
   int weight_blocks;
   bool is_mean;
-  float limit;         // upper bound on |grad_scale / divisor|
+  float limit;         // upper bound on |baked_scale / divisor|
   float* baked_scale;  // null if not asked for
   double* divisor;
   BadTarget* bad_target;
@@ -156,7 +156,7 @@ struct CrossEntropyReduction {
 
 // The results of a call; null if not asked for. The gradient may be narrower than the type in which
 // it is computed.
-template <typename scalar_t, typename grad_t = scalar_t>
+template <typename scalar_t, typename grad_t>
 struct CrossEntropyResults {
   RowAcc<scalar_t>* row_losses;  // one per row, with reduction none
   double* block_losses;          // sum of the losses of each block's rows

@@ -10,7 +10,7 @@
 namespace ampfuse {
 
 /// A warp takes rows of at most kWarpBytes that are not held in registers. With kPlain, kFewLanes
-/// lanes take rows of at most kFewClasses classes. A warp combines its partial sums without waiting
+/// lanes take rows of at most kFewClasses floats. A warp combines its partial sums without waiting
 /// for other warps, and a multiprocessor has 32 rows in flight, compared with 4 for blocks. An H100
 /// moved rows of 4 KiB with warps at 63 % of the rate of a copy, and rows of 8 KiB with blocks at
 /// 39 %.
@@ -97,10 +97,10 @@ bool for_held_rows(int64_t classes, const Launch& launch) {
 
 /// Calls launch.operator()<Team, kWork>() for rows of a plain loss. Rows of up to 16,384 16-bit
 /// logits are held in registers. A block of 1024 threads could hold more, but it would fill a
-/// multiprocessor, which then reads no row while it writes another. Rows of floats go to a
-/// team that keeps all of its row in shared memory: a few lanes, a warp, or a block of 256 threads.
-/// For all longer rows the block has 512 threads, or 1024 if the L2 cache could not hold what
-/// blocks of 512 do not keep.
+/// multiprocessor, which then reads no row while it writes another. Rows of floats go to
+/// a few lanes, to a warp, or to a block of 256 threads that keeps all of its row in shared memory.
+/// For longer rows the block has 512 threads, or 1024 if the L2 cache could not hold what blocks of
+/// 512 do not keep. Rows of doubles go to a warp or to a block of 256 threads.
 template <typename scalar_t, typename Launch>
 void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launch) {
   using Block = BlockTeam<kThreads>;
@@ -154,9 +154,9 @@ void for_positions(bool plain, const Launch& launch) {
   return launch.template operator()<PositionTeam, RowWork::kGeneral>();
 }
 
-/// Calls launch.operator()<Team, kWork>() for kernels that read rows only once.
+/// Calls launch.operator()<Team, kWork>() for kernels that keep no logits.
 template <typename Launch>
-void for_backward_rows(int64_t row_bytes, bool plain, const Launch& launch) {
+void for_rows_not_kept(int64_t row_bytes, bool plain, const Launch& launch) {
   const bool is_short = row_bytes <= kWarpBytes;
   if (is_short && plain) return launch.template operator()<WarpTeam, RowWork::kPlain>();
   if (is_short) return launch.template operator()<WarpTeam, RowWork::kGeneral>();

@@ -90,20 +90,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 // The types of the columns of one kernel. With remainders, param_t is uint16_t, the bits of a
 // bfloat16.
 template <typename param_type, typename grad_type, typename state_type, Master kMasterKind,
-          bool kWithMax>
+          bool kWithAmsgrad>
 struct AdamTypes {
   using param_t = param_type;
   using grad_t = grad_type;
   using state_t = state_type;
   using acc_t = std::conditional_t<std::is_same_v<param_t, double>, double, float>;
   static constexpr Master kMaster = kMasterKind;
-  static constexpr bool kAmsgrad = kWithMax;
+  static constexpr bool kAmsgrad = kWithAmsgrad;
   using master_t =  // unused without a master
       std::conditional_t<kMaster == Master::kFloat, float,
                          std::conditional_t<kMaster == Master::kRemainder, int16_t, param_t>>;
 
-  // Elements that a lane takes at a time: 4, which are 16 bytes of fp32 or 8 of 16-bit types. With
-  // more, or with 4 and the column of amsgrad, a thread would need more than the 64 registers that
+  // Elements that a lane takes at a time: 4 (16 bytes of fp32, 8 of 16-bit types), 2 with the
+  // column of amsgrad, 1 of double. With more, a thread would need more than the 64 registers that
   // it has with four blocks per multiprocessor.
   static constexpr int kPackSize = std::is_same_v<acc_t, double> ? 1 : kAmsgrad ? 2 : 4;
 };

@@ -10,12 +10,13 @@ inline constexpr int kWarp = 32;
 inline constexpr int kThreads = 256;  // per block
 inline constexpr int kWarpsPerBlock = kThreads / kWarp;
 
-// Kernels are compiled for at least this many blocks per multiprocessor,
-// __launch_bounds__(kThreads, kBlocksPerMultiprocessor), which leaves 64 registers per thread. A
-// grid has no more blocks than that, so the whole grid is resident at once. A warp that is finished
-// takes another chunk; additional blocks would have to wait instead. 1024 threads with 64 bytes in
-// flight each make 64 KiB, twice what a multiprocessor of an H200 needs to cover a latency of
-// 0.8 µs (4.8 TB/s · 0.8 µs / 132 = 28 KiB).
+// Most kernels are compiled for at least this many blocks per multiprocessor,
+// __launch_bounds__(kThreads, kBlocksPerMultiprocessor), which leaves 64 registers per thread;
+// those that process rows are compiled for kRowBlocks (cross_entropy_row.cuh). A grid has no more
+// blocks than that, so the whole grid is resident at once. A warp that is finished takes another
+// chunk; additional blocks would have to wait instead. 1024 threads with 64 bytes in flight each
+// make 64 KiB, twice what a multiprocessor of an H200 needs to cover a latency of 0.8 µs (4.8 TB/s
+// · 0.8 µs / 132 = 28 KiB).
 inline constexpr int kBlocksPerMultiprocessor = 4;
 
 // Returns the number of blocks for `warps` units of work; at least one, since CUDA rejects an empty

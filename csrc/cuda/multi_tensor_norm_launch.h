@@ -4,7 +4,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include <utility>
+#include <vector>
 
 #include "../ops/multi_tensor_norm.h"
 #include "dispatch.h"

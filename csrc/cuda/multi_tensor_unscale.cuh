@@ -34,13 +34,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {
     scalar_t* const data = chunk_data<scalar_t>(table, 0, at);
     acc_t mark = 0;
-    const auto look = [&](scalar_t x) { mark = math::mark_nonfinite(mark, static_cast<acc_t>(x)); };
+    const auto inspect = [&](scalar_t x) {
+      mark = math::mark_nonfinite(mark, static_cast<acc_t>(x));
+    };
     if (factor == 1) {
-      visit_elements<Access::kRead>(data, at.size, lane, look);
+      visit_elements<Access::kRead>(data, at.size, lane, inspect);
     } else {
       visit_elements<Access::kReadWrite>(data, at.size, lane, [&](scalar_t& x) {
         x = math::scaled(x, factor);
-        look(x);
+        inspect(x);
       });
     }
     // The store is atomic only because several warps may store at once.

@@ -44,8 +44,8 @@ class LaneTeam {
 
 using WarpTeam = LaneTeam<kWarp>;
 
-// A team of all threads of a block. Longer rows take larger blocks: fewer of these are on a
-// multiprocessor at a time, so each row has more shared memory.
+// A team of all threads of a block. Longer rows take larger blocks, which hold more logits in
+// registers. Fewer of them are on a multiprocessor at a time, so each row has more shared memory.
 template <int kBlockSize>
 class BlockTeam {
  public:

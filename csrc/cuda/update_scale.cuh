@@ -17,7 +17,7 @@ struct ScaleFlags {
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     update_scale_kernel(const __grid_constant__ ScaleFlags found_infs, math::ScalePolicy policy,
                         math::ScaleMemory memory) {
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  if (threadIdx.x != 0) return;  // the grid is one block
   bool overflow = false;
   for (int i = 0; i < found_infs.count; ++i) overflow = overflow || *found_infs.flags[i] != 0;
   math::update_scale(memory, policy, overflow);

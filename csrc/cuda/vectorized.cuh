@@ -133,12 +133,11 @@ class PacksAnywhere {
 
   // Returns pack p of `count` elements, with `fill` in place of those past the end.
   __device__ __forceinline__ P until_end(int p, int count, scalar_t fill) const {
-    const scalar_t* const data = reinterpret_cast<const scalar_t*>(blocks_) + past_;
     P pack;
 #pragma unroll
     for (int e = 0; e < P::kSize; ++e) {
       const int i = p * P::kSize + e;
-      pack.value[e] = i < count ? data[i] : fill;
+      pack.value[e] = i < count ? data()[i] : fill;
     }
     return pack;
   }
@@ -148,8 +147,8 @@ class PacksAnywhere {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Loads packs at(0), at(1), …, all in flight at once. They must be loadable(). If packs are not
-  // aligned, pack 0 is right only as the first one.
+  // Loads packs at(0), at(1), …, all in flight at once. All indices must be below
+  // loadable(). If packs are not aligned, only at(0) may be 0.
   template <int kCount, typename At>
   __device__ __forceinline__ void load(const At& at, Words (&packs)[kCount]) const {
     if (are_aligned()) {
@@ -182,6 +181,10 @@ class PacksAnywhere {
   }
 
  private:
+  __device__ const scalar_t* data() const {
+    return reinterpret_cast<const scalar_t*>(blocks_) + past_;
+  }
+
   __device__ __forceinline__ Words block(int p) const {
     const P pack = blocks_[p];  // not read through a cast, so that sanitizers see the access
     return __builtin_bit_cast(Words, pack);
@@ -195,10 +198,9 @@ class PacksAnywhere {
   }
 
   __device__ __forceinline__ P gathered(int p) const {
-    const scalar_t* const data = reinterpret_cast<const scalar_t*>(blocks_) + past_;
     P pack;
 #pragma unroll
-    for (int e = 0; e < P::kSize; ++e) pack.value[e] = data[p * P::kSize + e];
+    for (int e = 0; e < P::kSize; ++e) pack.value[e] = data()[p * P::kSize + e];
     return pack;
   }
 
@@ -224,8 +226,8 @@ __device__ __forceinline__ void each_pack(const Team& team, const PacksAnywhere<
     if (p >= inner_end) start();
     for (const int first = p; p < inner_end; p += kUnroll * kStep) {
       Words words[kUnroll];
-      // In place of packs that are not visited, the first one is loaded again, since other threads
-      // may be overwriting them.
+      // Other threads may be overwriting the packs that are not visited, so the first pack of the
+      // round is loaded again in their place.
       packs.load([&](int u) { return p + u * kStep < inner_end ? p + u * kStep : p; }, words);
       if (p == first) start();
 #pragma unroll

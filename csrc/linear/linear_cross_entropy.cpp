@@ -19,6 +19,7 @@
 #include "../math/cross_entropy_shards.h"
 #include "../ops/linear_cross_entropy_kernels.h"
 #include "../ops/registration.h"
+#include "../tensors/tensor_list.h"
 #include "linear_cross_entropy_chunks.h"
 #include "linear_cross_entropy_tiles.h"
 
@@ -33,6 +34,9 @@ void check_all_memory(const LinearCrossEntropyArguments& arguments) {
   check_memory(kLinearCrossEntropy, "hidden", arguments.hidden);
   check_memory(kLinearCrossEntropy, "weight", arguments.weight);
   if (arguments.bias) check_memory(kLinearCrossEntropy, "bias", *arguments.bias);
+  check_memory(kLinearCrossEntropy, "target", arguments.target);
+  const OptionalTensor& class_weight = arguments.class_weight;
+  if (class_weight) check_memory(kLinearCrossEntropy, "class_weight", *class_weight);
 }
 
 // Returns the largest factor by which class weights enlarge a gradient, at least 1.
@@ -43,10 +47,10 @@ at::Tensor largest_class_weight(const at::Tensor& class_weight) {
 
 // Returns the scale of fp16 gradients if the caller gave no grad_scale. With it, the logits'
 // gradients are at most 1 in magnitude, apart from the term of z_loss.
-at::Tensor fp16_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& divisor) {
+at::Tensor fp16_scale(const LinearCrossEntropyArguments& arguments, const at::Tensor& denominator) {
   const at::Tensor scale = arguments.options.is_mean()
-                               ? divisor.to(at::kFloat)
-                               : at::ones({}, divisor.options().dtype(at::kFloat));
+                               ? denominator.to(at::kFloat)
+                               : at::ones({}, denominator.options().dtype(at::kFloat));
   const OptionalTensor& weight = arguments.class_weight;
   return weight ? scale / largest_class_weight(*weight) : scale;
 }
@@ -58,11 +62,11 @@ at::Tensor rows_of(const at::Tensor& all, const LinearChunk& chunk) {
 
 // Sets divisor and baked_scale in the outputs of a forward whose kernels do not set them.
 void set_divisor_and_scale(const LinearCrossEntropyArguments& arguments,
-                           const OptionalTensor& scale, const at::Tensor& total,
+                           const OptionalTensor& scale, const at::Tensor& denominator,
                            const LinearCrossEntropyOutputs& outputs) {
   const at::Tensor& baked = outputs.baked_scale;
   const at::Tensor& divisor = outputs.divisor;
-  arguments.options.is_mean() ? divisor.copy_(total) : divisor.fill_(1);
+  arguments.options.is_mean() ? divisor.copy_(denominator) : divisor.fill_(1);
   baked.fill_(1);
   if (!scale) return;
   baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
@@ -88,7 +92,8 @@ at::Tensor reduced_loss(const at::Tensor& losses, const at::Tensor& divisor) {
 
 // Forward of a rank that has all classes.
 LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, LinearChunks& chunks,
-                                          const OptionalTensor& scale, const at::Tensor& total,
+                                          const OptionalTensor& scale,
+                                          const at::Tensor& denominator,
                                           const LinearGradientMask& wanted,
                                           const LinearCrossEntropyOutputs& outputs) {
   const at::Tensor& loss = outputs.loss;
@@ -103,7 +108,7 @@ LinearCrossEntropyGradients forward_whole(const CrossEntropyKernels& kernels, Li
         .lse = rows_of(outputs.lse, chunk),
         .entropy = rows_of(outputs.entropy, chunk),
         .argmax = rows_of(outputs.argmax, chunk)};
-    kernels.forward(chunk.loss, scale, total, {of_chunk, chunk.grad});
+    kernels.forward(chunk.loss, scale, denominator, {of_chunk, chunk.grad});
   });
   if (!is_per_row) loss.copy_(losses.sum(at::kDouble));
   return gradients;
@@ -124,7 +129,7 @@ LinearCrossEntropyGradients forward_of_shard(const CrossEntropyKernels& kernels,
   auto gradients = chunks.each(wanted, [&](const LinearChunk& chunk) {
     const at::Tensor best = rows_of(outputs.argmax, chunk);
     const at::Tensor partials = at::full({chunk.rows, math::kShardPartial}, NAN, doubles);
-    inspect_shard(shard_kernels, chunk.loss, shard.first_class, {partials, best});
+    reduce_shard(shard_kernels, chunk.loss, shard.first_class, {partials, best});
     const at::Tensor of_rows = any(wanted) ? at::empty({chunk.rows, math::kRowStatistics}, doubles)
                                            : rows_of(outputs.statistics, chunk);
     shard_kernels.join(chunk.loss, gather(shard, partials),
@@ -148,13 +153,14 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   const at::Tensor& divisor = outputs.divisor;
   const LinearGradientMask now = arguments.options.is_per_row() ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
-  at::Tensor total = at::empty({}, divisor.options());
-  kernels.weigh(arguments.loss(), total);
-  if (denominator) total = *denominator;
+  const at::Tensor weight_sum = at::empty({}, divisor.options());
+  kernels.weigh(arguments.loss(), weight_sum);
+  const at::Tensor mean_denominator = denominator.value_or(weight_sum);
   OptionalTensor scale = grad_scale;
-  if (!scale && any(now) && arguments.dtype == at::kHalf) scale = fp16_scale(arguments, total);
+  if (!scale && any(now) && arguments.dtype == at::kHalf)
+    scale = fp16_scale(arguments, mean_denominator);
   if (arguments.chunk_classes && arguments.hidden.size(0) > 0) {
-    set_divisor_and_scale(arguments, scale, total, outputs);
+    set_divisor_and_scale(arguments, scale, mean_denominator, outputs);
     const at::Tensor losses = at::empty({arguments.hidden.size(0)}, divisor.options());
     outputs.gradients = linear_cross_entropy_forward_by_tile(kernels, shard_kernels, arguments, now,
                                                              outputs, losses);
@@ -163,15 +169,15 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   }
   LinearChunks chunks(kernels, arguments, any(now));
   if (chunks.chunks() == 0) {
-    set_divisor_and_scale(arguments, std::nullopt, total, outputs);
+    set_divisor_and_scale(arguments, std::nullopt, mean_denominator, outputs);
     outputs.gradients = chunks.each(now, [](const LinearChunk&) {});
     if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
   } else if (arguments.shard) {
-    set_divisor_and_scale(arguments, scale, total, outputs);
+    set_divisor_and_scale(arguments, scale, mean_denominator, outputs);
     outputs.gradients =
         forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs);
   } else {
-    outputs.gradients = forward_whole(kernels, chunks, scale, total, now, outputs);
+    outputs.gradients = forward_whole(kernels, chunks, scale, mean_denominator, now, outputs);
   }
   return outputs;
 }
@@ -189,8 +195,8 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
     // Divide by the largest upstream gradient, so that fp16 gradients stay below gradient_limit().
-    // A class weight adds to the divisor only the factor by which it exceeds the limit: if no
-    // target has that class, dividing by the whole weight would cost the other gradients digits.
+    // A class weight enlarges `peak` only by the factor by which it exceeds the limit: if no target
+    // has that class, dividing by the whole weight would cost the other gradients digits.
     const OptionalTensor& weight = arguments.class_weight;
     at::Tensor largest = row_grads.abs().amax();
     if (weight) {

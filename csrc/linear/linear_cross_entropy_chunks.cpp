@@ -58,16 +58,16 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
       loss_(arguments.loss_of_shard()),
       memory_(kernels, arguments, layer_) {
   // Chunks have the same size with and without gradients, so that the loss has the same bits.
-  rows_ = linear_chunk_rows(arguments, memory_.bytes_of_each(), arguments.hidden.is_cuda());
-  memory_.allocate(std::min(rows_, rows()), arguments.weight.size(0), with_gradient);
+  chunk_rows_ = linear_chunk_rows(arguments, memory_.logit_bytes(), arguments.hidden.is_cuda());
+  memory_.allocate(std::min(chunk_rows_, rows()), arguments.weight.size(0), with_gradient);
 }
 
 LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
                                                const std::function<void(const Chunk&)>& visit) {
   LinearGradients gradients(arguments_, layer_, wanted, chunks());
   for (int64_t index = 0; index < chunks(); ++index) {
-    const int64_t first = index * rows_;
-    const int64_t count = std::min(rows_, rows() - first);
+    const int64_t first = index * chunk_rows_;
+    const int64_t count = std::min(chunk_rows_, rows() - first);
     const at::Tensor hidden = layer_.rows(arguments_.hidden, first, count);
     const int64_t classes = arguments_.weight.size(0);
     Chunk chunk = {index, first, count, loss_, memory_.grad(count, classes)};
@@ -77,7 +77,7 @@ LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
     visit(chunk);
     gradients.add(chunk.grad, hidden, first);
   }
-  // Frees memory for the rounded gradients that finish() allocates.
+  // Free the logits first: finish() may allocate a rounded gradient of the weight.
   memory_.free();
   return gradients.finish();
 }

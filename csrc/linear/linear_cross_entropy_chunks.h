@@ -16,7 +16,7 @@ class LinearChunks {
                bool with_gradient);
 
   int64_t rows() const { return arguments_.hidden.size(0); }
-  int64_t chunks() const { return (rows() + rows_ - 1) / rows_; }
+  int64_t chunks() const { return (rows() + chunk_rows_ - 1) / chunk_rows_; }
 
   struct Chunk {
     int64_t index;
@@ -36,10 +36,11 @@ class LinearChunks {
   LinearLayer layer_;
   CrossEntropyArguments loss_;
   LinearLogits memory_;
-  int64_t rows_;
+  int64_t chunk_rows_;
 };
 
-/// Returns the rows of each chunk but the last. `logit_bytes`: of one logit and its gradient.
+/// Returns the number of rows of each chunk but the last. `logit_bytes` is the number of bytes of
+/// one logit and its gradient.
 int64_t linear_chunk_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes,
                           bool on_gpu);
 

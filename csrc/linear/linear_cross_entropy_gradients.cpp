@@ -17,10 +17,10 @@ LinearCrossEntropyGradients memory_for(LinearCrossEntropyArguments arguments,
 }  // namespace
 
 LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
-                                 const LinearLayer& head, const LinearGradientMask& wanted,
+                                 const LinearLayer& layer, const LinearGradientMask& wanted,
                                  int64_t chunks)
     : arguments_(arguments),
-      head_(head),
+      layer_(layer),
       wanted_(wanted),
       gradients_(memory_for(arguments, wanted, chunks)) {
   if (chunks > 0) return;
@@ -31,16 +31,16 @@ LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
 void LinearGradients::add(const at::Tensor& grad, const at::Tensor& hidden, int64_t first_row) {
   const bool is_first = first_row == 0;
   if (wanted_[0]) add_hidden(grad, first_row);
-  if (wanted_[1]) head_.weight_gradient(grad, hidden, gradients_.weight, is_first);
-  if (wanted_[2]) head_.bias_gradient(grad, gradients_.bias, is_first);
+  if (wanted_[1]) layer_.weight_gradient(grad, hidden, gradients_.weight, is_first);
+  if (wanted_[2]) layer_.bias_gradient(grad, gradients_.bias, is_first);
 }
 
 void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
   const at::Tensor of_rows = gradients_.hidden.narrow(0, first_row, grad.size(0));
-  if (!arguments_.shard) return head_.hidden_gradient(grad, of_rows);
+  if (!arguments_.shard) return layer_.hidden_gradient(grad, of_rows);
   // A rank's part is not rounded; the sum of all ranks is.
-  const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(head_.sum_dtype()));
-  head_.hidden_gradient(grad, part);
+  const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(layer_.sum_dtype()));
+  layer_.hidden_gradient(grad, part);
   sums_.begin(*arguments_.shard, part, of_rows);
 }
 

@@ -11,10 +11,10 @@ namespace ampfuse {
 /// added; if there is only one chunk, its product is rounded directly.
 class LinearGradients {
  public:
-  LinearGradients(const LinearCrossEntropyArguments& arguments, const LinearLayer& head,
+  LinearGradients(const LinearCrossEntropyArguments& arguments, const LinearLayer& layer,
                   const LinearGradientMask& wanted, int64_t chunks);
 
-  /// Adds a chunk, given the gradient of its logits and its `hidden` from head.rows().
+  /// Adds a chunk, given the gradient of its logits and its `hidden` from layer.rows().
   void add(const at::Tensor& grad, const at::Tensor& hidden, int64_t first_row);
 
   LinearCrossEntropyGradients finish();
@@ -23,7 +23,7 @@ class LinearGradients {
   void add_hidden(const at::Tensor& grad, int64_t first_row);
 
   const LinearCrossEntropyArguments& arguments_;
-  const LinearLayer& head_;
+  const LinearLayer& layer_;
   LinearGradientMask wanted_;
   LinearCrossEntropyGradients gradients_;
   ShardSums sums_;

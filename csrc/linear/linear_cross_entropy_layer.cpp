@@ -14,8 +14,8 @@ namespace ampfuse {
 namespace {
 
 // The number of classes of a 16-bit weight that a CPU processes at a time. A CPU without
-// instructions for 16-bit products copies the weights of these classes to float, in this class or
-// in the product. A copy of the whole weight would be much larger.
+// instructions for 16-bit products copies the weights of these classes to float, in weight_block()
+// or in the product. A copy of the whole weight would be much larger.
 constexpr int64_t kBlockClasses = 8192;
 
 at::Tensor in_rows(const at::Tensor& matrix) {

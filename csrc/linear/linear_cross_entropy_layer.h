@@ -29,7 +29,8 @@ class LinearLayer {
   void logits(const at::Tensor& rows, at::Tensor& out) const;
   /// Computes out = grad · weight. `out` may have any dtype.
   void hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const;
-  /// Computes sum = grad · weight if `is_first`, else sum += grad · weight. `sum` has sum_dtype().
+  /// Computes sum = grad · weight if `is_first`, else sum += grad · weight. `sum` has sum_dtype(),
+  /// or on a GPU gradient_dtype() if `is_first`.
   void add_hidden_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const;
   /// Computes sum = gradᵀ · rows if `is_first`, else sum += gradᵀ · rows. `sum` has
   /// sum_dtype(); if `is_first` it may have any dtype.

@@ -19,7 +19,7 @@ LinearLogits::LinearLogits(const CrossEntropyKernels& kernels,
                    dtype_name(dtype_));
 }
 
-int64_t LinearLogits::bytes_of_each() const {
+int64_t LinearLogits::logit_bytes() const {
   const size_t bytes =
       c10::elementSize(dtype_) + (has_own_grad_ ? c10::elementSize(grad_dtype_) : 0);
   return static_cast<int64_t>(bytes);

@@ -1,6 +1,6 @@
 // The memory of some rows' logits and of their gradient.
 //
-// A logit takes 2 or 4 bytes, and its 16-bit gradient 2 bytes, unless it can overwrite the logit.
+// A logit takes 2, 4 or 8 bytes. A 16-bit gradient takes 2 more, unless it overwrites the logit.
 #pragma once
 
 #include "../ops/linear_cross_entropy.h"
@@ -15,7 +15,7 @@ class LinearLogits {
                const LinearLayer& layer);
 
   /// Returns the bytes of one logit and its gradient.
-  int64_t bytes_of_each() const;
+  int64_t logit_bytes() const;
 
   void allocate(int64_t rows, int64_t classes, bool with_gradient);
   void free();

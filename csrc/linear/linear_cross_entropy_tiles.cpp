@@ -50,7 +50,7 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
     const LinearCrossEntropyArguments& as_passed, const LinearGradientMask& wanted,
     const LinearCrossEntropyOutputs& outputs, const at::Tensor& losses) {
   LinearCrossEntropyArguments arguments = as_passed;
-  // Converted and copied to rows once, and not for each tile.
+  // Convert the weight once, and not for each tile.
   arguments.weight = arguments.weight.to(arguments.dtype).contiguous();
   const int64_t rows = arguments.hidden.size(0);
   const int64_t classes = std::max<int64_t>(arguments.weight.size(0), 1);
@@ -68,10 +68,10 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
     ClassTile tile = tile_at(arguments, index * step);
     compute_logits(tile, hidden, memory);
     const at::Tensor best = at::empty(outputs.argmax.sizes(), outputs.argmax.options());
-    inspect_shard(shard_kernels, tile.loss, tile.first, {partials[index], best});
+    reduce_shard(shard_kernels, tile.loss, tile.first, {partials[index], best});
   }
 
-  // Second pass, from the last tile on, whose logits are still there. The statistics of a row
+  // Second pass, backwards, since the last tile's logits are in memory. The statistics of a row
   // differ between the tile that has its target and the others.
   const at::Tensor statistics = at::empty({rows, math::kRowStatistics}, doubles);
   const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);

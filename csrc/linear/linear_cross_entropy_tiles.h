@@ -3,7 +3,7 @@
 // A first pass computes each row's partial sums over each tile, as for shards of a group of ranks.
 // A second pass computes the logits again, and the gradients. A tile's part of the weight's
 // gradient is complete after one product, so it needs no float sum. Besides the gradients, memory
-// is needed for the logits of one tile, and for the float sum of the hidden states' gradient. That
+// is needed for the logits of one tile, and for the float sum of the hidden states' gradient. There
 // is one product more than with chunks of rows: the logits are computed twice.
 #pragma once
 
@@ -11,7 +11,8 @@
 
 namespace ampfuse {
 
-/// Computes the loss and, if wanted, the gradients. `outputs` has the divisor and the scale.
+/// Sets `losses`, [rows] double, and the metrics in `outputs`, whose divisor and baked_scale are
+/// set already. Returns the gradients that are wanted.
 LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
     const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
     const LinearCrossEntropyArguments& arguments, const LinearGradientMask& wanted,

@@ -3,10 +3,10 @@
 //
 // exp z = 2ⁿ·exp r with |r| ≤ log 2 / 2, and exp r = 1 + r + r²·P(r). P has degree 4, comes from
 // Remez's algorithm, and has an error of 2⁻²⁸ of the result. The reference is a multiple of log 2,
-// so subtracting it subtracts integers from n, which is exact. Rounding z − m instead would cost up
-// to 32 ulps of exp. If the largest z is beyond ±256, it is the reference, and is subtracted from z
-// first. That is exact for all z within a factor of two of it; any other z is so far below that its
-// result is 0.
+// so subtracting it subtracts integers from n, which is exact. Rounding z − largest instead would
+// cost up to 32 ulps of exp. If the largest z is beyond ±256, it is the reference, and is
+// subtracted from z first. That is exact for all z within a factor of two of it; any other z is so
+// far below that its result is 0.
 //
 // Results are multiplied by 2^kExponentBias. This keeps them normal for every z down to 114 below
 // the largest. Without the bias they would be subnormal from 87 below on, and lose digits that a
@@ -129,7 +129,7 @@ struct BiasedFactorOf {
     const V inner = L::multiply_add(e.low, V(high), e.high * V(low));
     return L::product(L::multiply_add(e.high, V(high), inner), V(unbias));
   }
-  // For exponentials that are rounded to a single float; this ignores `low`.
+  // For exponentials that are a single number; this ignores `low`.
   template <typename V>
   AMPFUSE_HOST_DEVICE V times(const V& e) const {
     return e * V(high) * V(unbias);
@@ -138,7 +138,6 @@ struct BiasedFactorOf {
 using BiasedFactor = BiasedFactorOf<float>;
 
 AMPFUSE_HOST_DEVICE BiasedFactor biased_factor(double factor) {
-  // A small factor is kept apart from kUnbias, since the product might not be normal.
   const bool is_apart = std::fabs(factor) < kSmallestUnbiased;
   const double with_bias = is_apart ? factor : factor * kUnbias;
   const float high = static_cast<float>(with_bias);

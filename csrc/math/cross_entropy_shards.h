@@ -37,10 +37,10 @@ struct WholeRow {
 };
 
 /// Combines the partials of `count` shards, which are `stride` elements apart. The row becomes NaN
-/// unless the shards have `all_classes` classes in total and, for an index target (`is_index`),
-/// exactly one of them has the target.
+/// unless the shards have `all_classes` classes in total and, if `needs_target` (an index target
+/// that is not ignored), exactly one of them has the target.
 AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* partials, int64_t stride, int count,
-                                         int64_t all_classes, bool is_index) {
+                                         int64_t all_classes, bool needs_target) {
   WholeRow whole;
   double found = 0;
   double classes = 0;
@@ -60,7 +60,7 @@ AMPFUSE_HOST_DEVICE WholeRow join_shards(const ShardPartial* partials, int64_t s
     found += 1;
     whole.target = {true, partial.target_z, partial.target_mass};
   }
-  if (is_index && found != 1) whole.target = {true, NAN, NAN};
+  if (needs_target && found != 1) whole.target = {true, NAN, NAN};
   if (classes != static_cast<double>(all_classes)) whole.others.largest = NAN;
   if (argmax == argmax) whole.argmax = static_cast<int64_t>(argmax);
   return whole;

@@ -1,6 +1,6 @@
 // The few operations that are written differently for a single number and for a vector register.
-// Formulae under math/ are templates over `V`: float or double on the GPU and in scalar tails,
-// at::vec::Vectorized<T> in the CPU kernels (specialised in cpu/vec/lane.h).
+// Formulae under math/ are templates over `V`: float or double on the GPU and for single rows or
+// numbers on the CPU, at::vec::Vectorized<T> in cpu/vec/ (specialised in cpu/vec/lane.h).
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,8 @@ struct Lane {
   // multiply-add.
   static AMPFUSE_HOST_DEVICE V multiply_add(V a, V b, V c) { return std::fma(a, b, c); }
 
-  // Returns a·b, rounded. The compiler does not fuse it with an addition that follows.
+  // Returns a·b, rounded. On the GPU the compiler does not fuse it with an addition that follows;
+  // in cpu/vec/ the flag -ffp-contract=off prevents that.
   static AMPFUSE_HOST_DEVICE V product(V a, V b) {
 #if defined(__CUDA_ARCH__)
     if constexpr (sizeof(V) == 4) return __fmul_rn(a, b);

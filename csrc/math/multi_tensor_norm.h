@@ -100,8 +100,8 @@ AMPFUSE_HOST_DEVICE NormPartial norm_partial(Complex<T> x) {
   return {magnitude(x), is_finite(x) ? 0 : 1};
 }
 
-// The workers that share the work of norm_exact. This one is a single thread; warps and blocks have
-// workers with their own `join`.
+// The threads that share the work of norm_exact or norm_of_partials: here a single one. Warps and
+// blocks have a class like this one, with their own `join` (cuda/reduce.cuh).
 struct OneWorker {
   AMPFUSE_HOST_DEVICE int index() const { return 0; }
   AMPFUSE_HOST_DEVICE int count() const { return 1; }

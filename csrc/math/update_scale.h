@@ -100,9 +100,9 @@ AMPFUSE_HOST_DEVICE bool is_outlier(const double* norms, float norm) {
   return norm > norms[kNormLimit];
 }
 
-// Adds a norm. One above the limit counts as the limit: a single one hardly changes the statistics,
-// but if all later norms are as large, the variance grows until they are no longer outliers. It
-// does because the limit is more than one standard deviation above the mean.
+// Adds a norm. A norm above the limit counts as the limit, so a single outlier hardly changes the
+// statistics. If all later norms are as large, the variance grows until they are no longer
+// outliers, because the limit is more than one standard deviation above the mean.
 AMPFUSE_HOST_DEVICE void update_norms(double* norms, float norm, double skip_outliers) {
   if (!(norm > 0) || !(norm - norm == 0)) return;
   const double limit = norms[kNormLimit];
@@ -118,8 +118,8 @@ AMPFUSE_HOST_DEVICE void update_norms(double* norms, float norm, double skip_out
       norms[kNorms] < kFirstNorms ? kNoNormLimit : std::exp(norms[kMeanOfLogs] + above);
 }
 
-// Floats per step in the history: the scale of the step, 1 if it has overflowed, 2 if it was
-// skipped as an outlier, else 0, and the norm of its gradients, or NaN if unknown.
+// Floats per step in the history: the scale; 1 after an overflow, 2 for a skipped outlier, else 0;
+// and the norm of the gradients, or NaN if it is unknown.
 inline constexpr int kScaleRecord = 3;
 
 // Pointers to the tensors that hold a scale and its counters.

@@ -6,7 +6,7 @@ namespace ampfuse {
 namespace {
 
 constexpr CrossEntropyKernels kCrossEntropyShapes = {
-    [](const CrossEntropyArguments&, const at::Tensor&) {},
+    /*weigh=*/nullptr,
     [](const CrossEntropyArguments&, const std::optional<at::Tensor>&,
        const std::optional<at::Tensor>&, const CrossEntropyOutputs&) {},
     [](const CrossEntropyArguments&, const at::Tensor&, const at::Tensor&, const at::Tensor&,

@@ -100,18 +100,13 @@ void check_cross_entropy_in_place(const at::Tensor& input) {
                     input.sym_sizes(), " and strides ", input.sym_strides());
 }
 
-void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, op, ": ", name,
-                    ": its storage is empty (freed, or resized to 0)");
-}
-
 void check_target_memory(const CrossEntropyArguments& arguments) {
-  check_memory("cross_entropy", "target", arguments.target);
-  if (arguments.weight) check_memory("cross_entropy", "weight", *arguments.weight);
+  check_memory(kCrossEntropy, "target", arguments.target);
+  if (arguments.weight) check_memory(kCrossEntropy, "weight", *arguments.weight);
 }
 
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments) {
-  check_memory("cross_entropy", "input", arguments.input);
+  check_memory(kCrossEntropy, "input", arguments.input);
   check_target_memory(arguments);
 }
 
@@ -243,7 +238,7 @@ void cross_entropy_rescale_(const at::Tensor& grad, const at::Tensor& baked_scal
 }
 
 AMPFUSE_OPERATORS(m) {
-  // The public operators, composed of those below.
+  // The public operators. All but cross_entropy_ are composed of those below.
   m.def(
       "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
       "int ignore_index=-100, float label_smoothing=0.0, *, Tensor? grad_scale=None, "

@@ -24,12 +24,12 @@ struct CrossEntropyArguments {
   at::Tensor target;                 // [rows] indices, or probabilities of the shape of input
   std::optional<at::Tensor> weight;  // [classes], of dtype loss_dtype(input)
   LossOptions options = {};
-  // True if these rows are part of a batch whose targets were checked before. The total weight of
-  // that batch is then passed as `denominator`.
+  // True if these rows are part of a batch whose targets were checked before. The divisor of that
+  // batch's mean is then passed as `denominator`.
   bool are_targets_checked = false;
   // Number of classes of all shards, if `input` is one shard: targets may be math::kElsewhere then.
   std::optional<int64_t> all_classes = {};
-  // Upper bound on |grad_scale / divisor|. A larger grad_scale is lowered by powers of two
+  // Upper bound on |baked_scale / divisor|. A larger grad_scale is lowered by powers of two
   // (math::baked_scale).
   float gradient_limit = HUGE_VALF;
 
@@ -68,7 +68,6 @@ void check_cross_entropy_in_place(const at::Tensor& input);
 /// Throws for tensors whose storage was freed: kernels would read it without noticing.
 void check_cross_entropy_memory(const CrossEntropyArguments& arguments);
 void check_target_memory(const CrossEntropyArguments& arguments);
-void check_memory(const char* op, const char* name, const at::Tensor& tensor);
 
 /// Throws unless `scalar` is absent or one element of this dtype on the logits' device.
 void check_cross_entropy_scalar(const char* op, const char* name,
@@ -142,22 +141,33 @@ struct CrossEntropyCall {
   }
 };
 
-/// A public call, reshaped to rows. Logits have shape [classes], [batch, classes] or
-/// [batch, classes, d1, ...]. Other tensors are converted to the form that kernels read.
-class CrossEntropyRows {
+/// A public call of a loss, reshaped to rows. Derived classes do this in their constructors.
+template <typename Call>
+class LossRows {
  public:
-  explicit CrossEntropyRows(CrossEntropyCall as_passed);
-
-  const CrossEntropyCall& call() const { return call_; }
+  const Call& call() const { return call_; }
   const LossOptions& options() const { return call_.arguments.options; }
 
   /// Reshapes a tensor with one entry per row to the shape of index targets.
-  at::Tensor shaped(const at::Tensor& of_rows) const;
-  at::Tensor shaped_loss(const at::Tensor& loss) const;
+  at::Tensor shaped(const at::Tensor& of_rows) const {
+    return shape_.size() == 1 ? of_rows : of_rows.reshape_symint(shape_);
+  }
+  at::Tensor shaped_loss(const at::Tensor& loss) const {
+    return options().is_per_row() ? shaped(loss) : loss;
+  }
 
- private:
-  CrossEntropyCall call_;
-  std::vector<c10::SymInt> shape_;
+ protected:
+  explicit LossRows(Call as_passed) : call_(std::move(as_passed)) {}
+
+  Call call_;
+  std::vector<c10::SymInt> shape_;  // of index targets
+};
+
+/// Logits have shape [classes], [batch, classes] or [batch, classes, d1, ...]. Other tensors are
+/// converted to the form that kernels read.
+class CrossEntropyRows : public LossRows<CrossEntropyCall> {
+ public:
+  explicit CrossEntropyRows(CrossEntropyCall as_passed);
 };
 
 /// Call the operators that take rows; cross_entropy_in_place() calls cross_entropy_.

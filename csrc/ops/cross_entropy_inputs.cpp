@@ -26,8 +26,7 @@ std::optional<at::Tensor> loss_number(const char* op, const char* name,
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), op, ": ", name,
                     ": expected one number, got ", dtype_name(scalar->scalar_type()), " of shape ",
                     scalar->sym_sizes());
-  TORCH_CHECK_VALUE(has_memory(*scalar), op, ": ", name,
-                    ": its storage is empty (freed, or resized to 0)");
+  check_memory(op, name, *scalar);
   check_no_derivative(op, name, *scalar);
   return on_device(*scalar, device).to(dtype).reshape({});
 }
@@ -44,6 +43,7 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                    dtype_name(weight->scalar_type()));
   TORCH_CHECK_VALUE(weight->device() == device, op, ": ", name, ": expected device ", device,
                     ", got ", weight->device());
+  check_memory(op, name, *weight);
   check_no_derivative(op, name, *weight);
   return weight->to(dtype).contiguous();
 }

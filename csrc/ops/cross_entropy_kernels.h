@@ -11,19 +11,14 @@ namespace ampfuse {
 
 namespace cross_entropy_kernels {
 
-inline void check_forward(const char* op, const CrossEntropyCall& call) {
-  const at::Tensor& input = call.arguments.input;
-  check_cross_entropy(op, call.arguments);
-  check_cross_entropy_scalar(op, "grad_scale", call.grad_scale, at::kFloat, input);
-  check_cross_entropy_scalar(op, "denominator", call.denominator, at::kDouble, input);
-}
-
 template <const CrossEntropyKernels& kKernels>
 CrossEntropyOutputs forward(const NamedArguments& named) {
   const CrossEntropyCall call = CrossEntropyCall::from(named);
   const CrossEntropyArguments& arguments = call.arguments;
   const at::Tensor& input = arguments.input;
-  check_forward("cross_entropy", call);
+  check_cross_entropy(kCrossEntropy, arguments);
+  check_cross_entropy_scalar(kCrossEntropy, "grad_scale", call.grad_scale, at::kFloat, input);
+  check_cross_entropy_scalar(kCrossEntropy, "denominator", call.denominator, at::kDouble, input);
   const int64_t for_backward = named["for_backward"].toInt();
   const auto what = static_cast<ForBackward>(for_backward);
   TORCH_CHECK_VALUE(
@@ -53,7 +48,8 @@ CrossEntropyInPlaceOutputs in_place(const NamedArguments& named) {
   TORCH_CHECK_VALUE(!arguments.options.is_per_row(),
                     "cross_entropy_: reduction: expected mean or sum, got none");
   const CrossEntropyOutputs outputs = {
-      empty_loss_outputs(arguments, ForBackward::kGradient, call.with_metrics), arguments.input};
+      empty_loss_outputs(arguments, ForBackward::kGradient, /*with_metrics=*/false),
+      arguments.input};
   kKernels.forward(arguments, call.grad_scale, call.denominator, outputs);
   return {outputs.loss, outputs.baked_scale};
 }

@@ -17,6 +17,12 @@ void LossOptions::check(const char* op, c10::ScalarType dtype) const {
                     ": reduction: expected 0 (none), 1 (mean) or 2 (sum), got ", reduction);
 }
 
+void LossOptions::check_denominator(const char* op, bool is_given) const {
+  TORCH_CHECK_VALUE(!is_given || is_mean(), op,
+                    ": denominator: only allowed with reduction=\"mean\", got \"",
+                    is_per_row() ? "none" : "sum", "\"");
+}
+
 NamedValues LossOptions::named() const {
   return {{"reduction", reduction},
           {"ignore_index", ignore_index},

@@ -24,10 +24,12 @@ struct LossOptions {
   bool is_mean() const { return reduction == at::Reduction::Mean; }
   /// True if each row has a loss of its own (reduction "none").
   bool is_per_row() const { return reduction == at::Reduction::None; }
-  const char* reduction_name() const { return is_per_row() ? "none" : is_mean() ? "mean" : "sum"; }
 
   /// Throws for values out of range. softcap must be in range in `dtype`, the dtype of the loss.
   void check(const char* op, c10::ScalarType dtype) const;
+
+  /// Throws if a denominator is given although the loss is no mean.
+  void check_denominator(const char* op, bool is_given) const;
 
   /// Convert all options to named arguments, and back. A missing argument gets its default.
   NamedValues named() const;

@@ -65,7 +65,7 @@ const char* classes_last_hint(const at::Tensor& input, const at::Tensor& target)
 void check_loss_layout(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kCrossEntropy, ": ",
                     name, ": expected a strided tensor, got ",
-                    tensor.is_nested() ? "a nested one of" : "", " layout ", tensor.layout());
+                    tensor.is_nested() ? "a nested one of layout " : "layout ", tensor.layout());
 }
 
 void check_shapes(const at::Tensor& input, const at::Tensor& target,
@@ -91,7 +91,7 @@ void check_shapes(const at::Tensor& input, const at::Tensor& target,
 
 }  // namespace
 
-CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move(as_passed)) {
+CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : LossRows(std::move(as_passed)) {
   CrossEntropyArguments& arguments = call_.arguments;
   const at::Tensor& input = arguments.input;
   check_loss_layout("input", input);
@@ -102,9 +102,7 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move
   TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kCrossEntropy,
                     ": target: expected input's device, ", input.device(), ", got ",
                     arguments.target.device());
-  TORCH_CHECK_VALUE(!call_.denominator || arguments.options.is_mean(), kCrossEntropy,
-                    ": denominator: only allowed with reduction=\"mean\", got \"",
-                    arguments.options.reduction_name(), "\"");
+  arguments.options.check_denominator(kCrossEntropy, call_.denominator.has_value());
   shape_ = input.sym_sizes().vec();
   shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
   check_shapes(input, arguments.target, shape_);
@@ -125,14 +123,6 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : call_(std::move
   }
   arguments.input = rows_of(input, by_position);
   check_cross_entropy(kCrossEntropy, arguments);
-}
-
-at::Tensor CrossEntropyRows::shaped(const at::Tensor& of_rows) const {
-  return shape_.size() == 1 ? of_rows : of_rows.reshape_symint(shape_);
-}
-
-at::Tensor CrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
-  return options().is_per_row() ? shaped(loss) : loss;
 }
 
 // --- the public functions ------------------------------------------------------------------------

@@ -66,9 +66,9 @@ at::Tensor gather(const VocabShard& shard, const at::Tensor& mine) {
   return finished(all).view(shape);
 }
 
-void inspect_shard(const VocabShardKernels& kernels, const CrossEntropyArguments& arguments,
-                   int64_t first_class, const ShardOutputs& outputs) {
-  kernels.inspect(arguments, outputs);
+void reduce_shard(const VocabShardKernels& kernels, const CrossEntropyArguments& arguments,
+                  int64_t first_class, const ShardOutputs& outputs) {
+  kernels.reduce(arguments, outputs);
   if (outputs.argmax.numel() == 0) return;
   outputs.partials.select(1, math::kShardPartial - 1).copy_(outputs.argmax + first_class);
 }

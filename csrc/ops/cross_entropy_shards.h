@@ -60,17 +60,17 @@ struct JoinedOutputs {
 
 /// The functions that a backend implements besides CrossEntropyKernels.
 struct VocabShardKernels {
-  /// Fills `outputs` from the logits of this rank's shard.
-  void (*inspect)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
+  /// Fills `outputs` from the logits of one shard.
+  void (*reduce)(const CrossEntropyArguments& arguments, const ShardOutputs& outputs);
   /// Combines the shards' `partials`: [shards, rows, math::kShardPartial].
   void (*join)(const CrossEntropyArguments& arguments, const at::Tensor& partials,
                const JoinedOutputs& outputs);
 };
 
-/// Calls inspect(), and writes the argmax to the partials, numbered among all classes.
-/// `first_class` is the shard's.
-void inspect_shard(const VocabShardKernels& kernels, const CrossEntropyArguments& arguments,
-                   int64_t first_class, const ShardOutputs& outputs);
+/// Calls reduce(), and writes the argmax to the partials (their last number), numbered among all
+/// classes. `first_class` is the first class of the shard.
+void reduce_shard(const VocabShardKernels& kernels, const CrossEntropyArguments& arguments,
+                  int64_t first_class, const ShardOutputs& outputs);
 
 extern const VocabShardKernels kVocabShardsCpu;
 extern const VocabShardKernels kVocabShardsCuda;

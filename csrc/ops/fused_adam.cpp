@@ -200,8 +200,8 @@ void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options
 
 namespace {
 
-// Kernel for empty lists, which name no backend, and for sparse tensors and devices that this build
-// does not support.
+// Kernel for sparse tensors, and for devices that this build does not support. Does nothing for
+// empty lists.
 void fused_adam_no_backend(const FusedAdamArguments& arguments) {
   for (size_t t = 0; t < arguments.count(); ++t) check_adam_tensor(arguments, t);
   if (arguments.count() > 0) refuse_backend(kFusedAdam, {arguments.tensor(math::kParam, 0)});

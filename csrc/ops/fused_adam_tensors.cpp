@@ -51,9 +51,10 @@ AdamTensor described(const FusedAdamArguments& arguments, size_t t) {
       arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
   for (int column = 0; column < math::kAdamColumns; ++column) {
     if (!arguments.has(column)) continue;
-    check_allocated("fused_adam", adam_column_name(column), t, arguments.tensor(column, t));
+    check_allocated(kFusedAdam, adam_column_name(column), t, arguments.tensor(column, t));
     tensor.data[column] = own_data(arguments.tensor(column, t), param);
   }
+  check_allocated(kFusedAdam, "state_steps", t, step);
   tensor.step = static_cast<float*>(own_data(step, step));
   return tensor;
 }
@@ -67,7 +68,7 @@ void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn
     tensor.mutable_data_ptr();  // a lazy clone gets its own memory now
     storages[t] = written_storage(tensor);
   }
-  check_disjoint("fused_adam", adam_column_name(column), storages,
+  check_disjoint(kFusedAdam, adam_column_name(column), storages,
                  [&](size_t t) -> const at::Tensor& { return arguments.tensor(column, t); });
 }
 

@@ -219,17 +219,14 @@ NamedValues named_arguments(const LinearCrossEntropyArguments& arguments,
 
 }  // namespace
 
-LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
-                                                       const OptionalTensor& grad_scale,
-                                                       const OptionalTensor& denominator,
-                                                       const LinearGradientMask& wanted,
-                                                       bool with_metrics) {
+LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyCall& call,
+                                                       const LinearGradientMask& wanted) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("ampfuse::linear_cross_entropy_forward", "");
-  NamedValues values = named_arguments(arguments, wanted);
-  values.emplace_back("grad_scale", grad_scale);
-  values.emplace_back("denominator", denominator);
-  values.emplace_back("with_metrics", with_metrics);
+  NamedValues values = named_arguments(call.arguments, wanted);
+  values.emplace_back("grad_scale", call.grad_scale);
+  values.emplace_back("denominator", call.denominator);
+  values.emplace_back("with_metrics", call.with_metrics);
   return results_of<LinearCrossEntropyOutputs>(call_by_name(op, std::move(values)));
 }
 

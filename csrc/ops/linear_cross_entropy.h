@@ -1,4 +1,4 @@
-// Cross-entropy of hidden states times a weight. The logits are never all in memory at once.
+// Cross-entropy of hidden states times a weight, with the logits of one chunk in memory at a time.
 #pragma once
 
 #include <array>
@@ -36,7 +36,8 @@ struct LinearCrossEntropyArguments {
   /// and summed before the real upstream gradient is known, so they need headroom.
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
-  /// True if classes are divided, among ranks or in time. The kernels for this read float logits.
+  /// True if classes are divided, among ranks or into tiles. The kernels for this read logits of
+  /// accumulate_dtype(dtype).
   bool has_shards() const { return shard.has_value() || chunk_classes.has_value(); }
 
   /// Convert everything except the tensors to arguments of the operators that take rows, and back.
@@ -65,23 +66,11 @@ struct LinearCrossEntropyCall {
   static LinearCrossEntropyCall from(const NamedArguments& named);
 };
 
-/// A public call, reshaped to rows. Hidden states have shape [..., features], targets [...] or
-/// [..., classes]. Matrices are multiplied in the dtype that all of them have, or that autocast
-/// asks for.
-class LinearCrossEntropyRows {
+/// Hidden states have shape [..., features], targets [...] or [..., classes]. Matrices are
+/// multiplied in the dtype that all of them have, or that autocast asks for.
+class LinearCrossEntropyRows : public LossRows<LinearCrossEntropyCall> {
  public:
   explicit LinearCrossEntropyRows(LinearCrossEntropyCall as_passed);
-
-  const LinearCrossEntropyCall& call() const { return call_; }
-  const LossOptions& options() const { return call_.arguments.options; }
-
-  /// Reshapes a tensor with one entry per row to the shape of index targets.
-  at::Tensor shaped(const at::Tensor& of_rows) const;
-  at::Tensor shaped_loss(const at::Tensor& loss) const;
-
- private:
-  LinearCrossEntropyCall call_;
-  std::vector<c10::SymInt> shape_;
 };
 
 /// True for the gradients that are wanted: of the hidden states, the weight and the bias.
@@ -131,7 +120,7 @@ LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArgum
 LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,
                                                const LinearGradientMask& wanted, bool with_metrics);
 
-/// Computes the loss in chunks of rows, with a backend's kernels.
+/// Computes the loss in chunks of rows, or in tiles of classes, with a backend's kernels.
 LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
     const CrossEntropyKernels& kernels, const VocabShardKernels& shard_kernels,
     const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,
@@ -145,11 +134,8 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
     const at::Tensor& divisor, const LinearGradientMask& wanted);
 
 /// Call the operators that take rows.
-LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyArguments& arguments,
-                                                       const std::optional<at::Tensor>& grad_scale,
-                                                       const std::optional<at::Tensor>& denominator,
-                                                       const LinearGradientMask& wanted,
-                                                       bool with_metrics);
+LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyCall& call,
+                                                       const LinearGradientMask& wanted);
 LinearCrossEntropyGradients linear_cross_entropy_backward(
     const at::Tensor& grad_output, const LinearCrossEntropyArguments& arguments,
     const at::Tensor& statistics, const at::Tensor& divisor, const LinearGradientMask& wanted);

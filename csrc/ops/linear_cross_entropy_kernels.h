@@ -18,7 +18,7 @@ struct LinearCrossEntropyKernels {
                                           const LinearGradientMask& wanted);
 };
 
-/// Computes in chunks of rows, with a backend's kernels of cross-entropy.
+/// Computes in chunks of rows or tiles of classes, with a backend's kernels of cross-entropy.
 template <const CrossEntropyKernels& kKernels, const VocabShardKernels& kShardKernels>
 inline constexpr LinearCrossEntropyKernels kByChunk = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,

@@ -147,14 +147,13 @@ void check_buffer(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype)
 }  // namespace
 
 LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
-    : call_(std::move(as_passed)), shape_(shape_of_rows(call_.arguments.hidden)) {
+    : LossRows(std::move(as_passed)) {
+  shape_ = shape_of_rows(call_.arguments.hidden);
   LinearCrossEntropyArguments& arguments = call_.arguments;
   const auto& [hidden, weight] = std::tie(arguments.hidden, arguments.weight);
   TORCH_CHECK_VALUE(weight.dim() == 2, kLinearCrossEntropy,
                     ": weight: expected [classes, features], got shape ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(!call_.denominator || arguments.options.is_mean(), kLinearCrossEntropy,
-                    ": denominator: only allowed with reduction=\"mean\", got \"",
-                    arguments.options.reduction_name(), "\"");
+  arguments.options.check_denominator(kLinearCrossEntropy, call_.denominator.has_value());
   TORCH_CHECK_VALUE(
       !(call_.with_metrics && arguments.shard && arguments.target.is_floating_point()),
       kLinearCrossEntropy,
@@ -179,14 +178,6 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   if (hidden.dim() != 2) {
     arguments.hidden = hidden.reshape_symint({rows, hidden.sym_size(-1)});
   }
-}
-
-at::Tensor LinearCrossEntropyRows::shaped(const at::Tensor& of_rows) const {
-  return shape_.size() == 1 ? of_rows : of_rows.reshape_symint(shape_);
-}
-
-at::Tensor LinearCrossEntropyRows::shaped_loss(const at::Tensor& loss) const {
-  return options().is_per_row() ? shaped(loss) : loss;
 }
 
 // --- the public functions ------------------------------------------------------------------------

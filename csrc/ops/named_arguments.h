@@ -1,5 +1,5 @@
 // Kernels of operators with many arguments read them by name, and callers pass them by name. So
-// only the schema depends on their order.
+// only the schema depends on their order, and fused_adam(), which passes its arguments in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>

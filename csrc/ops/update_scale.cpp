@@ -27,6 +27,7 @@ void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtyp
                     tensor.sym_sizes());
   TORCH_CHECK_VALUE(tensor.device() == scale.device(), kUpdateScale, ": ", name,
                     ": expected device ", scale.device(), ", that of scale, got ", tensor.device());
+  check_memory(kUpdateScale, name, tensor);
 }
 
 void check_history(const at::Tensor& history, const at::Tensor& scale) {
@@ -38,6 +39,7 @@ void check_history(const at::Tensor& history, const at::Tensor& scale) {
                     math::kScaleRecord, "], n > 0, got shape ", history.sym_sizes());
   TORCH_CHECK_VALUE(history.device() == scale.device(), kUpdateScale, ": history: expected device ",
                     scale.device(), ", that of scale, got ", history.device());
+  check_memory(kUpdateScale, "history", history);
 }
 
 }  // namespace
@@ -111,7 +113,7 @@ UpdateScaleArguments update_scale_arguments(const NamedArguments& named) {
   if (arguments.norms) {
     check_state("norms", *arguments.norms, at::kDouble, math::kNormStatistics, scale);
     TORCH_CHECK_VALUE(arguments.norm && options.skip_outliers, kUpdateScale,
-                      ": norms: expected norm and skip_outliers beside it");
+                      ": norms: only allowed with norm and skip_outliers");
   }
   return arguments;
 }

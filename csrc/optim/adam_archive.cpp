@@ -38,14 +38,14 @@ struct ParamIndex {
   size_t group;
 };
 
-std::ostream& operator<<(std::ostream& out, const ParamIndex& at) {
-  return out << "parameter " << at.param << " of group " << at.group;
+std::ostream& operator<<(std::ostream& out, const ParamIndex& index) {
+  return out << "parameter " << index.param << " of group " << index.group;
 }
 
 void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& param,
-                const ParamIndex& at) {
+                const ParamIndex& index) {
   const auto check = [&](bool fits, const auto&... expected) {
-    TORCH_CHECK_VALUE(fits, "loaded state dict: ", name, " of ", at, ": expected ", expected...);
+    TORCH_CHECK_VALUE(fits, "loaded state dict: ", name, " of ", index, ": expected ", expected...);
   };
   if (!tensor.defined()) return;
   check(tensor.layout() == at::kStrided && !tensor.is_quantized(), "a dense tensor, got ",
@@ -58,17 +58,17 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 
-void check_state(const AdamParamState& state, const at::Tensor& param, const ParamIndex& at) {
+void check_state(const AdamParamState& state, const at::Tensor& param, const ParamIndex& index) {
   TORCH_CHECK_VALUE(state.exp_avg().defined() && state.exp_avg_sq().defined(),
-                    "loaded state dict: ", at, " has no exp_avg or no exp_avg_sq");
-  check_fits("exp_avg", state.exp_avg(), param, at);
-  check_fits("exp_avg_sq", state.exp_avg_sq(), param, at);
-  check_fits("max_exp_avg_sq", state.max_exp_avg_sq(), param, at);
-  check_fits("master_param", state.master_param(), param, at);
+                    "loaded state dict: ", index, " has no exp_avg or no exp_avg_sq");
+  check_fits("exp_avg", state.exp_avg(), param, index);
+  check_fits("exp_avg_sq", state.exp_avg_sq(), param, index);
+  check_fits("max_exp_avg_sq", state.max_exp_avg_sq(), param, index);
+  check_fits("master_param", state.master_param(), param, index);
   const at::Tensor& step = state.step();
   TORCH_CHECK_VALUE(step.layout() == at::kStrided && step.numel() == 1 && !step.is_complex() &&
                         has_memory(step) && !step.is_meta(),
-                    "loaded state dict: step of ", at, ": expected one real number, got ",
+                    "loaded state dict: step of ", index, ": expected one real number, got ",
                     dtype_name(step.scalar_type()), " of shape ", step.sizes());
 }
 

@@ -22,7 +22,7 @@ struct AdamSettings {
 };
 
 /// Throws for options of classes other than AdamOptions and AdamWOptions, and for values out of
-/// range, with torch's message if torch also checks them. `group` is its index in messages.
+/// range, with torch's message if torch also checks them. Only the error for a class names `group`.
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group);
 
 /// Throws for a negative learning rate or weight decay. Only constructors call this: schedules may

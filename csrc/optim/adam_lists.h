@@ -39,6 +39,6 @@ AdamGroup read_group(const torch::optim::OptimizerParamGroup& group, const AdamS
 /// Throws for parameters that cannot have the masters that the settings ask for, and for gradients
 /// that a step cannot use.
 void check_params(const torch::optim::OptimizerParamGroup& group, const AdamSettings& settings,
-                  size_t index);
+                  size_t group_index);
 
 }  // namespace ampfuse::optim

@@ -10,7 +10,7 @@ void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSett
 
 struct NewState {
   AdamParamState state;
-  at::Tensor param;  // the parameter's new value, not yet rounded; undefined if it does not change
+  at::Tensor param;  // the parameter's new value, of any dtype; undefined if it does not change
 };
 
 /// Converts saved state of any optimizer to state that fits the parameter. Dtypes are those of the

@@ -21,9 +21,9 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("has_cuda", &ampfuse::has_cuda);
   m.def("check_targets", torch::wrap_pybind_function(&ampfuse::check_targets));
-  m.def("grads_and_kinds", &ampfuse::grads_and_kinds);
-  m.def("ordinary_grads", &ampfuse::ordinary_grads);
-  m.def("writes", &ampfuse::writes);
+  m.def("grads_and_kinds", torch::wrap_pybind_function(&ampfuse::grads_and_kinds));
+  m.def("ordinary_grads", torch::wrap_pybind_function(&ampfuse::ordinary_grads));
+  m.def("writes", torch::wrap_pybind_function(&ampfuse::writes));
   m.def("linear_cross_entropy_workspace", &ampfuse::linear_cross_entropy_workspace,
         py::arg("hidden"), py::arg("weight"), py::kw_only(), py::arg("dtype"),
         py::arg("logits_dtype"), py::arg("weight_grad_dtype"), py::arg("chunk_rows"),

@@ -1,11 +1,12 @@
 #include "list_queries.h"
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
 #include <vector>
+
+#include "../tensors/device_scalars.h"
 
 namespace py = pybind11;
 
@@ -13,7 +14,7 @@ namespace ampfuse {
 
 namespace {
 
-constexpr int kNoGrad = 0x80;  // flag, beside the dtype
+constexpr int kNoGrad = 0x80;  // the bit of a kind that is set if the gradient is missing
 
 template <typename Visit>
 void for_each_tensor(const py::list& list, const Visit& visit) {
@@ -36,7 +37,6 @@ py::object wrapped(const at::Tensor& tensor) {
 }  // namespace
 
 py::tuple grads_and_kinds(const py::list& params) {
-  HANDLE_TH_ERRORS
   py::list grads(params.size());
   std::string kinds(params.size(), '\0');
   for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
@@ -46,15 +46,13 @@ py::tuple grads_and_kinds(const py::list& params) {
         static_cast<char>(static_cast<int>(param.scalar_type()) | (grad.defined() ? 0 : kNoGrad));
   });
   return py::make_tuple(grads, py::bytes(kinds));
-  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 py::tuple ordinary_grads(const py::list& params, bool allow_fp16) {
-  HANDLE_TH_ERRORS
   struct OfDevice {
     at::Device device;
-    py::list params;
-    py::list grads;
+    py::list params = py::list();
+    py::list grads = py::list();
   };
   std::vector<OfDevice> devices;
   py::list others;
@@ -66,19 +64,15 @@ py::tuple ordinary_grads(const py::list& params, bool allow_fp16) {
       others.append(i);
       return;
     }
-    auto found = devices.begin();
-    while (found != devices.end() && found->device != grad.device()) ++found;
-    if (found == devices.end())
-      found = devices.insert(found, OfDevice{grad.device(), py::list(), py::list()});
-    found->params.append(py::handle(PyList_GET_ITEM(params.ptr(), i)));
-    found->grads.append(wrapped(grad));
+    OfDevice& of_device = entry_for_device(devices, grad.device());
+    of_device.params.append(py::handle(PyList_GET_ITEM(params.ptr(), i)));
+    of_device.grads.append(wrapped(grad));
   });
   py::list by_device;
   for (const OfDevice& of_device : devices) {
     by_device.append(py::make_tuple(of_device.device, of_device.params, of_device.grads));
   }
   return py::make_tuple(by_device, others);
-  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 WeakTensors::WeakTensors(const py::list& tensors) {
@@ -98,14 +92,12 @@ py::list WeakTensors::alive() const {
 }
 
 std::pair<int64_t, uint64_t> writes(const py::list& tensors) {
-  HANDLE_TH_ERRORS
   std::pair<int64_t, uint64_t> writes = {0, 0};
   for_each_tensor(tensors, [&writes](const at::Tensor& tensor, size_t) {
     writes.first += tensor._version();
     writes.second = writes.second * 31 + reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   });
   return writes;
-  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 }  // namespace ampfuse

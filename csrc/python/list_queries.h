@@ -19,7 +19,6 @@ pybind11::tuple grads_and_kinds(const pybind11::list& params);
 /// `allow_fp16`.
 pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_fp16);
 
-/// Weak references to tensors.
 class WeakTensors {
  public:
   explicit WeakTensors(const pybind11::list& tensors);

@@ -4,7 +4,7 @@ namespace ampfuse {
 
 namespace {
 
-bool (*query)() = nullptr;  // null without CUDA, which leaves nothing to capture
+bool (*query)() = nullptr;  // null in a build without CUDA, where nothing is captured
 
 }  // namespace
 

@@ -18,8 +18,8 @@ inline at::Tensor on_device(const at::Tensor& scalar, at::Device device) {
 /// order of first appearance. OfDevice is a struct whose first member is `device`.
 template <typename OfDevice>
 OfDevice& entry_for_device(std::vector<OfDevice>& all, at::Device device) {
-  for (OfDevice& part : all) {
-    if (part.device == device) return part;
+  for (OfDevice& entry : all) {
+    if (entry.device == device) return entry;
   }
   return all.emplace_back(OfDevice{device});
 }

@@ -8,7 +8,6 @@
 
 namespace ampfuse {
 
-/// A host copy that arrives asynchronously.
 class HostCopy {
  public:
   /// Enqueues a copy of the tensor on its device's current stream. Copies a CPU tensor at once.

@@ -107,6 +107,11 @@ bool has_memory(const at::Tensor& tensor) {
   return is_traced || tensor.numel() == 0 || storage_of(tensor).data() != nullptr;
 }
 
+void check_memory(const char* op, const char* argument, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(has_memory(tensor), op, ": ", argument,
+                    ": its storage is empty (freed, or resized to 0)");
+}
+
 void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(has_memory(tensor), op, ": ", list, "[", index,
                     "]: its storage is empty (freed, or resized to 0)");
@@ -180,8 +185,7 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                     ": expected a strided tensor, got layout ", scalar.layout());
   TORCH_CHECK_VALUE(scalar.sym_numel() == 1, op, ": ", argument,
                     ": expected a tensor with one element, got shape ", scalar.sym_sizes());
-  TORCH_CHECK_VALUE(has_memory(scalar), op, ": ", argument,
-                    ": its storage is empty (freed, or resized to 0)");
+  check_memory(op, argument, scalar);
   bool is_listed = false;
   std::string names;
   for (const at::ScalarType dtype : dtypes) {
@@ -218,11 +222,11 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, ComplexAs complex, 
                : check_tensor(op, i, tensor, tensors[0]);
     check_allocated(op, "tensors", i, tensor);
     if (is_written) storages[i] = written_storage(tensor);
-    const bool takes_more = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
-                            (is_written && is_lazy_clone(tensor));
-    if (takes_more) complete = false;
+    const bool needs_own_memory = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
+                                  (is_written && is_lazy_clone(tensor));
+    if (needs_own_memory) complete = false;
     // TensorRun has one pointer type, for memory that is written and for memory that is only read.
-    void* const data = takes_more ? nullptr : const_cast<void*>(tensor.const_data_ptr());
+    void* const data = needs_own_memory ? nullptr : const_cast<void*>(tensor.const_data_ptr());
     runs_[i] = as_run(tensor, data, complex);
   });
   for (size_t i = 0; i < tensors.size() && !complete; ++i) {

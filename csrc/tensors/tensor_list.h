@@ -22,6 +22,7 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
 bool has_memory(const at::Tensor& tensor);
 
 /// Throws for a tensor whose storage was freed. For example, FSDP1 resizes storages to 0.
+void check_memory(const char* op, const char* argument, const at::Tensor& tensor);
 void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor);
 
 /// Throws for a tensor that overlaps itself, for example an expanded one.
@@ -88,9 +89,9 @@ enum class ComplexAs { kComplex, kRealPairs };
 
 enum class Use { kRead, kWrite };
 
-/// A tensor list as runs of memory. Strided and misaligned tensors are replaced by contiguous
-/// copies. Dense tensors are used in place, whatever the order of their dimensions: the ops do not
-/// depend on the order of elements.
+/// A tensor list as runs of memory. Tensors with gaps and misaligned ones are replaced by
+/// contiguous copies. Dense tensors are used in place, whatever the order of their dimensions: the
+/// ops do not depend on the order of elements.
 ///
 /// The constructor checks the list as check_tensors() does, or for writing as
 /// check_writable_tensors() does, and that written tensors share no memory. One pass over the

@@ -69,7 +69,7 @@ TEMPLATE_TEST_CASE("targets may have every index type", "", c10::BFloat16, float
 
 TEST_CASE("omitting a result does not change the other results") {
   using scalar_t = c10::BFloat16;
-  using Results = ampfuse::CrossEntropyResults<scalar_t>;
+  using Results = ampfuse::CrossEntropyResults<scalar_t, scalar_t>;
   const auto run = [](auto without) {
     Batch<scalar_t> batch(9, 701, 1, {});
     Results results = batch.results();

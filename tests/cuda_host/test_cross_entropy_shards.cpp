@@ -48,7 +48,7 @@ void by_shards(Batch<scalar_t>& batch, int middle, int64_t all_classes) {
   std::vector<int64_t> argmax(batch.rows);
   for (size_t i = 0; i < shards.size(); ++i) {
     auto* const mine = partials.data() + i * batch.rows;
-    simt::launch(ampfuse::cross_entropy_shards_inspect_kernel<scalar_t, Team, kWork>, kGrid,
+    simt::launch(ampfuse::cross_entropy_shards_reduce_kernel<scalar_t, Team, kWork>, kGrid,
                  Team::kBlock, 0, shards[i].table(batch), mine,
                  with_metrics ? argmax.data() : nullptr);
     for (int64_t row = 0; row < batch.rows && with_metrics; ++row) {

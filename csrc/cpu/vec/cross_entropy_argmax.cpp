@@ -3,7 +3,6 @@
 
 #include "cross_entropy.h"
 #include "cross_entropy_logits.h"
-#include "lane.h"
 
 namespace ampfuse::CPU_CAPABILITY {
 

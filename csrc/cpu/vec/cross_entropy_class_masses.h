@@ -30,22 +30,16 @@ class ClassMassVectors {
 
  private:
   Vec probabilities(int64_t i, int64_t rest) const {
-    switch (masses_.dtype) {
-      case c10::ScalarType::Half:
-        return widened<c10::Half>(i, rest);
-      case c10::ScalarType::BFloat16:
-        return widened<c10::BFloat16>(i, rest);
-      default:
-        return Vec::loadu(static_cast<const A*>(masses_.probabilities) + i, rest);
+    const void* const all = masses_.probabilities;
+    if constexpr (!std::is_same_v<A, double>) {  // probabilities of double logits are double
+      using c10::BFloat16, c10::Half, c10::ScalarType;
+      if (masses_.dtype == ScalarType::Half)
+        return load_one(static_cast<const Half*>(all) + i, rest);
+      if (masses_.dtype == ScalarType::BFloat16) {
+        return load_one(static_cast<const BFloat16*>(all) + i, rest);
+      }
     }
-  }
-
-  template <typename scalar_t>
-  Vec widened(int64_t i, int64_t rest) const {
-    A values[Vec::size()] = {};
-    const auto* const from = static_cast<const scalar_t*>(masses_.probabilities) + i;
-    for (int64_t k = 0; k < rest; ++k) values[k] = static_cast<A>(from[k]);
-    return Vec::loadu(values);
+    return Vec::loadu(static_cast<const A*>(all) + i, rest);
   }
 
   const ClassMasses& masses_;

@@ -1,8 +1,6 @@
 // Moves numbers of a tile's rows between vector lanes and arrays of doubles.
 #pragma once
 
-#include "cross_entropy_logits.h"
-#include "cross_entropy_tile.h"
 #include "to_double.h"
 
 namespace ampfuse::CPU_CAPABILITY {

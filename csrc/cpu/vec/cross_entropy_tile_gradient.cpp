@@ -34,7 +34,8 @@ struct TileGradient {
   }
 };
 
-// Returns math::biased_factor of a vector of rows.
+// Returns math::biased_factor of a vector of rows, or for double the plain factor: exponentials of
+// double logits have no bias.
 template <typename A>
 math::BiasedFactorOf<VecOf<A>> factor_of_rows(const double* factors) {
   using Vec = VecOf<A>;

@@ -24,7 +24,7 @@ struct Lane<at::vec::Vectorized<T>> {
   }
   static AMPFUSE_HOST_DEVICE V exp(const V& x) { return x.exp(); }
   static AMPFUSE_HOST_DEVICE V log(const V& x) { return x.log(); }
-  // Requires finite doubles that are at least -1/2.
+  // For doubles from -1/2 on. Returns NaN for numbers that are not finite.
   static AMPFUSE_HOST_DEVICE V log1p(const V& x) { return CPU_CAPABILITY::finite_log1p(x); }
   // Keeps the bits of a NaN: Sleef would set them all, and times_power() would give a number.
   static AMPFUSE_HOST_DEVICE V tanh(const V& x) { return V::blendv(x, x.tanh(), x == x); }

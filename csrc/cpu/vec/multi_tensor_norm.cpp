@@ -67,14 +67,14 @@ Vectorized<scalar_t> load_some(scalar_t* x, int64_t count, int64_t offset,
 // Loads up to kLanes elements as doubles. Missing ones become 0, which adds nothing to any norm.
 template <typename scalar_t, typename Access>
 void load(scalar_t* x, int64_t count, const Access& access, Vec (&out)[kVectors]) {
-  const auto narrow = [&](int v) { return load_some(x, count, v * Vec::size(), access); };
+  const auto loaded = [&](int v) { return load_some(x, count, v * Vec::size(), access); };
   if constexpr (std::is_same_v<scalar_t, double>) {
-    for (int v = 0; v < kVectors; ++v) out[v] = narrow(v);
+    for (int v = 0; v < kVectors; ++v) out[v] = loaded(v);
   } else if constexpr (std::is_same_v<scalar_t, float>) {
-    for (int v = 0; v < kVectors; v += 2) std::tie(out[v], out[v + 1]) = to_double(narrow(v));
+    for (int v = 0; v < kVectors; v += 2) std::tie(out[v], out[v + 1]) = to_double(loaded(v));
   } else {
     for (int v = 0; v < kVectors; v += 4) {
-      const auto [low, high] = at::vec::convert_to_float(narrow(v));
+      const auto [low, high] = at::vec::convert_to_float(loaded(v));
       std::tie(out[v], out[v + 1]) = to_double(low);
       std::tie(out[v + 2], out[v + 3]) = to_double(high);
     }

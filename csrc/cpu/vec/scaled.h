@@ -12,7 +12,7 @@ template <typename scalar_t>
 using factor_t =
     std::conditional_t<at::vec::is_reduced_floating_point_v<scalar_t>, float, scalar_t>;
 
-/// Returns x · factor, rounded once, also to 16 bits.
+/// Returns x · factor, computed in factor_t and then rounded to scalar_t.
 template <typename scalar_t>
 at::vec::Vectorized<scalar_t> scaled(const at::vec::Vectorized<scalar_t>& x,
                                      const at::vec::Vectorized<factor_t<scalar_t>>& factor) {

@@ -67,7 +67,7 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
   for (const auto& [name, object] : objects) {
     if (name == "rng" || name == "values" || parts.contains(name)) {
       throw Error("save: " + name +
-                  ": expected another name for an object, which no other one has");
+                  ": expected another name: not rng or values, nor that of another object");
     }
     const Dict state = std::visit(
         [&](auto* one) {
@@ -146,7 +146,7 @@ inline Loaded load(const std::filesystem::path& path, const Objects& objects,
     if (stored.contains("rng") && !random) {
       const std::string text = "rng was saved by several processes, so it is not loaded";
       if (rng) throw Error(folder + text);
-      TORCH_WARN("load: ", folder, text, "; or pass rng=false");
+      TORCH_WARN("load: ", folder, text, "; pass rng=false to load without this warning");
     }
   }
   if (random) add_tensors_of(*random, needed);

@@ -9,7 +9,7 @@ namespace ampfuse {
 ///
 /// \param tensors Tensors on any devices.
 /// \param norm_type The order of the norm: 1, 2 or infinity.
-/// \param error_if_nonfinite The host waits for the norm, which must be finite.
+/// \param error_if_nonfinite If true, the host waits for the norm, and throws unless it is finite.
 /// \return A 0-dim tensor on the first tensor's device. It is 0 on the CPU for an empty list.
 /// \throws c10::Error if `error_if_nonfinite` is set and the norm is NaN or infinite.
 AMPFUSE_API at::Tensor get_total_norm(at::TensorList tensors, double norm_type = 2.0,
@@ -32,7 +32,7 @@ AMPFUSE_API void clip_grads_with_norm_(at::TensorList parameters, double max_nor
 /// \param parameters Tensors whose gradients are clipped. Those without a gradient are left out.
 /// \param max_norm The largest norm that is allowed.
 /// \param norm_type The order of the norm: 1, 2 or infinity.
-/// \param error_if_nonfinite The host waits for the norm, which must be finite.
+/// \param error_if_nonfinite If true, the host waits for the norm, and throws unless it is finite.
 /// \return The norm before clipping: a 0-dim tensor on the first gradient's device.
 /// \throws c10::Error if `error_if_nonfinite` is set and the norm is NaN or infinite.
 AMPFUSE_API at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm,

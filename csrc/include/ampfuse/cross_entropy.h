@@ -20,9 +20,9 @@ struct AMPFUSE_API CrossEntropyOptions {
   TORCH_ARG(std::string, reduction) = "mean";
   /// The share of each target that is spread evenly over all classes, from 0 to 1.
   TORCH_ARG(double, label_smoothing) = 0.0;
-  /// The upstream gradient that backward will receive, for example a loss scale: one element, on
-  /// the logits' device. The gradient is multiplied by it before it is rounded to the logits'
-  /// dtype; without this, most gradients of half logits would round to zero.
+  /// The gradient that backward will receive, for example a loss scale: one element, on any device.
+  /// The gradient of the logits is multiplied by it before it is rounded to their dtype; without
+  /// this, most gradients of half logits would round to zero.
   TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
   /// The number that "mean" divides by, instead of the total weight of the batch: one element. If
   /// all micro-batches use the same one, their gradients add up to the gradient of the whole batch.
@@ -33,7 +33,7 @@ struct AMPFUSE_API CrossEntropyOptions {
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
 };
 
-/// Metrics of each row from the same pass, in the shape of index targets. Not differentiable.
+/// Metrics of each row from the same pass, in the shape of index targets, without a derivative.
 struct CrossEntropyMetrics {
   at::Tensor lse;      ///< log-sum-exp, of the loss's dtype
   at::Tensor entropy;  ///< entropy of the predicted distribution
@@ -80,10 +80,11 @@ AMPFUSE_API CrossEntropyWithMetrics cross_entropy_with_metrics(
 /// Computes cross_entropy for logits that are not needed afterwards: their gradient overwrites
 /// them, so that no other memory of their size is used.
 ///
-/// \param input Logits of shape [batch, classes], which are written. They must not be a leaf of the
-///     graph. Calls inside torch.compile are not supported.
+/// \param input Logits of shape [batch, classes], which are written. They must not be a leaf that
+///     requires grad. Calls inside torch.compile are not supported.
 /// \param target As for cross_entropy.
-/// \param options The reduction must be "mean" or "sum". Half logits need a `grad_scale`.
+/// \param options The reduction must be "mean" or "sum". Half logits that require grad need a
+///     `grad_scale`.
 /// \return The loss, as from cross_entropy, whose errors are also thrown here.
 AMPFUSE_API at::Tensor cross_entropy_(at::Tensor& input, const at::Tensor& target,
                                       const CrossEntropyOptions& options = {});

@@ -60,7 +60,7 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
   /// Also skips steps with finite gradients whose norm is an outlier: its logarithm is more than so
   /// many standard deviations above a running mean, for example 6. The first 64 steps are taken.
-  /// There may be one optimizer.
+  /// The scaler may have only one optimizer.
   TORCH_ARG(std::optional<double>, skip_outliers) = std::nullopt;
   /// The number of updates that history() returns.
   TORCH_ARG(int64_t, history) = 0;
@@ -190,13 +190,14 @@ class AMPFUSE_API GradScaler {
   /// makes one copy to the host, which waits for it.
   std::vector<ScaleRecord> history() const;
 
-  /// Puts records of another scaler, whose state was loaded before, in front of those to come.
+  /// Loads the history of another scaler. Call this after its state was loaded, which discards the
+  /// present history.
   void load_history(std::vector<ScaleRecord> records);
 
   /// Returns the names of the parameters with non-finite gradients in the last skipped step. The
   /// scaler remembers 16 steps, so call this when was_skipped() returns true. The host waits.
   std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
-  /// Returns those of the named parameters that had non-finite gradients in the last skipped step.
+  /// Returns the names of those that had non-finite gradients in the last skipped step.
   std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;
 
@@ -204,8 +205,8 @@ class AMPFUSE_API GradScaler {
   /// is empty if the scaler is disabled.
   c10::impl::GenericDict state_dict() const;
 
-  /// Loads a state dictionary of this class, of the Python class or of torch's. Entries that
-  /// torch's lacks keep their values.
+  /// Loads a state dictionary of this class, of the Python class or of torch's. Entries that torch
+  /// does not save are optional: if one is missing, the present value stays.
   ///
   /// \throws c10::Error if other entries are missing, or any are invalid. Nothing is loaded then.
   void load_state_dict(const c10::impl::GenericDict& state_dict);

@@ -40,10 +40,10 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// bfloat16 weight is then stored in bfloat16 at once, whereas several chunks sum it in float.
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
   /// Instead of chunks of rows, the loss is computed for all rows and this number of classes at a
-  /// time, for reductions "mean" and "sum" and without a shard. Memory is needed for the logits of
-  /// these classes, which are float, 88 bytes per row and tile of classes, and a float sum of the
-  /// hidden states' gradient. If the gradient of the weight is bfloat16, this is the least, since
-  /// no float sum of it is kept. It takes four products instead of three: logits are computed
+  /// time, for "mean" and "sum", without `chunk_rows` and `shard`. Memory is needed for the logits
+  /// of these classes, which are float, 88 bytes per row and tile of classes, and a float sum of
+  /// the hidden states' gradient. If the gradient of the weight is bfloat16, this is the least,
+  /// since no float sum of it is kept. It takes four products instead of three: logits are computed
   /// twice.
   TORCH_ARG(std::optional<int64_t>, chunk_classes) = std::nullopt;
   /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products.

@@ -21,8 +21,8 @@ struct MultiTensorNorm {
 /// Computes the norm of a list of tensors taken as one vector, and further results of the same
 /// pass.
 ///
-/// The norm of 16-bit tensors is float32. Squares may overflow or underflow float32 without harm:
-/// a norm is infinite only if it is too large for its dtype or an element is infinite. If any
+/// Squares may overflow or underflow float32 without harm: a norm is infinite only if it is too
+/// large for its dtype or an element is infinite. If any
 /// element is NaN, the norm is NaN. The bits of a norm depend on the tensor's values in memory
 /// order, its dtype and, on CUDA, its alignment to 16 bytes, but not on threads, launches or the
 /// rest of the list. An empty list has norm 0, on the CPU.

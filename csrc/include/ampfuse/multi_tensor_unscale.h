@@ -12,12 +12,11 @@ namespace ampfuse {
 /// multiplies them, this also detects finite values that overflow in the product, as happens with
 /// scales below 1.
 ///
-/// If `inv_scale` is 1, nothing is written (strided tensors on CUDA are still copied out and back),
-/// but version counters increase. This is decided on the device, and the host does not wait.
+/// If `inv_scale` is 1, nothing is written (on CUDA, tensors with gaps are still copied out and
+/// back), but version counters increase. This is decided on the device, and the host does not wait.
 ///
 /// \param tensors As for multi_tensor_norm. They must not overlap each other, the other arguments
-/// or
-///     themselves; a tensor that is listed twice is refused.
+///     or themselves; a tensor that is listed twice is refused.
 /// \param found_inf The flag: float, one element, on the tensors' device.
 /// \param inv_scale The factor: float, one element, on the tensors' device.
 AMPFUSE_API void multi_tensor_unscale(at::TensorList tensors, const at::Tensor& found_inf,

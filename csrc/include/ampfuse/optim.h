@@ -113,14 +113,15 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
 /// they replace all of them.
 ///
 /// A master is created at its parameter's first step. If other code writes the parameter later
-/// (loading a model, averaging), the master adopts the written elements, with a warning the first
-/// time. On a GPU the step compares one element in 128, so it detects every write of 128 adjacent
-/// elements. Smaller or scattered writes are detected if they increase the parameter's version
-/// counter or give it other memory: write under torch::NoGradGuard, not through data().
+/// (loading a model, averaging), a float master adopts the written elements. Writes that increase
+/// the parameter's version counter or give it other memory are detected, with a warning the first
+/// time: write under torch::NoGradGuard, not through data(). Of other writes, a GPU detects those
+/// that change 128 adjacent elements, since the step compares one element in 128; a CPU detects
+/// all.
 ///
-/// Throws c10::Error before anything is written, with the parameter and its group in the message,
-/// for options out of range or of another class, for sparse gradients, for gradients of another
-/// shape and for remainders of half parameters. Also throws the errors of fused_adam.
+/// Throws c10::Error before anything is written: for options out of range or of another class, and,
+/// with the parameter and its group in the message, for sparse gradients, for gradients of another
+/// shape or device and for remainders of half parameters. Also throws the errors of fused_adam.
 class AMPFUSE_API Adam : public torch::optim::Optimizer {
  public:
   /// Makes an optimizer of groups. Groups without options of their own get a copy of `defaults`.
@@ -207,7 +208,7 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   at::Tensor grad_norm_;
   std::vector<uintptr_t> checked_;  // properties of the tensors that the op has accepted
   std::optional<ParamWrites> writes_after_step_;
-  std::shared_ptr<HostCopy> written_over_;  // copy of the flag that parameters were written
+  std::shared_ptr<HostCopy> written_over_;  // flag: true if other code wrote parameters
   bool warned_ = false;
 
   /// Norms of all gradients, one per device, during a step of a scaler that has just measured them;

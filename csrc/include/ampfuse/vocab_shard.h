@@ -5,8 +5,8 @@
 
 namespace ampfuse {
 
-/// The classes that this rank holds if a group of ranks divides the vocabulary. Their logits are
-/// hidden · weightᵀ, with the weight's rows of these classes.
+/// The classes that this rank holds if a group of ranks divides the vocabulary. Row i of its weight
+/// is class first_class + i.
 struct VocabShard {
   /// Name of the process group in torch.distributed, or in c10d::register_process_group.
   std::string group;

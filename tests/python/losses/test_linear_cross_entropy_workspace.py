@@ -13,6 +13,7 @@ CASES = {
     "rows of a chunk": (1024, torch.float32, torch.float32, {"chunk_rows": 100}),
     "tiles of classes": (1024, torch.float32, torch.float32, {"chunk_classes": 2048}),
     "bfloat16": (1024, torch.bfloat16, torch.bfloat16, {}),
+    "bfloat16 tiles": (4096, torch.bfloat16, torch.bfloat16, {"chunk_classes": 1024}),
     "bfloat16 chunks": (4096, torch.bfloat16, torch.bfloat16, {}),
     "converted weight": (1024, torch.bfloat16, torch.float32, {}),
 }
@@ -61,4 +62,6 @@ def test_on_a_gpu_all_rows_share_one_chunk_of_16_bit_logits_if_that_takes_less()
     assert whole == 4096 * 128_256 * 2
     options["logits_dtype"] = torch.float32
     tiles = _C.linear_cross_entropy_workspace(hidden, weight, chunk_classes=4096, **options)
-    assert tiles == 4096 * 4096 * (4 + 2)
+    of_logits, of_hidden_sum = 4096 * 4096 * (4 + 2), 4096 * 4096 * 4
+    of_partials = 4096 * 32 * 11 * 8  # eleven numbers per row and tile
+    assert tiles == of_logits + of_hidden_sum + of_partials

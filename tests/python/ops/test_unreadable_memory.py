@@ -4,7 +4,10 @@ import ampfuse
 import numpy
 import pytest
 import torch
+from adam_reference import OPTIONS
 from ampfuse import ops
+
+POLICY = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 
 
 def freed(value=0.5, device="cpu"):
@@ -39,6 +42,66 @@ def test_scalars_of_losses_without_memory_are_refused(device, name):
     weight = torch.zeros(4, 3, device=device)
     with pytest.raises(ValueError, match=f"{name}: its storage is empty"):
         ampfuse.linear_cross_entropy(logits, weight, target, **number)
+
+
+def freed_part(like):
+    """Return a part of a storage that was freed. Its address is an offset, and so not null."""
+    part = torch.stack([like, like])[1]
+    part.untyped_storage().resize_(0)
+    return part
+
+
+@pytest.mark.parametrize("name", ["input", "target", "weight", "weight of another dtype"])
+def test_parts_of_freed_memory_are_refused(device, name):
+    arguments = {
+        "input": torch.zeros(2, 3, device=device),
+        "target": torch.zeros(2, dtype=torch.long, device=device),
+        "weight": torch.ones(3, device=device),
+    }
+    argument, _, is_converted = name.partition(" ")
+    like = arguments[argument]
+    arguments[argument] = freed_part(like.double() if is_converted else like)
+    with pytest.raises(ValueError, match=f"{argument}: its storage is empty"):
+        ampfuse.cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "target", "class_weight"])
+def test_parts_of_freed_memory_are_refused_by_the_linear_loss(device, name):
+    arguments = {
+        "hidden": torch.zeros(2, 4, device=device),
+        "weight": torch.zeros(3, 4, device=device),
+        "target": torch.zeros(2, dtype=torch.long, device=device),
+        "bias": torch.zeros(3, device=device),
+        "class_weight": torch.ones(3, device=device),
+    }
+    arguments[name] = freed_part(arguments[name])
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: {name}: its storage is empty"):
+        ampfuse.linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps"])
+def test_freed_tensors_of_a_step_are_refused(device, name):
+    lists = {
+        column: [torch.ones(3, device=device) for _ in range(2)]
+        for column in ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    }
+    lists["state_steps"] = [torch.ones((), device=device) for _ in range(2)]
+    lists[name][1] = freed_part(lists[name][1])
+    with pytest.raises(ValueError, match=rf"{name}\[1\]: its storage is empty"):
+        ops.fused_adam(**OPTIONS, **lists, max_exp_avg_sqs=[], masters=[], lr=torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("name", ["scale", "growth_tracker", "counters", "history"])
+def test_freed_state_of_a_scale_is_refused(device, name):
+    state = {
+        "scale": torch.tensor(8.0, device=device),
+        "growth_tracker": torch.tensor(0, dtype=torch.int32, device=device),
+        "counters": torch.tensor([1, 0, 0], device=device),
+        "history": torch.zeros(4, 3, device=device),
+    }
+    state[name] = freed_part(state[name])
+    with pytest.raises(ValueError, match=f"{name}: its storage is empty"):
+        ops.update_scale(**state, **POLICY, found_infs=[torch.zeros((), device=device)])
 
 
 @pytest.mark.parametrize("count", [1, 3, 17])

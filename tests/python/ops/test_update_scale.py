@@ -256,7 +256,12 @@ def test_invalid_policy_is_refused(device, options, message):
         ("norm", torch.ones(1, 2), ValueError, "norm: expected"),
         ("norms", torch.zeros(4), TypeError, "norms: expected dtype float64"),
         ("norms", torch.zeros(3).double(), ValueError, "norms: expected.*with 4 elements"),
-        ("norms", torch.zeros(4).double(), ValueError, "expected norm and skip_outliers beside it"),
+        (
+            "norms",
+            torch.zeros(4).double(),
+            ValueError,
+            "norms: only allowed with norm",
+        ),
         ("scale", torch.tensor(1.0).to_sparse(), ValueError, "scale: expected a strided tensor"),
     ],
 )

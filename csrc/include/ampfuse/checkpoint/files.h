@@ -81,11 +81,11 @@ inline std::string read_file(const fs::path& path, size_t most = std::string::np
   return text;
 }
 
-/// Returns the length of the header of a safetensors file, which begins with these 8 bytes.
-inline uint64_t number_of(const std::string& length) {
-  uint64_t number = 0;
-  std::memcpy(&number, length.data(), std::min(length.size(), sizeof number));
-  return number;
+/// Returns the length of a safetensors file's header, from the first 8 bytes of the file.
+inline uint64_t header_length(const std::string& bytes) {
+  uint64_t length = 0;
+  std::memcpy(&length, bytes.data(), std::min(bytes.size(), sizeof length));
+  return length;
 }
 
 /// Writes tensors of the CPU to a file, and adds the file and the tensors to the index.
@@ -155,9 +155,6 @@ inline void write_index(const fs::path& folder, const Json& content) {
 
 inline Json read_index(const fs::path& folder) {
   const fs::path path = folder / kIndex;
-  if (!fs::is_regular_file(path)) {
-    throw Error(folder.string() + ": there is no complete checkpoint here");
-  }
   const std::string text = read_file(path);
   const size_t start = std::min(kBegin.size() + kHashDigits + kEnd.size(), text.size());
   const std::string expected =
@@ -185,7 +182,7 @@ class TensorFile {
       throw Error(path_.string() + ": expected " + std::to_string(bytes) + " bytes, got " +
                   std::to_string(size));
     }
-    const uint64_t length = number_of(read_file(path_, sizeof(uint64_t)));
+    const uint64_t length = header_length(read_file(path_, sizeof(uint64_t)));
     const std::string text = read_file(path_, sizeof length + std::min(length, size));
     if (hash_of(text) != expected["header"]) {
       throw Error(path_.string() + ": its header has changed since it was written");

@@ -63,13 +63,13 @@ inline std::optional<fs::path> latest_of(const fs::path& run) {
 /// Returns the checkpoint at a path: the path itself, or the newest one of a run.
 inline fs::path found(const fs::path& path) {
   const fs::path folder = fs::absolute(path);
-  if (fs::exists(folder / kIndex)) return folder;
+  if (fs::is_regular_file(folder / kIndex)) return folder;
   const auto newest = latest_of(folder);
   if (!newest) throw Error(folder.string() + ": there is no complete checkpoint here");
   return *newest;
 }
 
-/// Removes a folder, or warns. It is renamed first, so that a checkpoint is never half there.
+/// Removes a folder, or warns. A checkpoint is renamed first, so that it is never half there.
 inline void remove_folder(const fs::path& folder) {
   std::error_code error;
   fs::path doomed = folder;
@@ -83,7 +83,7 @@ inline void remove_folder(const fs::path& folder) {
   }
 }
 
-/// Keeps others from writing to a run.
+/// Locks the folder of a run, so that nothing else writes to it.
 class RunLock {
  public:
   explicit RunLock(const fs::path& run) {
@@ -111,7 +111,8 @@ class RunLock {
   int file_ = -1;
 };
 
-/// Writes a checkpoint, and removes what is not finished in the end.
+/// The folder into which a checkpoint is written. The destructor removes it unless finish() was
+/// called.
 class Writing {
  public:
   Writing(const fs::path& run, int64_t step) : lock_(run), run_(run) {
@@ -138,8 +139,8 @@ class Writing {
 
   const fs::path& folder() const { return unfinished_; }
 
-  /// Gives the folder its name, removes other checkpoints of the step, and all but `keep` of those
-  /// with the highest steps.
+  /// Gives the folder its name, and removes other checkpoints of the step. If `keep` is set, only
+  /// this checkpoint and the `keep` − 1 others with the highest steps are left.
   fs::path finish(std::optional<int64_t> keep) {
     const fs::path path = run_ / name_.text();
     flush(unfinished_);
@@ -154,7 +155,7 @@ class Writing {
         others.push_back(other);
       }
     }
-    const auto old = static_cast<int64_t>(others.size()) - (keep ? *keep - 1 : 1 << 30);
+    const auto old = keep ? static_cast<int64_t>(others.size()) - (*keep - 1) : 0;
     for (int64_t i = 0; i < old; ++i) remove_folder(others[static_cast<size_t>(i)]);
     return path;
   }

@@ -8,8 +8,7 @@
 
 namespace ampfuse::checkpoint::detail {
 
-/// Returns the state of this process, the only one, from what several have saved, or null if there
-/// are several states.
+/// Returns the stored state, or null if several processes have saved a state each.
 inline const Json* of_one_process(const Json& stored) {
   if (!stored.is_object() || !stored.contains("$ranks")) return &stored;
   return stored["$ranks"].size() == 1 ? &stored["$ranks"][0] : nullptr;

@@ -15,7 +15,7 @@
 
 namespace ampfuse::checkpoint {
 
-/// A reference to a model, an optimizer or a scaler, which must outlive it.
+/// A reference to a model, an optimizer or a scaler. That object must outlive the reference.
 class Object {
  public:
   /// Refers to a model.

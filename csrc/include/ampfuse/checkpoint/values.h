@@ -72,7 +72,7 @@ inline const DtypeName& names_of(const std::string& torch_name) {
   for (const DtypeName& names : kDtypes) {
     if (names.torch == torch_name) return names;
   }
-  throw Error("this version of torch has no " + torch_name);
+  throw Error("this version of ampfuse cannot load tensors of " + torch_name);
 }
 
 inline Dict new_dict() {
@@ -141,7 +141,7 @@ class Encoder {
         tensor.is_quantized()) {
       throw Error("save: " + place + ": tensors of this kind cannot be stored");
     }
-    names_of(tensor.scalar_type());
+    names_of(tensor.scalar_type());  // throws for a dtype that cannot be stored
     while (!used_.insert(place).second) place += "~";
     names_[tensor.unsafeGetTensorImpl()] = place;
     tensors_.emplace_back(place, tensor);  // not detached, so that its address stays in use
