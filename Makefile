@@ -20,8 +20,8 @@ override CMAKE_ARGS := -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON $(C
 export CMAKE_ARGS
 export CTEST_PARALLEL_LEVEL ?= 2
 # Two processes run the tests. All tests of a file run in one of them, since they share fixtures.
-# The processes' OpenMP threads must not spin while they wait, which doubled the time, and torch's
-# compiler must not start worker processes of its own.
+# Their OpenMP threads must not spin while they wait: spinning doubled the time. torch's compiler
+# must not start worker processes of its own.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 test test-fast test-frameworks test-one: export OMP_WAIT_POLICY ?= passive
 test test-fast test-frameworks test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1

@@ -35,11 +35,10 @@ from importlib.util import find_spec
 import ampfuse
 import shapes
 import torch
+from bench_multi_tensor import COMPILED_TENSORS, COMPILED_TENSORS_QUICK, filled
 from harness import OURS, Case, Provider, Settings, Traffic, main
 from torch.nn.utils import clip_grad_norm_
 
-# The longest lists that are compiled, since the compiler unrolls a list into its program.
-COMPILED_TENSORS, COMPILED_TENSORS_QUICK = 256, 64
 SCALE = 2.0**16  # torch's initial loss scale
 LIMIT = 1.0
 LEARNING_RATE = 1e-3
@@ -49,9 +48,9 @@ class Model:
     """Parameters with gradients. Each provider has its own, with the same initial values."""
 
     def __init__(self, shape_list: list[shapes.Shape], dtype: torch.dtype, device: torch.device):
-        noise = torch.randn(shapes.M, device=device)
+        noise = torch.randn(shapes.M, device=device).to(dtype)
         self.parameters: list[torch.Tensor] = [
-            torch.nn.Parameter(repeated(noise, shape, dtype)) for shape in shape_list
+            torch.nn.Parameter(filled(shape, noise)) for shape in shape_list
         ]
         self.scale = torch.tensor(SCALE, device=device)
         self.inv_scale = torch.tensor(1 / SCALE, device=device)
@@ -61,16 +60,6 @@ class Model:
         for parameter, grad in zip(self.parameters, grads, strict=True):
             parameter.grad = grad
         return self
-
-
-def repeated(noise: torch.Tensor, shape: shapes.Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor filled with copies of `noise`: to draw every number costs far more."""
-    tensor = noise.new_empty(shape, dtype=dtype)
-    flat = tensor.view(-1)
-    for start in range(0, flat.numel(), noise.numel()):
-        piece = flat[start : start + noise.numel()]
-        piece.copy_(noise[: piece.numel()])
-    return tensor
 
 
 class TorchStep:

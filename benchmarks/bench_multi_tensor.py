@@ -124,8 +124,8 @@ def clipping(name: str, reads: int, writes: int, limit: float) -> Operation:
     return Operation(name, reads, writes, foreach, foreach, partial(ampfuse_clip, limit=limit))
 
 
-# The smallest list has a norm of 800, which is 800 * INV_SCALE = 0.012 after unscaling.
-LIMIT, UNSCALED_LIMIT = 1.0, 1e-3
+# The smallest list is 1x1K of bench_grad_scaler: a norm of 32, which is 0.0005 after unscaling.
+LIMIT, UNSCALED_LIMIT = 1.0, 1e-4
 
 OPERATIONS = [
     Operation(

@@ -9,12 +9,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from harness.case import OURS
+from harness.plot import COLORS, OTHER_COLOR
 from harness.published import COMPILED, FRONT, TABLES
 from matplotlib.patches import Patch
 from tables import ROOT, text, value
 
-OURS, TORCHS, COMPILERS = "#d9542b", "#a8b3bd", "#5b7c99"
 PICTURE = ROOT / "docs" / "images" / "speed.png"
+
+BAR_COLORS = (COLORS[OURS], COLORS["torch.compile"], OTHER_COLOR)
 
 
 def main() -> None:
@@ -25,7 +28,7 @@ def main() -> None:
     for position, line in enumerate(reversed(table.lines)):
         base = value(line, torchs)
         assert base is not None
-        bars = [(ours, OURS, 0.27), (compiled, COMPILERS, 0.0), (torchs, TORCHS, -0.27)]
+        bars = zip((ours, compiled, torchs), BAR_COLORS, (0.27, 0.0, -0.27), strict=True)
         for column, color, offset in bars:
             measured = value(line, column)
             if measured is None:
@@ -44,7 +47,7 @@ def main() -> None:
     axes.set_xlabel("time, as a multiple of torch's (shorter is faster)", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title("Time of parts of a training step", fontsize=11)
-    handles = [Patch(color=color) for color in (OURS, COMPILERS, TORCHS)]
+    handles = [Patch(color=color) for color in BAR_COLORS]
     labels = ["ampfuse", COMPILED.head, "torch"]
     axes.legend(handles, labels, frameon=False, fontsize=9, loc="lower right")
     PICTURE.parent.mkdir(exist_ok=True)

@@ -6,7 +6,6 @@ python benchmarks/tables.py --check   # only say which pages have other numbers
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
 """
 
-import csv
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from harness.published import IN_CHINESE, TABLES, Column, Line, Table
+from harness.report import lines_of
 
 ROOT = Path(__file__).parents[1]
 PAGES: dict[str, Mapping[str, str]] = {
@@ -30,8 +30,7 @@ Key = tuple[str, str, str, str]
 @cache
 def results(file: str) -> dict[Key, dict[str, str]]:
     """Read the rows of a CSV that have numbers, by operation, shape, dtype and provider."""
-    with (RESULTS / file).open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row["status"] == "ok"]
+    rows = [row for row in lines_of(RESULTS / file) if row["status"] == "ok"]
     return {(row["operation"], row["shape"], row["dtype"], row["provider"]): row for row in rows}
 
 

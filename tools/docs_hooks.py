@@ -33,7 +33,7 @@ def reference(header: str) -> str:
     """Return the reference of a header as Markdown."""
     text = (HEADERS / header).read_text().replace("AMPFUSE_API ", "")
     text = re.sub(r"^extern template .*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"TORCH_ARG\((.+?), (\w+)\)", r"Option<\1> \2", text)  # which can be parsed
+    text = re.sub(r"TORCH_ARG\((.+?), (\w+)\)", r"Option<\1> \2", text)  # a macro is not parsed
     root = Parser(Language(tree_sitter_cpp.language())).parse(text.encode()).root_node
     return f"`#include <ampfuse/{header}>`\n\n{''.join(declarations(root))}"
 
@@ -42,7 +42,7 @@ def declarations(parent: Node) -> Iterator[str]:
     """Yield the public declarations in a file, a namespace or a type."""
     comment: list[str] = []
     is_public = True
-    last_line = -1  # of the declaration before, whose comment may stand at its end
+    last_line = -1  # of the previous declaration; a comment on this line belongs to it
     for node in parent.children:
         if node.type == "access_specifier":
             is_public = source(node) == "public"

@@ -24,7 +24,7 @@ DOCS = ROOT / f"{VENV.name}-docs"
 DEBIAN = {"catch2": "catch2", "libxxhash-dev": "xxhash.h", "nlohmann-json3-dev": "nlohmann"}
 PINNED = "2.11.0"
 REQUESTED_TORCH = os.environ.get("TORCH", "")
-BUILD = ["setuptools>=77,<82", "wheel", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]
+BUILD = ["setuptools>=77,<82", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]
 EXTRAS = ["test", "demo", "bench", "checkpoint", "lint"]
 SYSTEM_INCLUDES = ["/usr/include", "/usr/local/include"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 # The parts of a toolkit that compile kernels. torch's own packages contain only the libraries.
 PACKAGES = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
-# nvcc looks for these headers beside itself. They are installed with torch, but torch may be in
-# another environment on this one's path.
+# nvcc looks for the headers of this package beside itself. They are installed with torch, but torch
+# may be in another environment on this one's path.
 RUNTIME = "nvidia-cuda-runtime"
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-OURS = "ampfuse"  # the provider that every ratio is relative to
+OURS = "ampfuse"  # the provider that `time_over_ampfuse` is relative to
 
 CeilingKind = Literal["read", "copy", "update"]
 # Measured rates: GB/s of each kind, and GFLOP/s of a product in each dtype that cases multiply in.

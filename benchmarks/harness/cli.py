@@ -35,7 +35,7 @@ def parse(name: str, arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--out", type=Path, help="folder for CSV and PNG")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's choice when left out")
     parser.add_argument("--rounds", type=int, help="timed runs of each provider")
-    parser.add_argument("--cases", default="*", help="glob over operation/case/dtype")
+    parser.add_argument("--cases", default="*", help="glob over operation/shape/dtype")
     given = parser.parse_args(arguments)
     if given.threads is not None and given.threads < 1:
         parser.error(f"--threads: at least 1, got {given.threads}")

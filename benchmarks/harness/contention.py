@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_CORES = 0.2  # more use by others than this is reported below the table
+MOST_OTHER_CORES = 0.2  # more use by others than this is reported below the table
 WORKERS_PER_CORE = 4
 
 

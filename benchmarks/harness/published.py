@@ -9,7 +9,7 @@ EPYC = "amd-epyc"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: a field of the first of these providers that was measured."""
+    """A column of numbers: the least value that any of these providers has in a field."""
 
     head: str
     providers: Sequence[str]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.case import OURS, Case, Ceilings, Products, Provider
-from harness.contention import BUSY_CORES
+from harness.contention import MOST_OTHER_CORES
 from harness.machine import Machine
 from harness.timing import Measurement
 
@@ -57,11 +57,6 @@ class Row:
     def rate(self) -> str:
         """The rate with its unit."""
         return rate_text(self.gb_per_s, self.gflop_per_s)
-
-    @property
-    def ceiling_rate(self) -> str:
-        """The rate of the ceiling with its unit."""
-        return rate_text(self.ceiling_gb_per_s, self.ceiling_gflop_per_s)
 
 
 COLUMNS = [field.name for field in fields(Row)] + [field.name for field in fields(Machine)]
@@ -214,8 +209,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.status != "ok":
             reason = f"{row.provider} {row.status}"
-        elif row.other_cores and row.other_cores > BUSY_CORES:
-            reason = f"doubtful: other processes kept over {BUSY_CORES} cores busy"
+        elif row.other_cores and row.other_cores > MOST_OTHER_CORES:
+            reason = f"doubtful: other processes kept over {MOST_OTHER_CORES} cores busy"
         else:
             continue
         cases.setdefault(reason, {})[row.case] = None

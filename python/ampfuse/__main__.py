@@ -1,6 +1,7 @@
 """The command `python -m ampfuse`: runs an unchanged program, or describes this installation."""
 
 import atexit
+import importlib
 import os
 import sys
 import time
@@ -18,18 +19,8 @@ from ampfuse.patching._scalers import RECORDING
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse` with these arguments."""
-    if arguments and arguments[0] == "memory":
-        from ampfuse.command import memory
-
-        memory.main(arguments[1:])
-    if arguments and arguments[0] == "compare":
-        from ampfuse.command import compare
-
-        compare.main(arguments[1:])
-    if arguments and arguments[0] == "advise":
-        from ampfuse.command import advise
-
-        advise.main(arguments[1:])
+    if arguments and arguments[0] in ("memory", "compare", "advise"):
+        importlib.import_module(f"ampfuse.command.{arguments[0]}").main(arguments[1:])
     chosen = options.parse(arguments)
     if chosen.name == "env" and not chosen.is_module:
         show.table(describe())

@@ -22,16 +22,16 @@ def accumulate(
 ) -> Tensor:
     """Add up the gradients of micro-batches, and return the loss of the whole batch.
 
-    The gradients are those of the mean loss over all targets of all micro-batches, up to rounding,
-    however many each micro-batch has. A mean of the micro-batches' means is something else.
+    The gradients are those of the mean loss over all targets of all micro-batches, up to rounding.
+    The mean of the micro-batches' means would give more weight to targets of small micro-batches.
 
     Args:
-        step: `step(micro_batch, denominator)` computes the loss of a micro-batch, which is a sum
-            divided by `denominator`, and returns it. ampfuse's losses take `denominator=`; of
-            others, divide a sum. It does not call `backward`.
+        step: `step(micro_batch, denominator)` returns the loss of a micro-batch, which is a sum
+            divided by `denominator`. ampfuse's losses take `denominator=`; with other losses,
+            divide the sum yourself. `step` does not call `backward`.
         micro_batches: At least one, on each rank.
-        count: Returns the number of targets in a micro-batch, or their total weight: of those that
-            the loss adds up. By default a micro-batch is a pair of inputs and integer targets, of
+        count: Returns the number, or the total weight, of the targets whose losses are added up in
+            a micro-batch. By default a micro-batch is a pair of inputs and integer targets, of
             which those that are not -100 count.
         scaler: Scales the losses before `backward`. Unscaling, `scaler.step(optimizer)` and
             `scaler.update()` come once, after `accumulate`.
@@ -59,18 +59,18 @@ def accumulate(
         >>> loss = ampfuse.accumulate(step, parts)
         >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
     """
-    parts = list(micro_batches)
-    if not parts:
+    batches = list(micro_batches)
+    if not batches:
         raise ValueError("accumulate: micro_batches: expected at least one, got none")
-    denominator: Any = sum((count or targets_in)(part) for part in parts)
+    denominator: Any = sum((count or targets_in)(micro_batch) for micro_batch in batches)
     group = group_of(model) if process_group is None else process_group
     if group is not None:
         denominator = mean_of_ranks(denominator, model, group)
     total: Tensor | None = None
-    for number, part in enumerate(parts, 1):
-        averages = number == len(parts) or not hasattr(model, "no_sync")
+    for number, micro_batch in enumerate(batches, 1):
+        averages = number == len(batches) or not hasattr(model, "no_sync")
         with nullcontext() if averages else model.no_sync():
-            loss = step(part, denominator)
+            loss = step(micro_batch, denominator)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"accumulate: step: expected a loss, got {kind_in_words(loss)}")
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -93,7 +93,7 @@ def targets_in(micro_batch: Any) -> Tensor:
 
 
 def kind_in_words(value: Any) -> str:
-    """Return the type of a value, and of the items of a short tuple or list."""
+    """Describe a value: its type, a tensor's dtype and shape, a list's items, a dict's keys."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} of shape {list(value.shape)}"
     if isinstance(value, list | tuple) and len(value) <= 4:
@@ -104,7 +104,7 @@ def kind_in_words(value: Any) -> str:
 
 
 def group_of(model: Any) -> Any:
-    """Return the process group of DistributedDataParallel. That of others is not known."""
+    """Return a DistributedDataParallel's process group, or None; raise for sharded models."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
     if hasattr(model, "set_requires_gradient_sync") or hasattr(model, "process_group"):  # FSDP

@@ -14,7 +14,7 @@ class Background:
     """
 
     def __init__(self, function: Callable[[threading.Event], None]) -> None:
-        """Begin to run the function. It returns soon after the event that it is given is set."""
+        """Start the function, which must return soon after the event that it receives is set."""
         self._function = function
         self._done = threading.Event()
         self._ended = threading.Event()
@@ -25,7 +25,7 @@ class Background:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def stop(self) -> None:
-        """Wait until the function has returned."""
+        """Set the function's event, and wait until the function has returned."""
         self._done.set()
         self._ended.wait()
 

@@ -28,7 +28,7 @@ def stored_tensors_in(values: Any) -> Iterator[Tensor]:
 def handle_operators(tensors: Iterable[Tensor]) -> bool:
     """Return True if a tensor has operators of its own, for example a DTensor.
 
-    It calls others for the tensors inside of it, which a dispatch mode sees later.
+    Such operators call others on the tensors inside, and a dispatch mode sees those calls later.
     """
     return any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in tensors)
 

@@ -149,9 +149,10 @@ def _total_norm(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """Return the norm of tensors; the collectives of several meshes are those of the `owners`.
+    """Return the norm of tensors, which are the `owners` themselves or their gradients.
 
-    All ranks have the same owners, but perhaps not gradients of all of them.
+    With several meshes the owners decide which collectives a rank calls: all ranks have the same
+    owners, but perhaps not gradients of all of them.
     """
     if norm_type == 2 and _have_several_meshes(owners):
         total_norm = rounded(norm_of_shards(tensors, owners), tensors)

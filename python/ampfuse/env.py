@@ -65,7 +65,7 @@ def _gpus() -> list[str]:
 
 
 def _verdict(device: str) -> str:
-    """Run each op once; return the names of the ops if the results are right, or the error."""
+    """Run the ops on a device; return their names if the results are right, or else the error."""
     grads = [torch.tensor([3.0, 4.0], device=device)]
     try:
         flag, scale = torch.zeros((), device=device), torch.full((), 0.5, device=device)

@@ -293,8 +293,8 @@ def update_scale(
     Args:
         scale: Float32 scalar, written.
         growth_tracker: Int32 scalar, the number of steps without overflow in a row; written.
-        counters: Int64 tensor of the hysteresis left (initially `hysteresis`), the skips in a row,
-            and the number of updates; written.
+        counters: Int64 tensor of the hysteresis left (initially `hysteresis`), the overflows in a
+            row, and the number of updates; written.
         found_infs: Float32 scalars; the step has overflowed if any of them is not 0.
         growth_factor: Factor by which the scale grows, at least 1.
         backoff_factor: Factor by which the scale backs off, above 0 and at most 1.
@@ -304,8 +304,8 @@ def update_scale(
         hysteresis: Number of overflows that it takes to lower the scale.
         hysteresis_refill: `"growth"` or `"clean_step"`: what restores `hysteresis`.
         dynamic: False keeps the scale constant.
-        skip_outliers: A norm is an outlier if its logarithm is so many standard deviations above
-            the mean, or None.
+        skip_outliers: A norm is an outlier if its logarithm is so many standard deviations (each
+            at least 0.1) above the mean; a number above 1, or None.
         history: Float32 tensor (n, 3) with a row for each of the last n updates: the scale before
             it, 1 if it has overflowed or 2 if it was skipped as an outlier, and `norm`. Update i is
             written to row i mod n.

@@ -7,14 +7,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampfuse._host_copy import HostCopy
 
-MOST_UNKNOWN = 16  # steps of a GPU that may be ahead of the host before it waits
+MOST_UNKNOWN = 16  # steps that the host may be ahead of a GPU before it waits
 
 
 class Gate:
     """Steps a scheduler unless the last step of the optimizer was skipped; see `GradScaler.gate`.
 
-    On a GPU it is known some steps later whether a step was skipped. The scheduler follows then,
-    and the host does not wait. Other attributes are those of the scheduler.
+    On a GPU it is known some steps later whether a step was skipped. The scheduler follows then.
+    The host waits only if it is more than 16 steps ahead. Other attributes are the scheduler's.
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`.

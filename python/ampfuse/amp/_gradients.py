@@ -48,7 +48,7 @@ class Gradients:
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
     """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
-    """False if any rank has only shards, or this one only the values of a sparse gradient."""
+    """False if any parameter is sharded, or a gradient here is a DTensor or sparse."""
 
     def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
         part = self.on.setdefault(device, DeviceGradients([], []))
@@ -65,7 +65,7 @@ class Inspection:
     total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
     are_whole: bool  # True if the total norms cover every element of every gradient
     is_scaled: bool = False  # True if the gradients were still scaled
-    norm_of_shards: Tensor | None = None  # of all ranks, if some gradients are shards
+    norm_of_shards: Tensor | None = None  # norm over all ranks, set by `add_norm_of_shards`
     unscaled_norm: Tensor | None = None  # set by `norm_or_refuse`
 
 
@@ -230,7 +230,7 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
     norms = []
     for inspection in inspections:
         if inspection.unscaled_norm is not None:
-            return inspection.unscaled_norm  # there is one optimizer
+            return inspection.unscaled_norm  # set only with skip_outliers: there is one optimizer
         total_norms = list(inspection.total_norms.values())
         if inspection.norm_of_shards is not None:
             total_norms = [inspection.norm_of_shards]
@@ -267,9 +267,7 @@ def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
     norms = list(inspection.total_norms.values())
     if not inspection.are_whole or not norms:
         return None
-    norms = [on_device(norm, norms[0].device) for norm in norms]
-    total_norm = norms[0] if len(norms) == 1 else ops.multi_tensor_norm(norms).total_norm
-    return rounded(total_norm, params)
+    return rounded(total([on_device(norm, norms[0].device) for norm in norms]), params)
 
 
 def flag_of_all_ranks(

@@ -18,7 +18,7 @@ REPORTED_STEPS = 16  # number of last steps that an overflow report searches
 
 
 class ScaleCollapseError(RuntimeError):
-    """`max_consecutive_skips` steps in a row were skipped.
+    """`max_consecutive_skips` steps in a row overflowed.
 
     The scale has been updated nevertheless, so training may go on.
     """
@@ -60,8 +60,8 @@ class ScalerHistory:
         self.length = history
         self._counters: Tensor | None = None
         self._records: Tensor | None = None
-        self._recorded_from = counters[2]  # index of the first update that the history may record
-        self._first_records: list[ScaleRecord] = []  # the last ones before that count
+        self._recorded_from = counters[2]  # index of the first update that has a record
+        self._first_records: list[ScaleRecord] = []  # the loaded ones, from that index on
         self._found_inf: Tensor | None = None  # flag of the last step
         self._is_replayed = False  # True if a graph may replay that step unnoticed
         self._counters_copy = HostCopy()
@@ -105,7 +105,7 @@ class ScalerHistory:
         return self._first_counters if self._counters is None else self._counters.tolist()
 
     def put_records(self, records: list[ScaleRecord]) -> None:
-        """Put the last records in front of those to come, after the counters were set."""
+        """Set the records of earlier updates. Call this after the counters were set."""
         self._first_records = records[max(len(records) - self.length, 0) :]
         self._recorded_from = self._first_counters[2] - len(self._first_records)
         if self._records is not None:
@@ -186,13 +186,13 @@ class ScalerHistory:
 
     @eager_only
     def raise_if_collapsed(self, limit: int | None) -> None:
-        """Raise ScaleCollapseError if at least `limit` steps in a row were skipped."""
+        """Raise ScaleCollapseError if at least `limit` steps in a row overflowed."""
         if limit is None or is_capturing():  # no step is taken during a capture
             return
         skips = self.skips_in_a_row()
         if skips >= limit:
             raise ScaleCollapseError(
-                f"{skips} steps in a row were skipped (max_consecutive_skips={limit}): the "
+                f"{skips} steps in a row overflowed (max_consecutive_skips={limit}): the "
                 "gradients are not finite at any scale that was tried. "
                 "GradScaler.overflow_report(model) names the parameters"
             )

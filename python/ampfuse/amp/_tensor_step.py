@@ -75,7 +75,7 @@ def step_with_tensors(
     return _step(optimizer, scale, found_inf, inspection, args, kwargs)
 
 
-def norms_for(steps_alone: bool, inspection: Inspection | None) -> dict[torch.device, Tensor]:
+def reusable_norms(steps_alone: bool, inspection: Inspection | None) -> dict[torch.device, Tensor]:
     """Return the norms that an `Adam` need not compute again.
 
     They are valid only if no other code runs between the inspection and its step.
@@ -99,7 +99,7 @@ def _traced_step(
     traced = optimizer._traced
     traced.begin()
     traced.grad_scale, traced.found_inf = scale, found_inf
-    traced.known_norms = norms_for(traced.steps_alone and not args, inspection)
+    traced.known_norms = reusable_norms(traced.steps_alone and not args, inspection)
     try:
         if traced.has_scheduler:  # the compiler does not trace its wrapper of step
             return type(optimizer).step(optimizer, *args, **kwargs)
@@ -121,7 +121,7 @@ def _step(
     if not isinstance(optimizer, Adam):
         return _step_with_attributes(optimizer, scale, found_inf, args, kwargs)
     steps_alone = _traced.steps_alone(optimizer) and not args
-    optimizer._traced.known_norms = norms_for(steps_alone, inspection)
+    optimizer._traced.known_norms = reusable_norms(steps_alone, inspection)
     try:
         return _step_with_attributes(optimizer, scale, found_inf, args, kwargs)
     finally:

@@ -41,7 +41,7 @@ from ampfuse.optim._backward_norms import BackwardNorms
 from ampfuse.optim._traced import groups_of
 
 # The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
-LARGEST_WITHOUT_INVERSE = 2.0**-128
+LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 
 
 class GradScaler(TorchGradScaler):
@@ -63,7 +63,7 @@ class GradScaler(TorchGradScaler):
     | hysteresis_refill       | hysteresis is restored by | as in                            |
     | ----------------------- | ------------------------- | -------------------------------- |
     | `"growth"`              | growth of the scale       | Megatron-LM, DeepSpeed           |
-    | `"clean_step"`          | any step that is taken    | apex; DeepSpeed with             |
+    | `"clean_step"`          | any step without overflow | apex; DeepSpeed with             |
     |                         |                           | consecutive_hysteresis           |
 
     States of each optimizer: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. In
@@ -231,7 +231,8 @@ class GradScaler(TorchGradScaler):
 
         Raises:
             RuntimeError: It was called before since the last `update()`, or with a closure.
-            AssertionError: No loss has been scaled, or no parameter has a gradient.
+            AssertionError: No loss has been scaled; or no parameter has a gradient, and the
+                optimizer does not take scale and flag as tensors.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -246,7 +247,9 @@ class GradScaler(TorchGradScaler):
             )
         if takes_tensors(optimizer) and wants_the_scaler(optimizer):
             if self._policy.skip_outliers is not None:
-                raise TypeError("skip_outliers: this optimizer takes the scaler, and ignores it")
+                raise TypeError(
+                    "skip_outliers: expected None for an optimizer whose step takes grad_scaler"
+                )
             result = super().step(optimizer, *args, **kwargs)
             self._note_step(optimizer, state)
             return result
@@ -329,7 +332,9 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: No optimizer with gradients was stepped or unscaled since the last
                 update.
-            ScaleCollapseError: `max_consecutive_skips` steps in a row were skipped.
+            TypeError: `new_scale` is neither a number nor a tensor.
+            ValueError: `new_scale` is a number that is not finite and above 0.
+            ScaleCollapseError: `max_consecutive_skips` steps in a row overflowed.
         """
         if not self._enabled:
             return
@@ -440,9 +445,10 @@ class GradScaler(TorchGradScaler):
         """Return a learning rate scheduler that stands still when steps are skipped.
 
         Call its `step()` once after each `update()`; a scheduler that is stepped by epochs needs no
-        gate. There may be one optimizer. On a GPU the host does not wait: the scheduler follows
-        when it is known that a step was taken, some steps later. `wait()` lets it follow all, for
-        example before the optimizer's state, which has the rate, is saved; ampfuse.checkpoint does.
+        gate. There may be one optimizer. On a GPU the scheduler follows when it is known that a
+        step was taken, some steps later; the host waits only if it is more than 16 steps ahead.
+        `wait()` lets the scheduler follow all steps, for example before the optimizer's state,
+        which has the rate, is saved; ampfuse.checkpoint does.
 
         Args:
             scheduler: A scheduler of `torch.optim.lr_scheduler`, of the optimizer that is stepped.
@@ -606,7 +612,7 @@ class GradScaler(TorchGradScaler):
         """Create the scale, the counters and the history before a graph reads them."""
         self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        norms = self._norm_statistics(device)
+        norms = self._norm_statistics(self._scale.device)
         tensors = self._history.tensors(self._scale.device)
         make_static([self._scale, self._growth_tracker, *tensors, norms])
 
@@ -720,7 +726,7 @@ class GradScaler(TorchGradScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
         # quotient, rounded down, is non-zero for exactly these scales.
-        found_inf = LARGEST_WITHOUT_INVERSE // scale
+        found_inf = LARGEST_SCALE_WITHOUT_INVERSE // scale
         known = None if is_in_graph() else getattr(optimizer, "_backward_norms", None)
         one = torch.ones_like(scale)
         if known is None:

@@ -54,14 +54,14 @@ class Reader:
         return set(self.content["parts"]) - {"rng", "values"}
 
     def verify(self, name: str, like: Tensor | None = None) -> None:
-        """Compare a tensor with its hashes; of a tensor like a DTensor, what this rank needs."""
+        """Compare a tensor with its hashes; with a DTensor `like`, only what this rank needs."""
         for _ in self._pieces(name, self._region(name, like)):
             pass
 
     def tensor(
         self, name: str, order: list[int] | None, like: Tensor | None, *, mapped: bool
     ) -> Tensor:
-        """Return a tensor, which was permuted to this order. `like`: a DTensor."""
+        """Return a stored tensor, permuted back from `order`, and sharded like a DTensor `like`."""
         entry, region = self.content["tensors"][name], self._region(name, like)
         if "pieces" in entry:
             dtype = constant_of_torch(entry["dtype"].removeprefix("torch."), torch.dtype)
@@ -110,9 +110,9 @@ class Reader:
 def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: Any) -> Loaded:
     """Load a checkpoint into objects, and return its step and values.
 
-    All processes of a group call it. All that is loaded is compared with its hashes first, and
-    models and optimizers with what was saved. If anything differs, the error names it, on all
-    ranks, and nothing is loaded.
+    All ranks call it. All that is loaded is compared with its hashes first, and models and
+    optimizers with what was saved. If anything differs, the error names it, on all ranks, and
+    nothing is loaded.
 
     Args:
         path: A checkpoint, or the folder of a run, whose newest checkpoint is loaded.
@@ -129,7 +129,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
         TypeError: An object has no `state_dict` or `load_state_dict`.
         ImportError: safetensors or xxhash is missing: `pip install safetensors xxhash`.
     """
-    check_parts(objects, ("state_dict", "load_state_dict"), "load")
+    check_parts(objects, "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
     folder = from_rank_0(lambda: found(Path(path).absolute()))
     reader, parts, likes = on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
@@ -198,7 +198,10 @@ def _checked(
         except CheckpointError as error:
             if rng:
                 raise
-            warnings.warn(f"load: {error}, so it is not loaded; or pass rng=False", stacklevel=5)
+            warnings.warn(
+                f"load: {error}, so it is not loaded; pass rng=False to avoid this warning",
+                stacklevel=5,
+            )
     for name in tensors_of(list(parts.values())):
         reader.verify(name, likes.get(name))
     return reader, parts, likes

@@ -12,6 +12,7 @@ from ampfuse.amp import GradScaler, ScaleRecord
 from ampfuse.amp._gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 
+METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 
 
@@ -31,15 +32,15 @@ def is_model(value: Any) -> bool:
     return isinstance(unwrapped(value), nn.Module)
 
 
-def check_parts(objects: dict[str, Any], methods: tuple[str, ...], function: str) -> None:
+def check_parts(objects: dict[str, Any], function: str) -> None:
     """Refuse objects that have no state."""
     for name, value in objects.items():
-        if not all(callable(getattr(value, method, None)) for method in methods):
+        if not all(callable(getattr(value, method, None)) for method in METHODS):
             hint = ""
             if name == "loader":
                 hint = "; torchdata.stateful_dataloader.StatefulDataLoader has them"
             raise TypeError(
-                f"{function}: {name}: expected an object with {' and '.join(methods)}, "
+                f"{function}: {name}: expected an object with {' and '.join(METHODS)}, "
                 f"got {type(value).__name__}{hint}"
             )
 
@@ -47,7 +48,7 @@ def check_parts(objects: dict[str, Any], methods: tuple[str, ...], function: str
 def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
     """Return the parts of the state of an object."""
     value = unwrapped(value)
-    if isinstance(value, nn.Module) and any(map(is_sharded, value.modules())):
+    if isinstance(value, nn.Module) and any(map(is_fsdp1, value.modules())):
         raise TypeError(
             "save: models of FullyShardedDataParallel are not supported; those of "
             "torch.distributed.fsdp.fully_shard are"
@@ -102,13 +103,13 @@ def refuse_shards(state: Any, name: str) -> None:
         raise TypeError(f"save: {name}: only models and optimizers may have DTensors")
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_fsdp1(module: nn.Module) -> bool:
     """Return True for FSDP1, whose shards look like whole tensors."""
     return type(module).__name__ == "FullyShardedDataParallel"
 
 
 def mistakes(value: Any, kinds: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
-    """Return why the parts, whose tensors have these dtypes and shapes, are not of an object."""
+    """Yield why stored parts do not fit an object. `kinds`: dtypes and shapes of stored tensors."""
     value = unwrapped(value)
     if isinstance(value, nn.Module):
         yield from _mistakes_of_model(value.state_dict(), kinds, parts["state"])

@@ -1,4 +1,4 @@
-"""Lets the processes of a group write one checkpoint, and load it together.
+"""Lets ranks write one checkpoint, and load it together.
 
 All ranks call `save` and `load`. States that differ between the ranks, as those of
 random numbers and loaders do, are stored for each of them.
@@ -82,7 +82,7 @@ def gathered(value: Result) -> list[Result]:
 def check_same(encode: Encoder, names: list[str]) -> None:
     """Raise an error on all ranks if some rank has other objects, or other tensors in them.
 
-    names: those of the objects.
+    names: those of all encoded parts, with "values" and "rng".
     """
     _, size = rank_and_size()
     if size == 1:
@@ -105,13 +105,13 @@ def check_same(encode: Encoder, names: list[str]) -> None:
 
 
 def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Encode the encoded parts of all ranks on rank 0, where they are gathered.
+    """Gather the encoded parts of all ranks on rank 0, and encode them again for one checkpoint.
 
     A part that is the same on all ranks is stored once.
     """
-    packed = parts, {name: pack(tensor) for name, tensor in tensors.items()}
+    packed = parts, {name: to_bytes(tensor) for name, tensor in tensors.items()}
     of_ranks = [
-        (part, {name: unpack(*one) for name, one in tensors.items()})
+        (part, {name: from_bytes(*one) for name, one in tensors.items()})
         for part, tensors in gathered(packed)
     ]
     result = {}
@@ -134,12 +134,12 @@ def in_memory(tensors: dict[str, Tensor]) -> TensorOf:
     return tensor_of
 
 
-def pack(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
+def to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
     """Return a tensor as bytes, since pickle does not support all dtypes."""
     return tensor.dtype, tensor.shape, tensor.cpu().reshape(-1).view(torch.uint8)
 
 
-def unpack(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:
+def from_bytes(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:
     """Return a tensor from bytes."""
     return data.view(dtype).reshape(shape)
 

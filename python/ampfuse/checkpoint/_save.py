@@ -92,9 +92,9 @@ def save(
 ) -> Saving:
     """Write a checkpoint of this step into the folder `path` of a run.
 
-    All processes of a group call it. Each rank writes its shards of DTensors (FSDP2, tensor
-    parallel), and rank 0 the rest of models and optimizers. Other states that differ, as those of
-    loaders and random numbers do, are stored for each rank.
+    All ranks call it. Each rank writes its shards of DTensors (FSDP2, tensor parallel), and rank 0
+    the rest of models and optimizers. Other states that differ, as those of loaders and random
+    numbers do, are stored for each rank.
 
     The checkpoint is complete or not there, whenever the process is killed. It holds tensors as
     safetensors and the rest as JSON. Nothing is executed when it is loaded. If it cannot be
@@ -140,7 +140,7 @@ def save(
         raise TypeError(f"save: step: expected an int, got {type(step).__name__}") from None
     if step < 0:
         raise ValueError(f"save: step: expected 0 or more, got {step}")
-    check_parts(objects, ("state_dict", "load_state_dict"), "save")
+    check_parts(objects, "save")
     for module in ("safetensors.torch", "xxhash"):
         required(module)
     folder, (rank, size) = Path(path).absolute(), rank_and_size()

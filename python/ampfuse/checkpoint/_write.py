@@ -65,7 +65,7 @@ class Writing:
             put_in_place(self.unfinished, self.path)
             newest = latest(self.path.parent)
             remove_others(self.path, self._step, keep)
-        if newest not in (None, self.path):
+        if newest != self.path:
             warnings.warn(
                 f"save: {self.path.name} is not the latest checkpoint, which is {newest}; a new "
                 "run needs a folder of its own",
@@ -156,7 +156,7 @@ def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
     size = 0
     for name, tensor in tensors.items():
         size += tensor.nbytes
-        if not result or (size > MOST_BYTES and result[-1]):
+        if not result or size > MOST_BYTES:
             result.append([])
             size = tensor.nbytes
         result[-1].append(name)

@@ -29,7 +29,7 @@ examples:
   python -m ampfuse advise train.py --model large
   python -m ampfuse advise --steps 100 --json advice.json train.py"""
 STEPS = 20
-LEAST_STEPS = 10  # four for the analysis, and at least three that are timed
+LEAST_STEPS = 10  # four that are analysed, two that warm up, and four that are timed
 MOST_STEPS = 200
 
 

@@ -21,7 +21,7 @@ class Axes:
     high: float
 
     def x(self, value: float) -> float:
-        """Return the horizontal place of a value."""
+        """Return the horizontal position of a value."""
         return LEFT + (value - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:

@@ -63,7 +63,7 @@ def read(name: str) -> dict[str, Any]:
         not isinstance(report, dict)
         or not {"program", "steps", "scalers", "peak_memory"} <= report.keys()
     ):
-        refuse(f"compare: {name} is not a summary that python -m ampfuse --json has written")
+        refuse(f"compare: {name} is not a report that python -m ampfuse --json has written")
     return report
 
 

@@ -34,7 +34,7 @@ EPILOG = f"""A script named - is read from standard input.
 other commands:
   memory           run two steps without computing numbers, and print what memory is for
   advise           run in float32 and in 16 bits, and print which precision suits
-  compare          print what differs between two summaries that --json has written
+  compare          print what differs between two reports that --json has written
   env              print what is installed, what works here, and what to change
 'memory', 'advise' and 'compare' have a --help of their own.
 
@@ -153,13 +153,13 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
             help="replace all parts but these",
         ),
         parser.add_argument(
-            "--json", type=Path, metavar="FILE", help="write the summary to a file, as JSON"
+            "--json", type=Path, metavar="FILE", help="write the report to a file, as JSON"
         ),
         parser.add_argument(
             "--plot", type=Path, metavar="PNG", help="draw the loss scale; needs matplotlib"
         ),
         parser.add_argument(
-            "--html", type=Path, metavar="FILE", help="write the summary as a page with charts"
+            "--html", type=Path, metavar="FILE", help="write the report as a page with charts"
         ),
     ]
     parser.add_argument("--quiet", action="store_true", help="print no summary")

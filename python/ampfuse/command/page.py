@@ -27,7 +27,7 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .5em; }
 svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 11px; fill: currentColor; opacity: .7; }
 .grid { stroke: currentColor; opacity: .15; }
-polyline { fill: none; stroke-width: 1.5; }
+polyline { fill: none !important; stroke-width: 1.5; }
 .tip { fill: transparent; } .tip:hover { fill: currentColor; fill-opacity: .12; }
 .skipped { stroke: #d1242f; stroke-width: 1.5; }
 .hints li { margin: .4em 0; }
@@ -55,7 +55,7 @@ def page(report: dict[str, Any]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width">'
-        f"<style>{STYLE}{colors}polyline {{ fill: none !important; }}</style></head>"
+        f"<style>{STYLE}{colors}</style></head>"
         f"<body><h1>{title}</h1>{''.join(sections(report))}</body></html>\n"
     )
 

@@ -3,7 +3,6 @@
 import json
 import math
 import resource
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -133,8 +132,7 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
 
 
 def _peak_memory() -> dict[str, int]:
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peaks = {"host": kilobytes * (1 if sys.platform == "darwin" else 1024)}
+    peaks = {"host": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # given in KiB
     if torch.cuda.is_available() and uses_gpu():
         for index in range(torch.cuda.device_count()):
             peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)

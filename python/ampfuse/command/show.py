@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from ampfuse.diagnosis._timeline import FIRST_STEPS, LEAST_STEPS
+
 PICTURES = (".png", ".pdf", ".svg")
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -26,7 +28,9 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         if steps["gpu_milliseconds"]:
             found.append(("on the GPU", times_text(steps["gpu_milliseconds"])))
     elif report["step_count"]:
-        found.append(("a step", f"{report['step_count']} were too few to measure: 8 are needed"))
+        needed = FIRST_STEPS + LEAST_STEPS
+        text = f"{report['step_count']} were too few to measure: {needed} are needed"
+        found.append(("a step", text))
     if report["earlier_scalers"]:
         found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:

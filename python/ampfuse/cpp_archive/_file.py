@@ -13,8 +13,7 @@ import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from os import PathLike
@@ -102,7 +101,8 @@ class _Records:
 
 def write_archive(content: dict[str, Any], file: File) -> None:
     """Write a module with these attributes. If it fails, a file at the path stays the same."""
-    with _torchscript():
+    with warnings.catch_warnings():  # TorchScript, the format of C++ archives, is deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
         data = torch.jit.script(archive(content)).save_to_buffer()  # type: ignore[no-untyped-call]
     if not isinstance(file, str | PathLike):
         file.write(data)
@@ -139,11 +139,3 @@ def archive(content: dict[str, Any]) -> torch.nn.Module:
         else:
             setattr(module, name, value)
     return module
-
-
-@contextmanager
-def _torchscript() -> Iterator[None]:
-    """Silence the deprecation warnings of TorchScript, the format of torch's C++ archives."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield

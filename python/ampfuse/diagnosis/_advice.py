@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -219,8 +218,6 @@ def named(line: Line) -> str:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    if sys.platform != "linux":
-        return os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0))
     try:  # the limit of a container: microseconds of all cores in a period of microseconds
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,6 +1,6 @@
 """`Diagnosis`: measures a program while it trains, and says what limits it."""
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
@@ -43,14 +43,12 @@ class Diagnosis(Listener):
         self.logits = WideLogits()
         self.gpu = GpuTimes()
         self.lines = LineSampler()
-        self.growing: StepMemory | None = None
+        self.growing = CarefulMemory()
         self._was_looking = False
         self._exits = ExitStack()
-        with suppress(ImportError):  # psutil is optional
-            self.growing = CarefulMemory()
-            self._exits.callback(self.growing.stop_looking)
+        self._exits.callback(self.growing.stop_looking)
         self.clock = StepClock(self._exits, self, self.habits, self.gpu)
-        replace(self._exits, _losses.USAGE, "look", self.logits)
+        replace(self._exits, _losses.USAGE, "on_input", self.logits)
         self._exits.callback(self.lines.stop)
 
     def read(self, intervals: list[Interval]) -> None:
@@ -66,14 +64,13 @@ class Diagnosis(Listener):
             self.timeline.add(step, seconds)
             if self.timeline.count == FIRST_STEPS:
                 self.lines.forget()
-        if self.growing is not None:
-            self._was_looking = self.growing.is_looking
-            self.growing.end_step(optimizer, step)
+        self._was_looking = self.growing.is_looking
+        self.growing.end_step(optimizer, step)
 
     @property
     def needs_next_step(self) -> bool:  # type: ignore[override]
         """True while allocations are recorded, which would make the steps of a pause slow."""
-        return self.growing is not None and self.growing.is_looking
+        return self.growing.is_looking
 
     def pauses(self, begins: bool) -> None:
         """Take no samples of lines in a pause."""
@@ -81,7 +78,7 @@ class Diagnosis(Listener):
 
     def _is_looking(self) -> bool:
         """Return True in steps in which the monitor looks for leaks, which takes long."""
-        return self._was_looking or (self.growing is not None and self.growing.is_looking)
+        return self._was_looking or self.growing.is_looking
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -106,8 +103,8 @@ class Diagnosis(Listener):
         return {"count": self.clock.steps, "measured": self.timeline.count, **summary}
 
     def memory(self) -> dict[str, Any] | None:
-        """Return the memory after each step, in bytes; None without psutil or steps."""
-        if self.growing is None or not self.growing.ends:
+        """Return the memory after each step, in bytes; None without steps."""
+        if not self.growing.ends:
             return None
         ends = self.growing.ends
         return {
@@ -126,8 +123,7 @@ class Diagnosis(Listener):
         found += _advice.about_gpu(self.gpu)
         found += _advice.about_habits(self.habits, self.timeline.count)
         found += _advice.about_logits(self.logits)
-        if self.growing is not None:
-            found += _advice.about_memory(self.growing)
+        found += _advice.about_memory(self.growing)
         if self.clock.error is not None:
             found.append(f"Measuring has ended by an error of ampfuse: {self.clock.error!r}.")
         return found

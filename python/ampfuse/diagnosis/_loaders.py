@@ -67,9 +67,9 @@ class Loader:
 
     def note_batch(self, worker: int, seconds: float, computing: float) -> None:
         """Count a batch that took this long in a worker; the program itself is the last one."""
-        place = SLOT * worker
-        count, total, busy = NUMBERS.unpack_from(self.shared, place)
-        NUMBERS.pack_into(self.shared, place, count + 1, total + seconds, busy + computing)
+        offset = SLOT * worker
+        count, total, busy = NUMBERS.unpack_from(self.shared, offset)
+        NUMBERS.pack_into(self.shared, offset, count + 1, total + seconds, busy + computing)
 
     def batch_time(self) -> BatchTime | None:
         """Return the time of a batch, if it was measured."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from ampfuse._program_lines import Place, current_line
 from ampfuse.optim._state import DTYPES_16_BIT
 
-VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # what may lie between it and the loss
+VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # between conversion and loss
 MOST_VIEWS = 4
 
 

@@ -15,8 +15,8 @@ OTHER = "other"  # all else between two phases
 PHASES = (INPUT, FORWARD, BACKWARD, OPTIMIZER, SCALER, OTHER)
 EVALUATION = "evaluation"  # belongs to no step
 
-# A time, the phase that begins or ends then, True if it begins, the id of the iterator that the
-# program waits for or of the optimizer that steps, and True if the iterator is exhausted.
+# A time, the phase that begins or ends then, True if it begins, its source, and True if an iterator
+# is exhausted. The source is the id of an iterator, DataLoader or optimizer, or a call's number.
 Note = tuple[float, str, bool, int, bool]
 
 

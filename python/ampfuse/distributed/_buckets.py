@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
-from ampfuse.distributed._end_of_backward import at_the_end, backward_pass, keep_for_current_stream
+from ampfuse._graphs import is_in_backward
+from ampfuse.distributed._end_of_backward import at_the_end, keep_for_current_stream
 from ampfuse.optim._backward_norms import BackwardNorms
 
 
@@ -33,9 +34,9 @@ class Buckets:
         bucket: torch.distributed.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
         """Reduce a bucket, and inspect it when it has been reduced."""
-        state, comm_hook = self._comm_hook
-        reduction: torch.futures.Future[Any] = comm_hook(state, bucket)
-        if self._stopped or backward_pass() < 0:  # a rank that has joined runs no backward pass
+        state, reduce = self._comm_hook
+        reduction: torch.futures.Future[Any] = reduce(state, bucket)
+        if self._stopped or not is_in_backward():  # a rank that has joined runs no backward pass
             return reduction
         if bucket.index() == 0:
             self._pending = []  # of a backward pass that raised
@@ -44,13 +45,13 @@ class Buckets:
             at_the_end(lambda: at_the_end(self._finish))
         buffer, params = bucket.buffer(), bucket.parameters()
         start, dtype = buffer.storage_offset(), buffer.dtype
-        places = [(grad.storage_offset() - start, grad.numel()) for grad in bucket.gradients()]
+        slices = [(grad.storage_offset() - start, grad.numel()) for grad in bucket.gradients()]
 
         def inspect(future: Any) -> Tensor:
             value = future.value()
             reduced: Tensor = value[0] if isinstance(value, list) else value
             rounded = reduced.to(dtype)  # as DDP copies it
-            self._inspect(params, [rounded[first : first + size] for first, size in places])
+            self._inspect(params, [rounded[first : first + size] for first, size in slices])
             return reduced
 
         return reduction.then(inspect)

@@ -17,16 +17,16 @@ BYTES_AT_ONCE = 2**24
 
 
 class Kind(NamedTuple):
-    """The gradients that one kernel reads, and that one norm of a step covers."""
+    """Gradients of one kind are read by one kernel, and one norm of a step covers them."""
 
     device: torch.device
-    stream: Any  # of the GPU, on which they were computed
+    stream: Any  # the GPU's stream on which they were computed; None on a CPU
     sharding: Sharding | None
     group: int
 
 
 class Collector:
-    """The owner of the parameters' hooks, which FSDP2 calls after it has reduced gradients.
+    """Its `note` is the parameters' hook, which FSDP2 calls after it has reduced a gradient.
 
     Autograd calls hooks from a thread for each device.
     """

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ampfuse._dtensors import is_distributed, is_dtensor
+from ampfuse._nested import params_of
 from ampfuse.distributed._buckets import Buckets
 from ampfuse.distributed._collector import Collector
 from ampfuse.optim import Adam
@@ -63,9 +64,10 @@ def norms_in_backward(
 
     Examples:
         >>> import torch, ampfuse
+        >>> from ampfuse.distributed import norms_in_backward
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-        >>> norms = ampfuse.distributed.norms_in_backward(model, optimizer)
+        >>> norms = norms_in_backward(model, optimizer)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
     """
@@ -82,7 +84,7 @@ def norms_in_backward(
         optimizer._backward_norms = known
         return Norms(optimizer, known, buckets.stop)
     if comm_hook is not None:
-        raise ValueError("comm_hook: expected None, since the model is not DDP's")
+        raise ValueError("comm_hook: expected None without a DistributedDataParallel")
     params = _complete_after_backward(model, optimizer)
     collector = Collector(known, groups)
     handles = [
@@ -110,8 +112,7 @@ def _groups_of_norms(optimizer: Adam) -> dict[int, int]:
 
 def _complete_after_backward(model: nn.Module, optimizer: Adam) -> list[torch.Tensor]:
     """Return the parameters whose gradients nobody reduces after backward."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    params = [param for param in params if param.requires_grad]
+    params = [param for param in params_of(optimizer) if param.requires_grad]
     if not (is_distributed() and torch.distributed.get_world_size() > 1):
         return params
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -22,7 +22,7 @@ class Joined(NamedTuple):
     process_group: Any
     """The group that the optimizer and the scaler got, or None if they need none."""
     reason: str
-    """A sentence about the model."""
+    """Why the group is needed, or why none is."""
 
 
 def join_ranks(
@@ -58,9 +58,10 @@ def join_ranks(
 
     Examples:
         >>> import torch, ampfuse
+        >>> from ampfuse.distributed import join_ranks
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer, scaler = ampfuse.AdamW(model.parameters()), ampfuse.GradScaler("cpu")
-        >>> print(ampfuse.distributed.join_ranks(model, optimizer, scaler).process_group)
+        >>> print(join_ranks(model, optimizer, scaler).process_group)
         None
     """
     found = _groups(model, optimizer, pipeline)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ampfuse import _C
 from ampfuse._dtensors import local
+from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
 from ampfuse.graphed_step._arguments import checked_split, device_of, expect, name_of
 from ampfuse.graphed_step._rehearsal import rehearsal
@@ -277,7 +278,7 @@ class GraphedStep:
         """Raise if no parameter has a gradient: the optimizer may be that of an earlier model."""
         if self._has_had_gradients or (self.scaler.is_enabled() and self.scaler._allow_no_grads):
             return
-        self._has_had_gradients = any(param.grad is not None for param in self._params())
+        self._has_had_gradients = any(param.grad is not None for param in params_of(self.optimizer))
         if not self._has_had_gradients:
             raise RuntimeError(
                 "optimizer: none of its parameters got a gradient; does it have the model's "
@@ -334,7 +335,7 @@ class GraphedStep:
             if history is not None and before is not None:
                 self._replayed = history.last_step()
                 history.put_last_step(before)
-        self._grads = [(param, param.grad) for param in self._params()]
+        self._grads = [(param, param.grad) for param in params_of(self.optimizer)]
         self._states = [
             (param, dict(self.optimizer.state[param]))
             for param, grad in self._grads
@@ -379,9 +380,6 @@ class GraphedStep:
                     tensor.zero_()
                 state[name] = tensor
         self._known_columns = self.optimizer._columns
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 
 def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:

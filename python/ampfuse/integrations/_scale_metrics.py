@@ -15,7 +15,8 @@ def measured_scaler(device: str, options: dict[str, Any]) -> GradScaler:
 class ScaleMetrics:
     """Reads a scaler's numbers for a logger, for example `accelerator.log(metrics.read(), step)`.
 
-    Skipped steps are counted from the start of the program.
+    Skipped steps are counted from the first update in the scaler's history, which a checkpoint may
+    have restored.
 
     Args:
         scaler: An `ampfuse.GradScaler` that was made with `history=`, at least as long as the steps

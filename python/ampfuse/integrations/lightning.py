@@ -129,7 +129,7 @@ class FabricMixedPrecision(fabric.MixedPrecision):
 
 
 def _described(scaler: Any) -> str:
-    return "a Trainer without a scaler" if scaler is None else f"one with {type(scaler)}"
+    return "a Trainer without a scaler" if scaler is None else f"a Trainer with {type(scaler)}"
 
 
 class ScaleLogger(Callback):

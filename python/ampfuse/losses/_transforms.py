@@ -1,4 +1,4 @@
-"""The error that the losses raise under torch.func and in forward mode, which they lack."""
+"""The losses' error under torch.func and in forward mode, which they do not support."""
 
 import re
 

@@ -129,7 +129,7 @@ def cross_entropy(
         TypeError: An argument has a wrong type or dtype.
         ValueError: A shape does not fit, or an option is out of range.
         IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
-        NotImplementedError: A transform of torch.func is active that needs another derivative.
+        NotImplementedError: torch.func or forward mode would differentiate the loss.
 
     Examples:
         >>> import torch, ampfuse
@@ -196,7 +196,7 @@ def cross_entropy_(
         ValueError: A shape does not fit, or an option is out of range.
         RuntimeError: `input` is a leaf that requires grad.
         IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
-        NotImplementedError: A transform of torch.func is active that needs another derivative.
+        NotImplementedError: torch.func or forward mode would differentiate the loss.
 
     Examples:
         >>> import torch, ampfuse

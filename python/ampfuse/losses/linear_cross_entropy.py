@@ -153,7 +153,7 @@ def linear_cross_entropy(
         TypeError: An argument has a wrong type or dtype, or is a DTensor.
         ValueError: A shape does not fit, or an option is out of range or not allowed with another.
         IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
-        NotImplementedError: A transform of torch.func is active that needs another derivative.
+        NotImplementedError: torch.func or forward mode would differentiate the loss.
 
     Examples:
         >>> import torch, ampfuse

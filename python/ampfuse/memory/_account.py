@@ -113,15 +113,15 @@ def recorded(
         raise TypeError(f"optimizer: expected an Optimizer, got {type(optimizer).__name__}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
-    places = {param.device.type for param in model.parameters()} - {"cpu"}
-    if places:
+    devices = {param.device.type for param in model.parameters()} - {"cpu"}
+    if devices:
         raise ValueError(
-            f"model: expected parameters on the CPU, got them on {min(places)}: make an "
-            "account of a model that is there"
+            f"model: expected parameters on the CPU, got them on {min(devices)}; build the "
+            "model on the CPU"
         )
     if any(isinstance(param, nn.parameter.UninitializedParameter) for param in model.parameters()):
         raise ValueError("model: expected initialized parameters: call the model once before")
-    stance = torch.compiler.set_stance("force_eager")  # or the compiler would never try again
+    stance = torch.compiler.set_stance("force_eager")  # else torch.compile gives up on the model
     with stance, unchanged(model, optimizer) as exits, recording(device) as recorder:
 
         def meet(other: Optimizer) -> None:

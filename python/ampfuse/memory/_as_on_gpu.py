@@ -7,6 +7,7 @@ attention keep what they keep on a GPU, and torch's optimizers choose the same i
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ampfuse._replacing import replace
+from ampfuse.optim._state import DTYPES_16_BIT
 
 # The functions that torch's documentation lists for CUDA under "ops that autocast to float32".
 LISTED = """
@@ -29,7 +31,6 @@ LISTED = """
     soft_margin_loss softmax softmin softplus sum tan triplet_margin_loss
 """
 IN_FLOAT32 = frozenset(LISTED.split())
-NARROW = (torch.float16, torch.bfloat16)
 
 # Functions of torch.cuda that do nothing here, and those that return a number of bytes.
 NOTHING = """
@@ -61,7 +62,7 @@ class AsOnGpu(TorchFunctionMode):
             with self:  # checkpoints call functions again in backward
                 return torch.autograd.backward(args[0], *args[1:], **_of_backward(kwargs))
         if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_in_float32, (args, kwargs))
+            args, kwargs = in_float32((args, kwargs))
         if name == "to" and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
             args = (args[0], "cpu", *args[2:])
         is_move = name == "to" and any(map(_is_device, (*args[1:], *kwargs.values())))
@@ -75,9 +76,11 @@ def _of_backward(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {("grad_tensors" if name == "gradient" else name): kwargs[name] for name in kwargs}
 
 
-def _in_float32(value: Any) -> Any:
-    is_narrow = isinstance(value, Tensor) and value.dtype in NARROW
-    return value.float() if is_narrow else value
+def in_float32(values: Any) -> Any:
+    """Return nested values with all 16-bit tensors in float32."""
+    return tree_map(
+        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in DTYPES_16_BIT else x, values
+    )
 
 
 def _is_device(value: Any) -> bool:
@@ -101,7 +104,7 @@ def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
         replace(exits, torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
         replace(exits, functional, "dropout", _dropout(functional.dropout))
         attention = functional.scaled_dot_product_attention
-        replace(exits, functional, "scaled_dot_product_attention", _attention(attention))
+        replace(exits, functional, "scaled_dot_product_attention", without_dropout(attention))
         # torch's optimizers take lists of tensors by default only on devices that this returns.
         replace(
             exits,
@@ -138,9 +141,13 @@ def _dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return dropout
 
 
-def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Leave out dropout, with which a CPU, unlike a GPU, keeps a number for each pair of words."""
+def without_dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return torch's attention without its dropout.
 
+    With dropout a CPU, unlike a GPU, keeps a number for each pair of words.
+    """
+
+    @wraps(function)
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         if len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])

@@ -82,22 +82,24 @@ def largest_batch(
     """
     if effective is not None and effective < 1:
         raise ValueError(f"effective: expected at least 1, got {effective}")
-    place = next(model.parameters()).device
-    if place.type == "cpu":
+    model_device = next(model.parameters()).device
+    if model_device.type == "cpu":
         if memory is None:
             raise ValueError("memory: expected bytes, since the model is on the CPU")
         measure = partial(accounted, step, model, optimizer, device)
         largest = search(measure, bytes_of(memory), trials=None)
     else:
-        room = _usable(place) if memory is None else bytes_of(memory)
+        room = _usable(model_device) if memory is None else bytes_of(memory)
         with unchanged(model, optimizer):
-            largest = search(partial(measured, step, optimizer, place), room, TRIALS)
+            largest = search(partial(measured, step, optimizer, model_device), room, TRIALS)
     if process_group is not None:
-        smallest = torch.tensor(largest, device=place)
+        smallest = torch.tensor(largest, device=model_device)
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, process_group)
         largest = int(smallest.item())
     if largest >= MOST:
-        raise ValueError(f"step: the memory of a step with {MOST:,} samples is that of a small one")
+        raise ValueError(
+            f"step: expected memory that grows with the batch, but {MOST:,} samples fit"
+        )
     if largest == 0:
         raise torch.OutOfMemoryError("largest_batch: a step with one sample does not fit")
     if effective is None:
@@ -156,7 +158,10 @@ def _is_flat(peaks: dict[int, int], batch: int) -> bool:
 
 
 def _predicted(peaks: dict[int, int], room: int) -> int:
-    """Return the batch at which a line through two peaks, around the room if possible, meets it."""
+    """Return the batch at which the line through two peaks reaches the room.
+
+    One peak is below the room and one above it, if possible.
+    """
     below = [batch for batch, peak in peaks.items() if peak <= room]
     above = [batch for batch, peak in peaks.items() if peak > room]
     known = sorted(below)[-2:] if not above else [*sorted(below)[-1:], min(above)]
@@ -175,22 +180,22 @@ def accounted(
 
 
 def measured(
-    step: Callable[[int], object], optimizer: Optimizer, place: torch.device, batch: int
+    step: Callable[[int], object], optimizer: Optimizer, gpu: torch.device, batch: int
 ) -> int | None:
     """Return the peak of a step that runs on a GPU, or None if it runs out of memory."""
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(place)
+    torch.cuda.reset_peak_memory_stats(gpu)
     try:
         step(batch)
-        torch.cuda.synchronize(place)
+        torch.cuda.synchronize(gpu)
     except torch.OutOfMemoryError:
         return None
-    return torch.cuda.max_memory_allocated(place)
+    return torch.cuda.max_memory_allocated(gpu)
 
 
-def _usable(place: torch.device) -> int:
+def _usable(gpu: torch.device) -> int:
     """Return the bytes that this process may allocate on a GPU."""
-    free, _ = torch.cuda.mem_get_info(place)
-    return int(USABLE * (free + torch.cuda.memory_reserved(place)))
+    free, _ = torch.cuda.mem_get_info(gpu)
+    return int(USABLE * (free + torch.cuda.memory_reserved(gpu)))

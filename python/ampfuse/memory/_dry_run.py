@@ -6,7 +6,6 @@ program sees tensors like any others.
 """
 
 import mmap
-import sys
 from typing import Any
 
 import torch
@@ -132,7 +131,7 @@ def _zeros_like(fake: Tensor) -> Tensor:
 
 def zeros(count: int) -> Tensor:
     """Return this many bytes; a large number takes no physical memory until it is written."""
-    if count < SMALLEST_MAPPING or sys.platform == "win32":
+    if count < SMALLEST_MAPPING:
         return torch.zeros(count, dtype=torch.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     return torch.frombuffer(mmap.mmap(-1, count, flags=flags), dtype=torch.uint8)

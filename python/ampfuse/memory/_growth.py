@@ -146,7 +146,7 @@ def lengths() -> dict[int, int]:
 
 
 def grown(before: dict[int, int]) -> list[Suspect]:
-    """Return the containers that have become longer with each of two steps, and have a name."""
+    """Return the named containers that have gained at least two elements in the two steps."""
     suspects = []
     for one in gc.get_objects():
         if type(one) in CONTAINERS and one is not before:

@@ -24,12 +24,10 @@ from ampfuse.memory._step_memory import WARM_UP, WINDOW, Sample, StepMemory, kee
 class Monitor(StepMemory):
     """Samples the memory of the process and of its GPU while a program trains.
 
-    Steps are those of the first optimizer, outside of compiled functions. Samples are taken by a
-    thread every `interval` seconds, and after each step that takes 20 ms or more. If memory grows
-    from step to step, the allocations of two steps are recorded, and `suspects` names the lines and
-    containers that hold the memory. The host does not wait for the GPU.
-
-    It needs psutil except on Linux: `pip install psutil`.
+    Steps are those of the first optimizer, outside of compiled functions. A thread takes samples
+    every `interval` seconds. Samples are also taken after steps, at most one every 20 ms. If memory
+    grows from step to step, the allocations of two steps are recorded, and `suspects` names the
+    lines and containers that hold the memory. The host does not wait for the GPU.
 
     Args:
         interval: Seconds between two samples.

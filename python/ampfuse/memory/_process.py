@@ -1,36 +1,18 @@
 """Reads how much memory this process takes, on the host and on its GPUs."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 
-def host_memory() -> Callable[[], int]:
-    """Return a function that returns the physical memory of this process."""
+def host_memory() -> int:
+    """Return the physical memory of this process; 0 if it cannot be read."""
     # Pages of files, for example of a dataset that is mapped into memory, can be dropped.
-    if sys.platform == "linux":  # psutil reads the same file
-        page = os.sysconf("SC_PAGE_SIZE")
-
-        def from_kernel() -> int:
-            try:
-                resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-            except OSError:  # the program may have no more files
-                return 0
-            return (int(resident) - int(shared)) * page
-
-        return from_kernel
     try:
-        import psutil  # type: ignore[import-untyped]
-    except ImportError:
-        raise ImportError("Monitor needs psutil here: pip install psutil") from None
-    process = psutil.Process()
-
-    def memory() -> int:
-        info = process.memory_info()
-        return int(info.rss - getattr(info, "shared", 0))
-
-    return memory
+        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    except OSError:  # the process may have reached its limit of open files
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def gpu_process_memory() -> Callable[[], int]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -253,11 +253,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._after_step()
 
 
-def blocks_of(model: nn.Module) -> Iterator[str]:
+def blocks_of(model: nn.Module) -> list[str]:
     """Return the names of the modules that a model repeats, for example its layers.
 
-    These are the members of a Sequential or ModuleList that have parameters, if there are at least
-    two and all are of one class; not the modules inside of such members.
+    These are the members of a Sequential or ModuleList, if there are at least two, all are of one
+    class, and each has submodules. Modules inside of such members are not blocks.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -268,4 +268,4 @@ def blocks_of(model: nn.Module) -> Iterator[str]:
         has_parts = all(any(member.children()) for member in members.values())
         if len(members) >= 2 and len(kinds) == 1 and has_parts:
             found += [f"{name}.{member}".lstrip(".") for member in members]
-    return iter(found)
+    return found

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MODULES_SHOWN = 8
 LEAST_SAVING = 0.01  # of the peak; changes that save less are not shown
 BAR = 40  # characters of the longest bar in a terminal
-# One color per kind, in the order of KINDS. Blue: the model. Green: the optimizer. The rest belongs
-# to the batch.
+# One color per kind, in the order of KINDS: blue for weights, masters and gradients, green for
+# moments and buffers, other colors for what belongs to the batch.
 COLORS = dict(
     zip(
         KINDS,

@@ -12,7 +12,7 @@ from ampfuse.memory._record import BACKWARD, FORWARD, STEP
 SHOWN = 12
 ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 NATIVE = ("??", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so")
-PLUMBING = ("torch/", "ampfuse/", "<")
+LIBRARIES = ("torch/", "ampfuse/", "<")
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ def _place(frames: list[dict[str, Any]]) -> tuple[str, str]:
             phase = BACKWARD
         elif "torch/optim/" in file and "step" in frame["name"]:
             phase = STEP
-    own = [(file, frame) for file, frame in python if not _is_plumbing(file)]
+    own = [(file, frame) for file, frame in python if not _is_library(file)]
     file, frame = (own or python)[0]
     return phase, f"{file.rpartition('/')[2]}:{frame['line']} {frame['name']}"
 
 
-def _is_plumbing(file: str) -> bool:
-    return any(f"/site-packages/{part}" in file or file.startswith(part) for part in PLUMBING)
+def _is_library(file: str) -> bool:
+    return any(f"/site-packages/{part}" in file or file.startswith(part) for part in LIBRARIES)

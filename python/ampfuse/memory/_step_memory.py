@@ -58,7 +58,6 @@ class StepMemory:
         self._finds_leaks = find_leaks
         self._look: Look | None = None
         self._next_test = WINDOW  # for growth, after so many steps
-        self._host = host_memory()
         self._process: Callable[[], int] | None = None  # set when the program uses a GPU
         self._start = time.perf_counter()
 
@@ -132,7 +131,7 @@ class StepMemory:
             reserved = torch.cuda.memory_reserved(device)
             process = self._process()
         seconds = time.perf_counter() - self._start
-        host = self._host()
+        host = host_memory()
         return Sample(seconds, self.steps, self._phase, host, allocated, reserved, process)
 
     def _is_suspicious(self) -> bool:

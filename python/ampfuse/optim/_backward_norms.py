@@ -12,7 +12,7 @@ from ampfuse._dtensors import local
 
 
 class Version(NamedTuple):
-    """A gradient and the number of writes to it. A DTensor and its shard count theirs apart."""
+    """A gradient and its number of writes, which a DTensor and its shard count separately."""
 
     grad: "weakref.ref[Tensor]"  # weak, so that gradients can be freed
     shard: "weakref.ref[Tensor]"

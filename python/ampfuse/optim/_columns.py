@@ -84,9 +84,8 @@ class GroupColumns:
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
-        self._steps: list[Any] = []
         self._state_options = state_options(group, own_options)
-        grads, self._kinds = self._inspect()
+        grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
                 continue
@@ -102,7 +101,7 @@ class GroupColumns:
         params = group["params"]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
-        grads, kinds = self._inspect()
+        grads, kinds = self._grads_and_kinds()
         if kinds != self._kinds or state_options(group, self._own_options) != self._state_options:
             return None
         try:
@@ -118,7 +117,7 @@ class GroupColumns:
     def _read_steps(self) -> list[Any]:
         return [state["step"] for state in chain.from_iterable(self._states.values())]
 
-    def _inspect(self) -> tuple[list[Any], Any]:
+    def _grads_and_kinds(self) -> tuple[list[Any], Any]:
         """Return all gradients, and a key: all dtypes and which parameters have a gradient.
 
         The key has dtypes because a model that is cast keeps the same parameter objects.
@@ -163,7 +162,7 @@ class ColumnCache:
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
-        self._before_step: set[Tensor] | None = None  # had state before a step that creates more
+        self._before_step: set[Tensor] | None = None  # params that had state before this step
 
     def read(
         self,

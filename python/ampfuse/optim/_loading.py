@@ -96,7 +96,7 @@ class NewState(NamedTuple):
     entries: dict[str, Any]
     param: Tensor | None
     """The new value of the parameter itself, or None if it stays."""
-    has_own_master: bool
+    has_master: bool
     """True if the parameter has a master, saved or not."""
 
 
@@ -159,10 +159,10 @@ def put_states(
     for key in [key for key in state if key not in new]:
         del state[key]
     state.update(of_nobody)
-    for param, (entries, of_param, has_own_master) in new.items():
+    for param, (entries, of_param, has_master) in new.items():
         if in_place:
             master = _put_in_place(state[param], entries)
-            if master is not None and has_own_master:
+            if master is not None and has_master:
                 state[param]["master_param"] = master
                 renew_master(state[param], param)
                 spares[param] = state[param].pop("master_param")

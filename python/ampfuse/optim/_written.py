@@ -6,6 +6,7 @@ from itertools import chain
 import torch
 
 from ampfuse import _C
+from ampfuse._devices import largest
 from ampfuse._graphs import is_capturing
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
@@ -15,7 +16,7 @@ from ampfuse.optim._state import adopt_param
 Writes = list[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]
 """For each call of the op, the results of `_C.writes` for parameters, DTensors and step counters.
 
-This is the sum of the tensors' version counters, and a hash of their addresses.
+Each result is the sum of the tensors' version counters, and a hash of their addresses.
 """
 
 
@@ -66,7 +67,7 @@ class WrittenParams:
         # If each step replaced a copy that is on its way, the host might never receive one.
         if flags and not self._has_warned and self._on_its_way is None:
             self._on_its_way = HostCopy()
-            self._on_its_way.send(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+            self._on_its_way.send(largest(flags))
 
     def _warn_if_arrived(self) -> None:
         was_written_over = None if self._on_its_way is None else self._on_its_way.latest()

@@ -54,17 +54,15 @@ class Adam(torch.optim.Adam):
     during the capture. Take one step before a capture.
 
     Masters are created at a parameter's first step. If other code writes a parameter later (loading
-    or averaging models, masks), its master takes over the elements that were written, with a
-    warning the first time. On a GPU the step itself is sure to notice only writes that change 128
-    adjacent elements. Smaller writes are noticed, too, if they are made under `torch.no_grad()`,
-    not through `.data`, and between eager steps of the same parameters or steps of a `GraphedStep`.
+    or averaging models, masks), its master takes over the elements that were written. Writes under
+    `torch.no_grad()`, not through `.data`, and between eager steps of the same parameters or steps
+    of a `GraphedStep`, are all noticed, with a warning the first time. Of other writes, a GPU is
+    sure to notice only those that change 128 adjacent elements.
     After other writes call `sync_masters_from_model()`. Tensors whose memory layout differs from
     their parameter's are copied for the step.
 
     Args:
         params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
-            They may be float16, bfloat16 and float32 in any mixture; float64 and complex parameters
-            are stepped as in torch.
         lr: Learning rate: a number, or a tensor with one element, which is read on its device.
         betas: Decay rates of the averages of the gradient and of its square.
         eps: Number added to the denominator.
@@ -88,7 +86,7 @@ class Adam(torch.optim.Adam):
             more pass, and no process group. Scalers refuse to unscale float16 gradients, unless
             made with `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is
             `"in_step"`, except while Accelerate, which Transformers uses, wraps `step` to notice
-            whether it is called.
+            whether it is called, and there is no process group.
         process_group: Ranks that step other parameters of the same model. Norms, and the decision
             to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
             too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same

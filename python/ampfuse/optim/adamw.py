@@ -51,7 +51,7 @@ class AdamW(Adam, torch.optim.AdamW):
             more pass, and no process group. Scalers refuse to unscale float16 gradients, unless
             made with `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is
             `"in_step"`, except while Accelerate, which Transformers uses, wraps `step` to notice
-            whether it is called.
+            whether it is called, and there is no process group.
         process_group: Ranks that step other parameters of the same model. Norms, and the decision
             to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
             too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same

@@ -20,15 +20,15 @@ class Usage:
         self.fallbacks: Counter[str] = Counter()
         self.waits_avoided = 0
         """Steps in which the host did not wait for a GPU, but would have with torch's objects."""
-        self.look: Callable[[Tensor], None] | None = None
-        """Is called with the input of each use, if it has one."""
+        self.on_input: Callable[[Tensor], None] | None = None
+        """A function that is called with the input of each use, if the use has one."""
 
     @eager_only
     def count_use(self, input: Tensor | None = None) -> None:
         """Count one use. Traced code does not count: a changed count would compile it again."""
         self.uses += 1
-        if self.look is not None and input is not None:
-            self.look(input)
+        if self.on_input is not None and input is not None:
+            self.on_input(input)
 
     @eager_only
     def count_fallback(self, what: str, reason: str) -> None:

@@ -7,14 +7,13 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from ampfuse._graphs import is_in_backward, uses_gpu
 from ampfuse._program_lines import Place, current_line
 from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
-from ampfuse.optim._state import DTYPES_16_BIT
+from ampfuse.memory._as_on_gpu import in_float32
 from ampfuse.patching import _optimizers
 from ampfuse.precision._precisions import Precision
 
@@ -161,10 +160,3 @@ def device_of(module: nn.Module) -> str:
     """Return the kind of device of a module's parameters."""
     param = next(module.parameters(), None)
     return ("cuda" if uses_gpu() else "cpu") if param is None else param.device.type
-
-
-def in_float32(values: Any) -> Any:
-    """Return nested values with all 16-bit tensors in float32."""
-    return tree_map(
-        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in DTYPES_16_BIT else x, values
-    )

@@ -8,9 +8,8 @@ from ampfuse.precision._operators import ZERO
 from ampfuse.precision._outcome import Deviation, Outcome, noise
 from ampfuse.precision._precisions import BFLOAT16, UNSCALED, Precision
 
-# Rounding changes gradients. This is too much if it is much beside what another batch changes, or
-# if it is much beside the gradient itself. Less than the least does not matter: where all batches
-# are the same, 1 % of rounding is still a good gradient.
+# The limit of a gradient's deviation is 30 % of the distance between the gradients of two batches,
+# but at least 5 %, since all batches may be the same, and at most 30 % of the gradient.
 PART_OF_NOISE = 0.3
 LEAST, MOST = 0.05, 0.3
 MOST_OF_LOSS = 0.05

@@ -5,15 +5,27 @@ import torch
 from ampfuse.precision._outcome import Outcome
 from ampfuse.precision._precisions import FIRST_SCALE, Precision
 
-# Trainers that choose the precision by an option: the folder of their package, and the option for
-# a precision and for float32.
-TRAINERS = {
-    "transformers": ("{}=True in TrainingArguments", "neither bf16 nor fp16 in TrainingArguments"),
-    "accelerate": ('Accelerator(mixed_precision="{}")', 'Accelerator(mixed_precision="no")'),
-    "lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
-    "pytorch_lightning": ('Trainer(precision="{}-mixed")', 'Trainer(precision="32-true")'),
+LIGHTNING: dict[torch.dtype | None, str] = {
+    torch.bfloat16: 'Trainer(precision="bf16-mixed")',
+    torch.float16: 'Trainer(precision="16-mixed")',
+    None: 'Trainer(precision="32-true")',
 }
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Trainers that choose the precision by an option: the folder of their package, and the option for
+# each dtype of autocast; None is float32.
+TRAINERS: dict[str, dict[torch.dtype | None, str]] = {
+    "transformers": {
+        torch.bfloat16: "bf16=True in TrainingArguments",
+        torch.float16: "fp16=True in TrainingArguments",
+        None: "neither bf16 nor fp16 in TrainingArguments",
+    },
+    "accelerate": {
+        torch.bfloat16: 'Accelerator(mixed_precision="bf16")',
+        torch.float16: 'Accelerator(mixed_precision="fp16")',
+        None: 'Accelerator(mixed_precision="no")',
+    },
+    "lightning": LIGHTNING,
+    "pytorch_lightning": LIGHTNING,
+}
 
 
 def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[str]:
@@ -27,9 +39,9 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
             for name in ("autocast", "scaler")
             if places[name]
         ]
-        return [trainer[1]] if trainer and found else found
+        return [trainer[None]] if trainer and found else found
     if trainer and not precision.kept:
-        lines = [trainer[0].format(SHORT[precision.dtype])]
+        lines = [trainer[precision.dtype]]
     else:
         lines = by_hand(places, device, base.data["own_dtype"], precision, scale)
     if precision.has_16bit_weights:
@@ -45,7 +57,7 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
     return lines
 
 
-def trainer_of(places: dict[str, dict[str, str] | None]) -> tuple[str, str] | None:
+def trainer_of(places: dict[str, dict[str, str] | None]) -> dict[torch.dtype | None, str] | None:
     """Return the options of the package that calls the model or backward, or None."""
     folders = [
         (places[name] or {}).get("where", "").split("/")[0] for name in ("model", "backward")

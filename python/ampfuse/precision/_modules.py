@@ -143,6 +143,6 @@ class Modules:
 
 def without_wrappers(name: str) -> str:
     """Return a name as it is in the program's own module."""
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
+    while name.startswith(WRAPPERS):
+        name = name.partition(".")[2]
     return name

@@ -13,6 +13,7 @@ import torch
 
 from ampfuse._program_lines import file_name, is_of_program
 from ampfuse.command import program
+from ampfuse.command.report import RECORDED_UPDATES
 from ampfuse.patching import patch
 from ampfuse.patching._scalers import RECORDING
 from ampfuse.precision._precisions import PRECISIONS
@@ -33,7 +34,7 @@ def seed() -> None:
 
 def main(order: dict[str, Any]) -> None:
     """Run a program as ordered, and write the result to files in a folder."""
-    RECORDING.history = 2**16
+    RECORDING.history = RECORDED_UPDATES
     patch()
     seed()
     folder = Path(order["folder"])

@@ -66,10 +66,11 @@ def first_sample(values: Any) -> Tensor | None:
 
 
 def sample(tensor: Tensor, most: int) -> Tensor:
-    """Return at most so many elements of a tensor, at places that depend on its size alone."""
+    """Return at most so many elements of a tensor, at positions that depend on its size alone."""
     values = tensor.detach()
     if values.layout != torch.strided:
         values = values.to_dense()
     values = values.reshape(-1)
-    step = max(1, values.numel() // most) | 1  # odd, or it would miss columns of most matrices
+    # An even step would miss columns of most matrices.
+    step = -(-values.numel() // most) | 1
     return values[::step].to("cpu", torch.float32, copy=True)

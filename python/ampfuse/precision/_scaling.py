@@ -22,16 +22,17 @@ class Scaling:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def begin(
-        self, losses: Tensor | Sequence[Tensor], upstream: Any, params: Iterable[Tensor]
+        self, losses: Tensor | Sequence[Tensor], grad_tensors: Any, params: Iterable[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the losses and the gradients with which backward has to be called."""
         losses = [losses] if isinstance(losses, Tensor) else list(losses)
-        given = [upstream] if isinstance(upstream, Tensor) else upstream or [None] * len(losses)
+        if isinstance(grad_tensors, Tensor):
+            grad_tensors = [grad_tensors]
         if accumulated := gradients_of(params):
             torch._foreach_mul_(accumulated, self.scale)
         return losses, [
             (torch.ones_like(loss) if one is None else one) * self.scale
-            for loss, one in zip(losses, given, strict=True)
+            for loss, one in zip(losses, grad_tensors or [None] * len(losses), strict=True)
         ]
 
     def end(self, params: Iterable[Tensor]) -> None:
@@ -40,7 +41,7 @@ class Scaling:
             torch._foreach_div_(present, self.scale)
 
     def hide_overflow(self, params: Iterable[Tensor]) -> None:
-        """Make an optimizer skip its step if a gradient is not finite, by taking all of them."""
+        """Remove all gradients if one is not finite, so that the optimizer skips its step."""
         params = [param for param in params if param.grad is not None]
         if not are_finite(gradients_of(params)):
             self.skipped += 1

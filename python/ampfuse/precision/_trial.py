@@ -19,6 +19,7 @@ from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
 from ampfuse.diagnosis._clock import StepClock
 from ampfuse.diagnosis._phases import INPUT, Listener
+from ampfuse.memory._as_on_gpu import without_dropout
 from ampfuse.patching._scalers import RECORDING
 from ampfuse.precision._forcing import Forcing
 from ampfuse.precision._modules import Modules
@@ -238,24 +239,6 @@ class Trial(Listener):
             self.scaling.restore()
         if self.clock.steps >= self._steps or self._is_slow:
             self._finish()
-
-
-def without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return torch's attention without its dropout."""
-
-    @wraps(attention)
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-    return run
 
 
 def sum_of(tensors: Iterable[Tensor]) -> float:

@@ -30,8 +30,8 @@ def verdict(judge: Judge) -> Verdict:
         number = next((i for i, loss in enumerate(base.losses, 1) if not math.isfinite(loss)), None)
         what = f"the loss of backward {number}" if number else "a gradient"
         sentences = [
-            f"Stay with float32 for now: {what} is not finite even so.",
-            "Other precisions cannot be judged before that is mended.",
+            f"Stay with float32 for now: {what} is not finite even in float32.",
+            "Other precisions cannot be judged before that is fixed.",
             "Look at the learning rate, at the data and at the loss.",
         ]
         return Verdict(FLOAT32, sentences, [])
@@ -214,7 +214,7 @@ def share_of_operators(outcome: Outcome) -> float:
 
 
 def missing_instructions(base: Outcome, precision: Precision) -> str:
-    """Return a sentence if the device computes in 16 bits by other instructions."""
+    """Return a sentence if the device has no instructions for products in this dtype."""
     name = precision.dtype_name
     is_bf16 = precision.dtype == torch.bfloat16
     if base.data["gpu"]:

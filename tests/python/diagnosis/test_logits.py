@@ -16,7 +16,7 @@ def logits(monkeypatch):
 
     found = WideLogits()
     patch("cross_entropy")
-    monkeypatch.setattr(_losses.USAGE, "look", found)
+    monkeypatch.setattr(_losses.USAGE, "on_input", found)
     yield found
     unpatch()
 

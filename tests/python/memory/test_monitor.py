@@ -16,8 +16,6 @@ from ampfuse.memory import Monitor, Suspect
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-pytest.importorskip("psutil")
-
 WIDTH = 1024  # an activation takes 4 MiB, so that growth stands out from the noise of a process
 STEPS = 60
 
@@ -232,14 +230,6 @@ def test_memory_of_the_process_on_a_gpu_is_that_of_the_driver(monkeypatch):
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 40 + device)
     end = train(Monitor(), steps=2).ends[-1]
     assert (end.allocated, end.reserved, end.process) == (31, 41, 10)
-
-
-def test_monitor_needs_psutil_except_on_linux(monkeypatch):
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    Monitor()  # not on Linux
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ImportError, match="Monitor needs psutil here: pip install psutil"):
-        Monitor()
 
 
 def test_monitor_costs_less_than_1_percent_of_a_5_ms_step():

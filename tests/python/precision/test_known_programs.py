@@ -130,6 +130,6 @@ def test_program_that_diverges_is_not_judged(advised):
     advice = advised("diverges")
     assert advice.verdict.precision == FLOAT32
     assert advice.verdict.sentences[0] == (
-        "Stay with float32 for now: the loss of backward 3 is not finite even so."
+        "Stay with float32 for now: the loss of backward 3 is not finite even in float32."
     )
     assert not advice.judge.outcomes

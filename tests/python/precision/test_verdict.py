@@ -321,3 +321,10 @@ def test_trainers_have_an_option():
     assert lines_to_change(base, FLOAT32, 1.0) == []
     base.data["places"]["autocast"] = where
     assert lines_to_change(base, FLOAT32, 1.0) == ["neither bf16 nor fp16 in TrainingArguments"]
+
+
+def test_lightning_has_names_of_its_own_for_precisions():
+    where = {"where": "lightning/pytorch/trainer.py:99", "text": "", "call": ""}
+    base = outcome(FLOAT32, places=PLACES | {"model": where})
+    assert lines_to_change(base, BFLOAT16, 1.0) == ['Trainer(precision="bf16-mixed")']
+    assert lines_to_change(base, FLOAT16, 65536.0) == ['Trainer(precision="16-mixed")']
