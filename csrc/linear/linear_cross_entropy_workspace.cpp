@@ -55,7 +55,8 @@ int64_t linear_cross_entropy_workspace(const at::Tensor& hidden, const at::Tenso
   const bool is_wide = with_gradient && sum_dtype != dtype;
   const int64_t hidden_sum =
       is_wide && (!on_gpu || chunk_classes) ? rows * hidden.size(1) * bytes_of(sum_dtype) : 0;
-  const int64_t block = is_wide && !on_gpu ? std::min(sum, LinearLayer::kBlockBytes) : 0;
+  const int64_t block_sum = classes * weight.size(1) * bytes_of(sum_dtype);
+  const int64_t block = is_wide && !on_gpu ? std::min(block_sum, LinearLayer::kBlockBytes) : 0;
   const int64_t wide = chunk_classes ? hidden_sum + block : std::max(hidden_sum, block);
   const int64_t tiles = chunk_classes && classes > 0 ? (all_classes + classes - 1) / classes : 0;
   const int64_t partials = tiles * rows * math::kShardPartial * int64_t(sizeof(double));

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 
-from ampfuse._graphs import compiled_graphs
+from ampfuse._graphs import compiled_graphs, eager_only
 from ampfuse._measuring import only_measures
 from ampfuse._replacing import replace
 from ampfuse.amp import GradScaler
@@ -120,13 +120,14 @@ class StepClock:
             listener.read(intervals)
 
     @only_measures
+    @eager_only
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.note(OPTIMIZER, True, id(optimizer))
+        self.note(OPTIMIZER, True, id(optimizer))
 
     @only_measures
+    @eager_only
     def _leave_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return
         self.note(OPTIMIZER, False, id(optimizer))
         if not self._is_first(optimizer):

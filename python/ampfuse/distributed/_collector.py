@@ -9,6 +9,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._devices import is_served
 from ampfuse._dtensors import Sharding, local, sharding_of
+from ampfuse._graphs import eager_only
 from ampfuse.distributed._end_of_backward import at_the_end, backward_pass, keep_for_current_stream
 from ampfuse.optim._backward_norms import BackwardNorms
 
@@ -39,11 +40,12 @@ class Collector:
         self._queued = -1  # the backward pass at the end of which `_finish` is called
         self._lock = threading.RLock()
 
+    @eager_only
     @torch.no_grad()
     def note(self, param: Tensor) -> None:
         """Take note of a gradient. This is a hook of the parameter."""
         grad = param.grad
-        if grad is None or torch.compiler.is_compiling() or backward_pass() < 0:
+        if grad is None or backward_pass() < 0:
             return
         part = local(grad)
         # FSDP2's gradients on the CPU may still be on their way from a GPU.

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampfuse._background import Background
+from ampfuse._graphs import eager_only
 from ampfuse._measuring import hook_steps, only_measures
 from ampfuse._replacing import replace
 from ampfuse._texts import size_text
@@ -162,14 +163,13 @@ class Monitor(StepMemory):
         return marked
 
     @only_measures
+    @eager_only
     def _before_step(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._phase = STEP
+        self._phase = STEP
 
     @only_measures
+    @eager_only
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         self._phase = FORWARD
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)

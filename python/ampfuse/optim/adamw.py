@@ -28,8 +28,6 @@ class AdamW(Adam, torch.optim.AdamW):
 
     Args:
         params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
-            They may be float16, bfloat16 and float32 in any mixture; float64 and complex parameters
-            are stepped as in torch.
         lr: Learning rate: a number, or a tensor with one element, which is read on its device.
         betas: Decay rates of the averages of the gradient and of its square.
         eps: Number added to the denominator.

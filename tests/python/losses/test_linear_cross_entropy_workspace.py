@@ -13,7 +13,7 @@ CASES = {
     "rows of a chunk": (1024, torch.float32, torch.float32, {"chunk_rows": 100}),
     "tiles of classes": (1024, torch.float32, torch.float32, {"chunk_classes": 2048}),
     "bfloat16": (1024, torch.bfloat16, torch.bfloat16, {}),
-    "bfloat16 tiles": (4096, torch.bfloat16, torch.bfloat16, {"chunk_classes": 1024}),
+    "bfloat16 tiles": (4096, torch.bfloat16, torch.bfloat16, {"chunk_classes": 2048}),
     "bfloat16 chunks": (4096, torch.bfloat16, torch.bfloat16, {}),
     "converted weight": (1024, torch.bfloat16, torch.float32, {}),
 }

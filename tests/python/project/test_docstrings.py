@@ -11,7 +11,7 @@ import pytest
 MODULES = ["ampfuse"] + [
     module.name
     for module in pkgutil.walk_packages(ampfuse.__path__, "ampfuse.")
-    if "._" not in module.name and "integrations." not in module.name  # these need frameworks
+    if "integrations." not in module.name  # these need frameworks
 ]
 OPS = [
     name

@@ -7,6 +7,7 @@ changes no Python objects.
 from contextlib import contextmanager, nullcontext
 
 import torch
+from ampfuse._nested import params_of
 
 
 class FakeGraph:
@@ -17,7 +18,7 @@ class FakeGraph:
     def replay(self):
         history = self.step.scaler._history if self.step.scaler.is_enabled() else None
         before = history and history.last_step()
-        params = self.step._params()
+        params = params_of(self.step.optimizer)
         grads = [param.grad for param in params]
         with capturing():
             loss = self.step._step(self.step._sample)
