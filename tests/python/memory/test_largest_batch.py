@@ -165,7 +165,7 @@ def test_effective_batch_of_no_samples_is_refused():
 
 def test_step_that_does_not_depend_on_the_batch_is_refused():
     model, optimizer, step = model_and_step()
-    with pytest.raises(ValueError, match="step: expected memory that grows with the batch, but 1,048,576 "):
+    with pytest.raises(ValueError, match="memory that grows with the batch, but 1,048,576 samples"):
         largest_batch(model, optimizer, lambda _: step(4), memory=64 * MIB)
 
 
