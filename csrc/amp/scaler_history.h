@@ -16,7 +16,7 @@ namespace ampfuse::amp {
 class ScalerHistory {
  public:
   /// Indexed by math::ScaleCounter: the hysteresis tracker (1 if the next overflow lowers the
-  /// scale), the skips in a row, and the number of updates.
+  /// scale), the overflows in a row, and the number of updates.
   using Counts = std::array<int64_t, math::kScaleCounters>;
 
   ScalerHistory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}

@@ -1,5 +1,4 @@
-# Defines the target ampfuse::catch2: Catch2 of major version 2 or 3, with a main(). Sets
-# AMPFUSE_CATCH2 to true if Catch2 was found.
+# Defines the target ampfuse::catch2 if Catch2 is found: major version 2 or 3, with a main().
 
 find_package(Catch2 QUIET HINTS ${PROJECT_SOURCE_DIR}/.venv/cpp-headers/usr)
 if(Catch2_FOUND AND Catch2_VERSION VERSION_GREATER_EQUAL 3)

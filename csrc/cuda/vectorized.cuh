@@ -170,7 +170,7 @@ class PacksAnywhere {
 
   // The same for packs that are not aligned, with half as many registers: only the lower blocks are
   // in flight at once. The upper block of a pack is the lower block of the next one, so by then it
-  // is in the L1 cache. Pack 1 takes the place of pack 0.
+  // is in the L1 cache, except that of the last loadable pack. Pack 1 takes the place of pack 0.
   template <int kCount, typename At>
   __device__ __forceinline__ void load_unaligned(const At& at, Words (&packs)[kCount]) const {
     const auto index = [&](int u) { return max(at(u), 1); };

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../tensors/dtype_name.h"
+#include "../tensors/tensor_list.h"
 #include "cross_entropy.h"
 #include "cross_entropy_inputs.h"
 #include "named_arguments.h"
@@ -66,6 +67,7 @@ void check_loss_layout(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_nested(), kCrossEntropy, ": ",
                     name, ": expected a strided tensor, got ",
                     tensor.is_nested() ? "a nested one of layout " : "layout ", tensor.layout());
+  check_memory(kCrossEntropy, name, tensor);  // it may be copied to rows
 }
 
 void check_shapes(const at::Tensor& input, const at::Tensor& target,

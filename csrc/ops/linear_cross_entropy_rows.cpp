@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../tensors/dtype_name.h"
+#include "../tensors/tensor_list.h"
 #include "cross_entropy_inputs.h"
 #include "linear_cross_entropy.h"
 #include "named_arguments.h"
@@ -164,6 +165,7 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
   const c10::SymInt classes =
       arguments.shard ? c10::SymInt(arguments.shard->num_classes) : weight.sym_size(0);
+  check_memory(kLinearCrossEntropy, "target", arguments.target);
   arguments.target = rows_of_target(arguments, shape_, rows, loss_dtype);
   arguments.class_weight = loss_class_weight(kLinearCrossEntropy, "class_weight",
                                              arguments.class_weight, classes, loss_dtype, device);

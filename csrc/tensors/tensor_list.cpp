@@ -103,8 +103,10 @@ bool has_memory(const at::Tensor& tensor) {
   const c10::DispatchKeySet keys = tensor.key_set();
   const bool is_traced =
       keys.has_any(c10::python_ks) || keys.has_backend(c10::BackendComponent::MetaBit);
-  // Traced tensors have no memory, and no kernel reads them.
-  return is_traced || tensor.numel() == 0 || storage_of(tensor).data() != nullptr;
+  // Traced tensors have no memory, and no kernel reads them. Sparse tensors and the wrappers of
+  // torch.func have no storage.
+  return is_traced || !tensor.has_storage() || tensor.numel() == 0 ||
+         storage_of(tensor).data() != nullptr;
 }
 
 void check_memory(const char* op, const char* argument, const at::Tensor& tensor) {

@@ -1,6 +1,6 @@
 """Warnings about mistakes that raise no error but train on wrong gradients.
 
-A scaler steps for them in its first steps, and warns once when it is certain. The numbers that it
+A scaler looks for them in its first steps, and warns once when it is certain. The numbers that it
 needs are copied to the host without waiting, so on a GPU the warning may come some steps later.
 """
 
@@ -90,7 +90,7 @@ class Watch:
         self._has_scaled = False  # True from a scaled loss to a step without the scaler
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
-        self._is_done = False  # True after a warning, or if there is nothing more to step for
+        self._is_done = False  # True after a warning, or if there is nothing more to look for
         self.is_scale_known = False  # True if the program may divide by the scale
 
     @eager_only
@@ -157,15 +157,15 @@ class Watch:
         if self._clipped is not None:
             max_norm, norm, scale = self._clipped[0], *(copy.number() for copy in self._clipped[1:])
             if norm is not None and scale is not None:
-                self._clipped = None  # a norm below the limit was not clipped: step again
+                self._clipped = None  # a norm below the limit was not clipped: look again
                 if max_norm < min(norm, FAR_BELOW_THE_SCALE * scale):
                     self._warn(CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale))
         elif len(self._norms) == STEPS_WATCHED:
-            steps = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
-            arrived = [(n, limit, s) for limit, n, s in steps if n is not None and s is not None]
+            checks = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
+            arrived = [(n, limit, s) for limit, n, s in checks if n is not None and s is not None]
             self._is_done = len(arrived) == STEPS_WATCHED
-            if self._is_done and all(was_clipped(*step) for step in arrived):
-                self._warn(CLIPPED_TWICE.format(max_norm=steps[0][0]))
+            if self._is_done and all(was_clipped(*check) for check in arrived):
+                self._warn(CLIPPED_TWICE.format(max_norm=checks[0][0]))
 
     def _warn(self, text: str) -> None:
         self._is_done = True

@@ -55,8 +55,9 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(std::string, hysteresis_refill) = "growth";
   /// False keeps the scale constant. Steps that overflow are still skipped.
   TORCH_ARG(bool, dynamic) = true;
-  /// update() throws ScaleCollapseError after this many skips in a row. On a GPU it reads the last
-  /// count that has reached the host, so it may throw late, or miss skips that have ended by then.
+  /// update() throws ScaleCollapseError after this many overflows in a row. On a GPU it reads the
+  /// last count that has reached the host, so it may throw late, or miss skips that have ended by
+  /// then.
   TORCH_ARG(std::optional<int64_t>, max_consecutive_skips) = std::nullopt;
   /// Also skips steps with finite gradients whose norm is an outlier: its logarithm is more than so
   /// many standard deviations above a running mean, for example 6. The first 64 steps are taken.
@@ -74,7 +75,7 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(bool, allow_no_grads) = false;
 };
 
-/// Thrown by GradScaler::update() after `max_consecutive_skips` skips in a row. The scale is
+/// Thrown by GradScaler::update() after `max_consecutive_skips` overflows in a row. The scale is
 /// updated before, so training may continue.
 class AMPFUSE_API ScaleCollapseError : public std::runtime_error {
  public:
@@ -162,7 +163,7 @@ class AMPFUSE_API GradScaler {
   /// all optimizers.
   ///
   /// \throws c10::Error if no optimizer was stepped or unscaled, unless `allow_no_grads` is set.
-  /// \throws ScaleCollapseError after `max_consecutive_skips` skips in a row.
+  /// \throws ScaleCollapseError after `max_consecutive_skips` overflows in a row.
   void update();
   /// Sets the scale, whatever the steps since the last update require.
   void update(double new_scale);

@@ -13,7 +13,7 @@ struct ScaleTensors {
   at::Tensor scale;           ///< float, one element
   at::Tensor growth_tracker;  ///< int, one element: clean steps since the last overflow or growth
   at::Tensor counters;        ///< long, 3 elements: number of overflows until one lowers the scale
-                              ///< (initially `hysteresis`), skips in a row, updates
+                              ///< (initially `hysteresis`), overflows in a row, updates
   /// Float, [n, 3]: for each of the last n updates the scale before it, 1 if the step has
   /// overflowed, 2 if it was skipped as an outlier (else 0), and `norm`. Update i is in row i mod
   /// n.

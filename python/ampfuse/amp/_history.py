@@ -101,7 +101,7 @@ class ScalerHistory:
             self._norms.copy_(torch.tensor(self._first_norms, dtype=torch.float64))
 
     def counts(self) -> list[int]:
-        """Return the hysteresis left, the skips in a row and the number of updates."""
+        """Return the hysteresis left, the overflows in a row and the number of updates."""
         return self._first_counters if self._counters is None else self._counters.tolist()
 
     def put_records(self, records: list[ScaleRecord]) -> None:
@@ -170,7 +170,7 @@ class ScalerHistory:
         return bool(flag.item() != 0)
 
     def skips_in_a_row(self) -> int:
-        """Return the number of skips in a row at the last update that the host has received.
+        """Return the number of overflows in a row at the last update that the host has received.
 
         Do not call this during a capture: each replay of the graph would copy to the host.
         """

@@ -63,11 +63,13 @@ def test_in_place_vmap_is_refused(device):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("kind", [*KINDS, "metrics"])
+@pytest.mark.parametrize("kind", [*KINDS, "metrics", "weighted"])
 def test_error_for_unsupported_transforms_names_the_function(device, kind, transform):
     logits, target = batch(device, 6, 50)
 
     def loss_of(x):
+        if kind == "weighted":
+            return ampfuse.cross_entropy(x, target, torch.ones(50, device=device))
         if kind == "metrics":
             return ampfuse.cross_entropy(x, target, return_metrics=True)[0]
         return ampfuse.cross_entropy(x, target, reduction=kind).sum()

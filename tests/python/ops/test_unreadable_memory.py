@@ -65,6 +65,34 @@ def test_parts_of_freed_memory_are_refused(device, name):
         ampfuse.cross_entropy(**arguments)
 
 
+def test_freed_memory_that_has_to_be_copied_first_is_refused(device):
+    logits = torch.zeros(7, 5, device=device)
+    target = torch.zeros(7, dtype=torch.long, device=device)
+    probabilities = freed_part(torch.zeros(7, 5, device=device).double())
+    transposed = torch.zeros(2, 5, 7, device=device)[1].t()
+    transposed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="input: its storage is empty"):
+        ampfuse.cross_entropy(transposed, target)
+    strided = torch.zeros(28, dtype=torch.long, device=device)[14::2]
+    strided.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="target: its storage is empty"):
+        ampfuse.cross_entropy(logits, strided)
+    with pytest.raises(ValueError, match="target: its storage is empty"):
+        ampfuse.cross_entropy(logits, probabilities)
+    with pytest.raises(ValueError, match="target: its storage is empty"):
+        ampfuse.linear_cross_entropy(logits, torch.zeros(5, 5, device=device), probabilities)
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
+def test_class_weights_without_a_storage_do_not_crash(layout):
+    logits, target = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    weight = getattr(torch.ones(3), layout)()
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        ampfuse.cross_entropy(logits, target, weight)
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        ampfuse.linear_cross_entropy(logits, torch.zeros(3, 3), target, class_weight=weight)
+
+
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias", "target", "class_weight"])
 def test_parts_of_freed_memory_are_refused_by_the_linear_loss(device, name):
     arguments = {
