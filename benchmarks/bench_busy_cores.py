@@ -45,7 +45,7 @@ def with_threads(provider: Provider, threads: int) -> Provider:
 def providers(
     setup: Callable[[Settings], Sequence[Provider]], threads: int, settings: Settings
 ) -> list[Provider]:
-    chosen = ("torch", "torch fused", OURS)  # one of torch's implementations, and ours
+    chosen = ("torch", "torch fused", OURS)  # a case has one of the first two
     return [with_threads(p, threads) for p in setup(settings) if p.name in chosen]
 
 

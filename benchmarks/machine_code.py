@@ -71,13 +71,14 @@ def held_row(code: str) -> list[str]:
     """
     texts, jumps = _instructions(code)
     last = _fours(texts, r"\bSTG\.E\.128")[0][-1]
+    exponential = re.compile(r"\bMUFU\.EX2")
     ways = [
-        way
+        by_number[64]
         for loads in _fours(texts, r"\bLDG\.E\.128")
-        if (way := _shortest_way(texts, jumps, loads[0], last, exponentials=64))
+        if 64 in (by_number := _ways(texts, jumps, loads[0], last, exponential))
     ]
     # Unaligned rows need more instructions, between their loads and the first exponential.
-    return min(ways, key=len)
+    return [texts[index] for index in min(ways, key=len)]
 
 
 def loads_in_flight(code: str) -> list[int]:
@@ -100,36 +101,6 @@ def _fours(texts: list[str], pattern: str) -> list[list[int]]:
     return sorted(close, key=lambda group: group[-1] - group[0])
 
 
-def _shortest_way(
-    texts: list[str],
-    jumps: dict[int, tuple[int, bool]],
-    first: int,
-    last: int,
-    exponentials: int,
-) -> list[str]:
-    # Returns the shortest way with this many exponentials, or an empty list.
-    came_from: dict[tuple[int, int], tuple[int, int]] = {}  # by instruction and exponentials
-    lengths = {(first, 0): 1}
-    for index in range(first, last):
-        to, is_conditional = jumps.get(index, (index + 1, False))
-        is_exponential = "MUFU.EX2" in texts[index]
-        for count in range(exponentials + 1):
-            if (index, count) not in lengths:
-                continue
-            for after in {to, index + 1} if is_conditional else {to}:
-                reached = (after, count + is_exponential)
-                length = lengths[index, count] + 1
-                if index < after <= last and length < lengths.get(reached, length + 1):
-                    lengths[reached] = length
-                    came_from[reached] = (index, count)
-    way = [(last, exponentials)]
-    if way[0] not in lengths:
-        return []
-    while way[-1] in came_from:
-        way.append(came_from[way[-1]])
-    return [texts[index] for index, _ in reversed(way)]
-
-
 def _instructions(code: str) -> tuple[list[str], dict[int, tuple[int, bool]]]:
     # Returns the instructions, and for each branch where it leads and whether it is conditional.
     listed = INSTRUCTION.findall(code)
@@ -149,20 +120,41 @@ def _turns(
     last: int,
     counted: re.Pattern[str],
 ) -> list[Turn]:
-    # For each instruction: the fewest instructions before it, by the number of counted ones.
-    reach: dict[int, dict[int, int]] = {first: {0: 0}}
-    for index in range(first, last):
-        to, is_conditional = jumps.get(index, (index + 1, False))
-        following = {to, index + 1} if is_conditional else {to}
-        for before, length in reach.get(index, {}).items():
-            found = before + bool(counted.search(texts[index]))
-            for after in following:
-                if index < after <= last:
-                    lengths = reach.setdefault(after, {})
-                    lengths[found] = min(lengths.get(found, length + 1), length + 1)
     turns = [
-        Turn(length + 1, found, texts[first : last + 1])
-        for found, length in reach.get(last, {}).items()
+        Turn(len(way), found, texts[first : last + 1])
+        for found, way in _ways(texts, jumps, first, last, counted).items()
         if found
     ]
     return sorted(turns, key=lambda turn: turn.instructions / turn.counted)[:1]
+
+
+def _ways(
+    texts: list[str],
+    jumps: dict[int, tuple[int, bool]],
+    first: int,
+    last: int,
+    counted: re.Pattern[str],
+) -> dict[int, list[int]]:
+    # Returns the shortest ways without a jump back, by the number of counted instructions before
+    # the last one.
+    lengths: dict[int, dict[int, int]] = {first: {0: 1}}  # by instruction and number
+    came_from: dict[tuple[int, int], tuple[int, int]] = {}
+    for index in range(first, last):
+        to, is_conditional = jumps.get(index, (index + 1, False))
+        following = {to, index + 1} if is_conditional else {to}
+        for before, length in lengths.get(index, {}).items():
+            found = before + bool(counted.search(texts[index]))
+            for after in following:
+                known = lengths.setdefault(after, {})
+                if index < after <= last and length + 1 < known.get(found, length + 2):
+                    known[found] = length + 1
+                    came_from[after, found] = (index, before)
+    ways = {}
+    for found in lengths.get(last, {}):
+        at = (last, found)
+        way = [last]
+        while at in came_from:
+            at = came_from[at]
+            way.append(at[0])
+        ways[found] = way[::-1]
+    return ways

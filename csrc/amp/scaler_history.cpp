@@ -17,16 +17,18 @@ namespace {
 
 constexpr size_t kRemembered = 16;  // number of steps that offenders() searches
 
+// Sets all elements. Unlike a copy from host memory, this lets the host go on.
+template <typename Numbers>
+void fill(const at::Tensor& tensor, const Numbers& numbers) {
+  for (size_t i = 0; i < numbers.size(); ++i) tensor[static_cast<int64_t>(i)].fill_(numbers[i]);
+}
+
 }  // namespace
 
 const at::Tensor& ScalerHistory::counters(at::Device device) {
   if (!counters_.defined()) {
-    const Counts counts = first_counts_;
-    std::vector<ScaleRecord> records = first_records_;  // set_counts() clears them
-    const auto options = at::TensorOptions(device).dtype(at::kLong);
-    counters_ = at::zeros({static_cast<int64_t>(counts.size())}, options);
-    set_counts(counts);
-    put_records(std::move(records));
+    counters_ = at::empty({math::kScaleCounters}, at::TensorOptions(device).dtype(at::kLong));
+    fill(counters_, first_counts_);
     if (length_ > 0) history_ = with_first_records().to(device);
   }
   return counters_;
@@ -46,16 +48,13 @@ void ScalerHistory::set_counts(const Counts& counts) {
   skips_in_a_row_ = counts[math::kConsecutiveSkips];
   recorded_from_ = counts[math::kUpdates];
   first_records_.clear();
-  for (size_t i = 0; i < counts.size() && counters_.defined(); ++i) {
-    counters_[static_cast<int64_t>(i)].fill_(counts[i]);
-  }
+  if (counters_.defined()) fill(counters_, counts);
 }
 
 const at::Tensor& ScalerHistory::norms(at::Device device) {
   if (!norms_.defined()) {
-    const Norms now = first_norms_;
     norms_ = at::empty({math::kNormStatistics}, at::TensorOptions(device).dtype(at::kDouble));
-    set_norm_statistics(now);
+    fill(norms_, first_norms_);
   }
   return norms_;
 }
@@ -70,9 +69,7 @@ ScalerHistory::Norms ScalerHistory::norm_statistics() const {
 
 void ScalerHistory::set_norm_statistics(const Norms& norms) {
   first_norms_ = norms;
-  for (size_t i = 0; i < norms.size() && norms_.defined(); ++i) {
-    norms_[static_cast<int64_t>(i)].fill_(norms[i]);
-  }
+  if (norms_.defined()) fill(norms_, norms);
 }
 
 void ScalerHistory::note_step(const at::Tensor& found_inf, const Inspection& inspection) {

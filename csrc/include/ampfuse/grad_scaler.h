@@ -206,8 +206,8 @@ class AMPFUSE_API GradScaler {
   /// is empty if the scaler is disabled.
   c10::impl::GenericDict state_dict() const;
 
-  /// Loads a state dictionary of this class, of the Python class or of torch's. Entries that torch
-  /// does not save are optional: if one is missing, the present value stays.
+  /// Loads a state dictionary from this class, from the Python class, or from torch's scaler.
+  /// Entries that torch does not save are optional: if one is missing, the present value stays.
   ///
   /// \throws c10::Error if other entries are missing, or any are invalid. Nothing is loaded then.
   void load_state_dict(const c10::impl::GenericDict& state_dict);

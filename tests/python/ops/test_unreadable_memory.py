@@ -10,11 +10,15 @@ from ampfuse import ops
 POLICY = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 
 
-def freed(value=0.5, device="cpu"):
-    """Return a scalar whose storage was freed. Some frameworks free storages between uses."""
-    tensor = torch.tensor(value, device=device)
+def without_memory(tensor):
+    """Free the storage of a tensor, as some frameworks do between uses."""
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def freed(value=0.5, device="cpu"):
+    """Return a scalar whose storage was freed."""
+    return without_memory(torch.tensor(value, device=device))
 
 
 def test_flag_or_scale_without_memory_is_refused(device):
@@ -46,9 +50,7 @@ def test_scalars_of_losses_without_memory_are_refused(device, name):
 
 def freed_part(like):
     """Return a part of a storage that was freed. Its address is an offset, and so not null."""
-    part = torch.stack([like, like])[1]
-    part.untyped_storage().resize_(0)
-    return part
+    return without_memory(torch.stack([like, like])[1])
 
 
 @pytest.mark.parametrize("name", ["input", "target", "weight", "weight of another dtype"])
@@ -69,12 +71,10 @@ def test_freed_memory_that_has_to_be_copied_first_is_refused(device):
     logits = torch.zeros(7, 5, device=device)
     target = torch.zeros(7, dtype=torch.long, device=device)
     probabilities = freed_part(torch.zeros(7, 5, device=device).double())
-    transposed = torch.zeros(2, 5, 7, device=device)[1].t()
-    transposed.untyped_storage().resize_(0)
+    transposed = without_memory(torch.zeros(2, 5, 7, device=device)[1].t())
     with pytest.raises(ValueError, match="input: its storage is empty"):
         ampfuse.cross_entropy(transposed, target)
-    strided = torch.zeros(28, dtype=torch.long, device=device)[14::2]
-    strided.untyped_storage().resize_(0)
+    strided = without_memory(torch.zeros(28, dtype=torch.long, device=device)[14::2])
     with pytest.raises(ValueError, match="target: its storage is empty"):
         ampfuse.cross_entropy(logits, strided)
     with pytest.raises(ValueError, match="target: its storage is empty"):
