@@ -347,12 +347,13 @@ class GraphedStep:
         self._graph = graph
 
     def _masters(self) -> Columns:
-        """Return the parameters that have masters, and the masters. Replays write both."""
+        """Return the parameters that have float32 masters, and these. Replays write both."""
         columns = Columns(self._device)
         for param, state in self._states:
-            if "master_param" in state:
+            master = state.get("master_param")
+            if master is not None and master.dtype == torch.float32:  # not a remainder
                 columns.params.append(local(param))
-                columns.masters.append(local(state["master_param"]))
+                columns.masters.append(local(master))
         return columns
 
     def _note_replay(self) -> None:
