@@ -78,7 +78,6 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   const at::Tensor& input = arguments.input;
   const int64_t rows = arguments.rows().expect_int();
   const LaunchStream stream(input);
-  const DeviceRoom room = device_room(stream);
   BadTargets& bad_targets = bad_targets_of(input.device());
   if (!arguments.are_targets_checked) bad_targets.raise_earlier();
   const bool is_per_row = arguments.options.is_per_row();
@@ -97,8 +96,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
     reduction.limit = arguments.gradient_limit;
     reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
+    const DeviceRoom room = device_room<scalar_t>(stream, input.size(1));
     const auto launch = [&]<typename Team, RowWork kWork>() {
-      const auto [blocks, kept, shared] =
+      auto [blocks, cluster, kept, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
       const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, doubles);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
@@ -113,8 +113,14 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
-        stream.launch_blocks(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, blocks,
-                             Team::kBlock, shared, table, reduction, results, kept);
+        const auto kernel = cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>;
+        if constexpr (Team::kMostBlocks > 1) {
+          blocks = stream.launch_clusters(kernel, blocks, cluster, Team::kBlock, shared, table,
+                                          reduction, results, kept);
+        } else {
+          stream.launch_blocks(kernel, blocks, Team::kBlock, shared, table, reduction, results,
+                               kept);
+        }
       });
       if (is_per_row) return;
       stream.launch_blocks(

@@ -2,10 +2,10 @@
 //
 // cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
 // this sum, so it must be known before a gradient is written.
-// cross_entropy_forward_kernel, a team per row, makes one pass for the loss; with kPlain it repeats
-// this pass if the target is far below the row's largest logit. For the gradient it makes a pass
-// over the logits, from registers (cross_entropy_held.cuh), shared memory, or the L2 cache.
-// cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
+// cross_entropy_forward_kernel, a team of threads per row, makes one pass for the loss; with kPlain
+// it repeats this pass if the target is far below the row's largest logit. For the gradient it
+// makes a pass over the logits, from registers (cross_entropy_held.cuh), shared memory, or the L2
+// cache. cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;
@@ -16,8 +16,8 @@
 // (cross_entropy_positions.cuh).
 //
 // The byte counts above hold if the L2 cache can hold the logits that rows in flight do not keep in
-// shared memory (cross_entropy_teams.cuh). Otherwise these logits are read once more, which adds
-// itemsize·(1 − kept / row) bytes per logit.
+// registers or shared memory (cross_entropy_teams.cuh). Otherwise these logits are read once more,
+// which adds itemsize·(1 − kept / row) bytes per logit.
 #pragma once
 
 #include "cross_entropy_held.cuh"
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
         const __grid_constant__ CrossEntropyResults<scalar_t, grad_t> results, int kept_count) {
   using Number = RowNumber<scalar_t>;
   using Block = BlockTeam<Team::kBlock>;
-  AMPFUSE_SHARED(double, scratch, Block::kWarps);
+  AMPFUSE_SHARED(double, scratch, Team::kScratch);
   const Block block(scratch);
   // The scale is in shared memory, since threads have no register for it while they read a row.
   AMPFUSE_SHARED(Number, scale, 1);
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const Team team(scratch);
   auto kept = kept_row<kWork, scalar_t>(team, kept_count);
   const bool with_metrics = kWork == RowWork::kGeneral && results.argmax != nullptr;
-  const bool is_first = team.index() == 0;
+  const bool is_first = team.is_first();
   double losses = 0;
   // The index of the next row's target is requested while this row is processed. Otherwise each row
   // would begin by waiting for it.

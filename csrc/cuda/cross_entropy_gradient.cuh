@@ -49,8 +49,10 @@ __device__ __forceinline__ void store_gradient(grad_t* to, const Pack<grad_t, kC
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, const RowsAt&,
                                             int classes) {
-  const Pieces<scalar_t> pieces(row, classes);
   using P = Pack<scalar_t>;
+  const Share share = team.template share_of<P::kSize>(classes);
+  row += share.first;
+  const Pieces<scalar_t> pieces(row, share.count);
   pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
 #pragma unroll 4
   for (int p = team.index(); p < pieces.packs; p += Team::kSize) {

@@ -1,12 +1,14 @@
 // A row of 16-bit logits that a team holds in registers between the two passes. Its logits are read
-// from memory once. Shared memory only serves the parts of a gradient that are not whole, aligned
-// packs.
+// from memory once. A long row is shared by the blocks of a cluster. Shared memory only serves the
+// parts of a gradient that are not whole, aligned packs.
 #pragma once
 
+#include "cluster.cuh"
 #include "cross_entropy_gradient.cuh"
 
 namespace ampfuse {
 
+// A row, or a block's share of one.
 template <typename scalar_t, typename Team>
 class HeldRow {
  public:
@@ -15,13 +17,14 @@ class HeldRow {
   // A thread requests all of its packs, 64 bytes, before it uses the first. Twice as many would
   // need more registers than 1024 threads of a multiprocessor have.
   static constexpr int kPacks = 4;
-  static constexpr int64_t kMostClasses = int64_t(kPacks) * P::kSize * Team::kSize;
+  static constexpr int64_t kMostOfBlock = int64_t(kPacks) * P::kSize * Team::kSize;
+  static constexpr int64_t kMostClasses = kMostOfBlock * Team::kMostBlocks;
 
   // Shared memory has room for `count` packs of each team's row: all of them, or 0 if no gradient
   // is wanted.
   __device__ explicit HeldRow(int count) : count_(count) {}
 
-  // Requests a row of at most kMostClasses logits, with −∞ past its end.
+  // Requests a row, or share, of at most kMostOfBlock logits, with −∞ past its end.
   __device__ __forceinline__ void load(const Team& team, const scalar_t* in, int classes) {
     const PacksAnywhere<scalar_t> packs(in);
     const int loaded = packs.loadable(classes / P::kSize);
@@ -144,13 +147,33 @@ __device__ __forceinline__ LogitSum joined_sum(const Team& team,
   return {largest, team_sum(team, mine.sum * row_exponential<scalar_t>(largest).from(own))};
 }
 
-// Combines sums as joined_sum does; the warps of a block exchange both numbers at once.
+// Returns the sum of two sums, each with the reference of its own largest logit.
+template <typename scalar_t>
+__device__ __forceinline__ LogitSum joined_pair(const LogitSum& a, const LogitSum& b) {
+  const float largest = math::Lane<float>::larger(a.largest, b.largest);
+  const auto exponential = row_exponential<scalar_t>(largest);
+  const auto of = [&](const LogitSum& x) {
+    return x.sum * exponential.from(row_exponential<scalar_t>(x.largest));
+  };
+  return {largest, of(a) + of(b)};
+}
+
+// Combines sums as joined_sum does; the warps of a block or cluster exchange both numbers at once.
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ LogitSum team_logit_sum(const Team& team,
                                                    const RowExponential<scalar_t>& own,
                                                    const LogitSum& mine) {
   if constexpr (Team::kSize <= kWarp) {
     return joined_sum(team, own, mine);
+  } else if constexpr (Team::kMostBlocks > 1) {
+    const LogitSum of_warp = joined_sum(WarpTeam(nullptr), own, mine);
+    const double* const of_warps = team.of_all_warps(__builtin_bit_cast(double, of_warp));
+    LogitSum joined = {-HUGE_VALF, 0};
+#pragma unroll 1
+    for (int warp = WarpTeam(nullptr).index(); warp < team.warps(); warp += kWarp) {
+      joined = joined_pair<scalar_t>(joined, __builtin_bit_cast(LogitSum, of_warps[warp]));
+    }
+    return joined_sum(WarpTeam(nullptr), row_exponential<scalar_t>(joined.largest), joined);
   } else {
     const LogitSum of_warp = joined_sum(WarpTeam(nullptr), own, mine);
     const double exchanged = team.of_warps(__builtin_bit_cast(double, of_warp));
@@ -167,16 +190,17 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
                                                       const CrossEntropyTable<scalar_t>& table,
                                                       int64_t row, int target, scalar_t, bool,
                                                       HeldRow<scalar_t, Team>& held) {
-  held.load(team, table.template logits_of<Team>(row), table.classes);
+  const Share share = team.template share_of<Pack<scalar_t>::kSize>(table.classes);
+  held.load(team, table.template logits_of<Team>(row) + share.first, share.count);
   PackMaximum<scalar_t> largest_of_thread;
-  held.each_pack(team, table.classes,
+  held.each_pack(team, share.count,
                  [&](int, const Pack<scalar_t>& pack) { largest_of_thread.add(pack); });
   const auto own = row_exponential<scalar_t>(largest_of_thread.get());
   float sum_of_thread = 0;
-  held.each_pack(team, table.classes, [&](int first, const Pack<scalar_t>& pack) {
+  held.each_pack(team, share.count, [&](int first, const Pack<scalar_t>& pack) {
     float terms[Pack<scalar_t>::kSize];
     widen(pack, terms);
-    leave_out(target, first, terms);
+    leave_out(target - share.first, first, terms);
 #pragma unroll
     for (float& x : terms) x = own.term(x);
     sum_of_thread += sum_in_pairs(terms);
@@ -194,10 +218,11 @@ __device__ __forceinline__ void write_gradient(const Team& team,
                                                const scalar_t*, const RowsAt&, int classes,
                                                HeldRow<scalar_t, Team>& held, scalar_t* out,
                                                const RowsAt&) {
-  held.replace(team, classes, [&](int first, const Pack<scalar_t>& pack) {
-    return gradient.template of<scalar_t>(first, pack);
+  const Share share = team.template share_of<Pack<scalar_t>::kSize>(classes);
+  held.replace(team, share.count, [&](int first, const Pack<scalar_t>& pack) {
+    return gradient.template of<scalar_t>(share.first + first, pack);
   });
-  held.store(team, out, classes);
+  held.store(team, out + share.first, share.count);
 }
 
 // Returns the object that keeps a row between the two passes; `count` packs fit in shared memory.

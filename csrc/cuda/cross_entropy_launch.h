@@ -74,10 +74,19 @@ inline bool is_plain(const CrossEntropyArguments& arguments) {
   return !arguments.has_probabilities() && options.label_smoothing == 0 && !options.softcap;
 }
 
-inline DeviceRoom device_room(const LaunchStream& stream) {
+/// The device is asked for clusters only if no block can hold a row.
+template <typename scalar_t>
+DeviceRoom device_room(const LaunchStream& stream, int64_t classes) {
+  bool has_clusters = false;
+  if constexpr (sizeof(scalar_t) == 2) {
+    has_clusters =
+        classes > HeldRow<scalar_t, RowCluster>::kMostOfBlock &&
+        stream.has_clusters(
+            cross_entropy_forward_kernel<scalar_t, RowCluster, RowWork::kHeld, scalar_t>);
+  }
   return {stream.multiprocessors(), stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
           stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          stream.attribute(cudaDevAttrL2CacheSize)};
+          stream.attribute(cudaDevAttrL2CacheSize), has_clusters};
 }
 
 /// The functions `backward` and `rescale` of CrossEntropyKernels.

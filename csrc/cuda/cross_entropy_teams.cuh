@@ -18,12 +18,16 @@ inline constexpr int64_t kWarpBytes = 8192;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;
 
+/// The blocks that share a row of 16-bit logits that is too long for one of them.
+using RowCluster = ClusterTeam<2 * kThreads>;
+
 /// The resources of a device.
 struct DeviceRoom {
   int64_t multiprocessors;
   int64_t shared;            // bytes of shared memory per multiprocessor
   int64_t shared_per_block;  // the most bytes of it that one block may have
   int64_t l2;                // bytes
+  bool has_clusters;         // kernels can be launched in clusters of blocks
 
   /// Returns the bytes of shared memory for each block if this many blocks share a multiprocessor.
   /// CUDA reserves 1 KiB of shared memory for each block.
@@ -66,20 +70,26 @@ int resident_blocks(int64_t multiprocessors, int64_t rows) {
 /// The launch shape of the forward kernel.
 struct RowLaunch {
   int blocks;
-  int kept;    // packs that are kept of each row, a multiple of the team size
-  int shared;  // bytes of dynamic shared memory
+  int cluster;  // blocks that share a row
+  int kept;     // packs of a row that each team keeps, a multiple of the team size
+  int shared;   // bytes of dynamic shared memory
 };
 
 template <typename scalar_t, typename Team, RowWork kWork>
 RowLaunch row_launch(const DeviceRoom& room, int64_t rows, int64_t classes, bool with_grad) {
   using Room = TeamRoom<scalar_t, Team, kWork>;
-  const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
-  const int64_t needed = (row_bytes + Room::kPiece - 1) / Room::kPiece;
+  int cluster = 1;
+  if constexpr (Team::kMostBlocks > 1) {
+    while (classes > cluster * HeldRow<scalar_t, Team>::kMostOfBlock) cluster *= 2;
+  }
+  const int64_t share_bytes = (classes + cluster - 1) / cluster * int64_t(sizeof(scalar_t));
+  const int64_t needed = (share_bytes + Room::kPiece - 1) / Room::kPiece;
   // A team that holds its row in registers may need room for all of it, too.
   const int64_t pieces = kWork == RowWork::kHeld ? needed : std::min(needed, Room{room}.pieces());
-  const int blocks = resident_blocks<scalar_t, Team, kWork>(room.multiprocessors, rows);
-  if (!with_grad) return {blocks, 0, 0};
-  return {blocks, static_cast<int>(pieces * Team::kSize),
+  const int resident = resident_blocks<scalar_t, Team, kWork>(room.multiprocessors, rows * cluster);
+  const int blocks = std::max(resident / cluster, 1) * cluster;
+  if (!with_grad) return {blocks, cluster, 0, 0};
+  return {blocks, cluster, static_cast<int>(pieces * Team::kSize),
           static_cast<int>(pieces * Room::kPiece * Team::kTeams)};
 }
 
@@ -96,11 +106,12 @@ bool for_held_rows(int64_t classes, const Launch& launch) {
 }
 
 /// Calls launch.operator()<Team, kWork>() for rows of a plain loss. Rows of up to 16,384 16-bit
-/// logits are held in registers. A block of 1024 threads could hold more, but it would fill a
-/// multiprocessor, which then reads no row while it writes another. Rows of floats go to
-/// a few lanes, to a warp, or to a block of 256 threads that keeps all of its row in shared memory.
-/// For longer rows the block has 512 threads, or 1024 if the L2 cache could not hold what blocks of
-/// 512 do not keep. Rows of doubles go to a warp or to a block of 256 threads.
+/// logits are held in registers, and on GPUs with clusters of blocks rows of up to 131,072. A block
+/// of 1024 threads could hold more than 16,384, but it would fill a multiprocessor, which then
+/// reads no row while it writes another. Rows of floats go to a few lanes, to a warp, or to a block
+/// of 256 threads that keeps all of its row in shared memory. For longer rows the block has 512
+/// threads, or 1024 if the L2 cache could not hold what blocks of 512 do not keep. Rows of doubles
+/// go to a warp or to a block of 256 threads.
 template <typename scalar_t, typename Launch>
 void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launch) {
   using Block = BlockTeam<kThreads>;
@@ -113,6 +124,7 @@ void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launc
                       Wide>(classes, launch)) {
       return;
     }
+    if (room.has_clusters && for_held_rows<scalar_t, RowCluster>(classes, launch)) return;
   } else {
     // double logits are for checking gradients, not for speed, so they need no other teams.
     constexpr bool kIsDouble = std::is_same_v<scalar_t, double>;

@@ -7,6 +7,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "launch.cuh"
 
 namespace ampfuse {
@@ -39,6 +41,41 @@ class LaunchStream {
     }
     kernel<<<blocks, threads, shared, stream_>>>(std::forward<Arguments>(arguments)...);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  /// Returns true if this kernel can be launched in clusters of blocks: the device has clusters,
+  /// and the kernel's code was not compiled for older GPUs.
+  template <typename... Parameters>
+  bool has_clusters(void (*kernel)(Parameters...)) const {
+    if (attribute(cudaDevAttrClusterLaunch) == 0) return false;
+    cudaFuncAttributes code;
+    C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+    return code.ptxVersion >= 90;
+  }
+
+  /// Launches kernel(arguments...) in clusters of `cluster` blocks. Returns the number of blocks:
+  /// at most `blocks`, and no more than can be resident at a time.
+  template <typename... Parameters, typename... Arguments>
+  int launch_clusters(void (*kernel)(Parameters...), int blocks, int cluster, int threads,
+                      int shared, Arguments&&... arguments) const {
+    cudaLaunchAttribute size = {};
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream_;
+    config.attrs = &size;
+    config.numAttrs = 1;
+    // A cluster runs on one group of multiprocessors, so the blocks of a group that do not make a
+    // whole cluster are left out.
+    int resident = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
+    blocks = std::min(blocks, std::max(resident, 1) * cluster);
+    config.gridDim = blocks;
+    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+    return blocks;
   }
 
   int multiprocessors() const { return multiprocessors_; }

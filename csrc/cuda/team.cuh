@@ -8,21 +8,34 @@
 
 namespace ampfuse {
 
+// The part of a row that a block processes.
+struct Share {
+  int first;
+  int count;
+};
+
 // A team of kLanes lanes of a warp: all 32 for short rows, fewer for rows of a few packs. The teams
 // of a warp process different rows and may diverge, unless kInStep says that they do the same.
 template <int kLanes, bool kInStep = kLanes == kWarp>
 class LaneTeam {
  public:
   static constexpr int kSize = kLanes;
-  static constexpr int kBlock = kThreads;        // threads per block
-  static constexpr int kTeams = kBlock / kSize;  // teams per block
+  static constexpr int kBlock = kThreads;          // threads per block
+  static constexpr int kTeams = kBlock / kSize;    // teams per block
+  static constexpr int kScratch = kBlock / kWarp;  // for a BlockTeam of the same block
   static constexpr bool kIsWide = false;
+  static constexpr int kMostBlocks = 1;
 
   __device__ explicit LaneTeam(double* /*scratch*/) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x) % kSize; }
   __device__ int index_in_block() const { return static_cast<int>(threadIdx.x) / kSize; }
+  __device__ bool is_first() const { return index() == 0; }
   __device__ int64_t number() const { return int64_t(blockIdx.x) * kTeams + index_in_block(); }
   __device__ static int64_t count() { return int64_t(gridDim.x) * kTeams; }
+  template <int kPack>
+  __device__ Share share_of(int count) const {
+    return {0, count};
+  }
   __device__ void sync() const { __syncwarp(mask()); }
 
   // All lanes get the same result: both lanes of a pair join the same two values.
@@ -54,14 +67,21 @@ class BlockTeam {
   static constexpr int kTeams = 1;
   static constexpr int kWarps = kSize / kWarp;
   static constexpr bool kIsWide = kSize > kThreads;
+  static constexpr int kMostBlocks = 1;
+  static constexpr int kScratch = kWarps;
   using Warps = LaneTeam<kWarps, true>;  // joins what of_warps() returns
 
-  // `scratch` is an array of kWarps numbers in shared memory.
+  // `scratch` is an array of kScratch numbers in shared memory.
   __device__ explicit BlockTeam(double* scratch) : scratch_(scratch) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x); }
   __device__ int index_in_block() const { return 0; }
+  __device__ bool is_first() const { return index() == 0; }
   __device__ int64_t number() const { return blockIdx.x; }
   __device__ static int64_t count() { return gridDim.x; }
+  template <int kPack>
+  __device__ Share share_of(int count) const {
+    return {0, count};
+  }
   __device__ void sync() const { __syncthreads(); }
 
   template <typename T, typename Join>

@@ -44,3 +44,12 @@ caught(lane_elsewhere "asan;tsan" "lanes that never arrive.*lanes 16-31 .*wait i
 caught(mask_without_caller "asan;tsan" "lane 16 of warp 0 is not in its mask, 0x0000ffff")
 caught(disagreeing_masks "asan;tsan" "lanes that never arrive.*mask 0xffffffff.*for lanes 16-31")
 caught(source_outside_mask "asan;tsan" "reads lane 16, which is not in its mask, 0x0000ffff")
+
+caught(unstarted_block "asan;tsan" "access to a block that may not have started")
+caught(ended_block "asan;tsan" "access to a block that has ended")
+caught(missing_wait tsan "data race .*in [^\n]*send")
+caught(too_few_bytes "asan;tsan" "others of the cluster that never arrive.*wait in wait_for_bytes")
+caught(too_many_bytes "asan;tsan" "a phase gets more bytes than were announced")
+caught(missing_second_number tsan "data race .*in [^\n]*send")
+caught(exited_before_cluster_barrier "asan;tsan"
+       "others of the cluster that never arrive.*wait in sync_cluster")

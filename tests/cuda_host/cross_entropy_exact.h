@@ -136,3 +136,19 @@ void run_and_check(int64_t rows, int classes, int64_t offset, const Options& opt
                      : forward_on_host<scalar_t, Team, RowWork::kGeneral>(batch);
   check(batch, logits);
 }
+
+// Checks that loss and gradient of one row are NaN, and that those of other rows are finite.
+template <typename scalar_t>
+void check_row_is_nan(const Batch<scalar_t>& batch, int64_t nan_row) {
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    const auto is_right = [&](float x) {
+      return row == nan_row ? std::isnan(x) : std::isfinite(x);
+    };
+    int misses = !is_right(batch.losses[row]);
+    for (int c = 0; c < batch.classes; ++c) {
+      misses += !is_right(static_cast<float>(batch.gradient_of(row, c)));
+    }
+    CAPTURE(row);
+    CHECK(misses == 0);
+  }
+}

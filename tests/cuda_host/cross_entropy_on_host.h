@@ -20,7 +20,7 @@
 #include "tensor_lists.h"
 
 inline constexpr int64_t kIgnored = -100;
-inline constexpr int kGrid = 2;  // blocks
+inline constexpr int kGrid = 2;  // blocks, or clusters
 
 // The teams that process a row.
 using ampfuse::WarpTeam;
@@ -42,8 +42,9 @@ struct Options {
   float scale = 64;
   float limit = INFINITY;  // upper bound of |scale / divisor|
   int kept_pieces = 1;     // packs of a row per thread that fit in shared memory
-  int64_t padding = 0;     // elements between rows of logits
-  int64_t positions = 0;   // per batch entry; 0 if the classes of a row are contiguous
+  int cluster_blocks = 1;
+  int64_t padding = 0;    // elements between rows of logits
+  int64_t positions = 0;  // per batch entry; 0 if the classes of a row are contiguous
   std::optional<int64_t> grad_offset = {};  // if it differs from the offset of logits
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
 
@@ -103,7 +104,7 @@ struct Batch {
         targets(rows),
         grad(rows * classes, options.grad_offset.value_or(offset)),
         losses(rows, NAN),
-        block_losses(kGrid, NAN),
+        block_losses(blocks(), NAN),
         weights(2),
         statistics(rows),
         lse(rows),
@@ -128,6 +129,9 @@ struct Batch {
       }
     }
   }
+
+  // Returns the number of blocks of the forward kernel.
+  int blocks() const { return kGrid * options.cluster_blocks; }
 
   scalar_t* row_of(int64_t row) const { return logits.data() + row * stride; }
 
@@ -259,11 +263,12 @@ void forward_on_host(Batch<scalar_t, grad_t>& batch,
                                                       : batch.options.kept_pieces;
   const int kept = pieces * Team::kSize;
   const size_t shared = kept * Team::kTeams * sizeof(ampfuse::Pack<scalar_t>);
-  simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>, kGrid,
-               Team::kBlock, shared, batch.table(), batch.reduction(), results, kept);
+  simt::launch_clusters(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
+                        batch.blocks(), batch.options.cluster_blocks, Team::kBlock, shared,
+                        batch.table(), batch.reduction(), results, kept);
   if (results.block_losses == nullptr) return;
   simt::launch(ampfuse::cross_entropy_finish_kernel<ampfuse::RowAcc<scalar_t>>, 1, kThreads, 0,
-               results.block_losses, kGrid, &batch.divisor, &batch.loss);
+               results.block_losses, batch.blocks(), &batch.divisor, &batch.loss);
 }
 
 template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename grad_t>

@@ -15,9 +15,9 @@ using ampfuse::RowWork;
 namespace {
 
 constexpr int64_t kKiB = 1024;
-const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB};
-const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB};
-const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB};
+const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB, false};
+const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB, true};
+const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB, false};
 
 // Returns the size of the team that processes rows.
 template <typename scalar_t>
@@ -48,16 +48,40 @@ TEST_CASE("longer rows have larger teams") {
                                       {1025, 64},  {2048, 64},  {2049, 128}, {4097, 256},
                                       {8193, 512}, {16384, 512}};
   for (const auto& [classes, size] : held) CHECK(team_size<BFloat16>(kH200, classes, true) == size);
-  CHECK(team_size<BFloat16>(kH200, 16385, true) == 512);
-  CHECK(team_size<BFloat16>(kH200, 50257, true) == 512);
   CHECK(team_size<float>(kH200, 128, true) == 8);
   CHECK(team_size<float>(kH200, 2048, true) == 32);
   CHECK(team_size<float>(kH200, 2049, true) == 256);
+  CHECK(team_size<BFloat16>(kA100, 16385, true) == 512);
   // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
-  CHECK(team_size<BFloat16>(kH200, 100000, true) == 512);
-  CHECK(team_size<BFloat16>(kH200, 128256, true) == 1024);
+  CHECK(team_size<float>(kH200, 50000, true) == 512);
+  CHECK(team_size<float>(kH200, 64128, true) == 1024);
+  CHECK(team_size<BFloat16>(kH200, 131073, true) == 1024);
   CHECK(team_size<BFloat16>(kH200, 256000, false) == 512);
   CHECK(team_size<double>(kH200, 256000, true) == 256);
+}
+
+TEST_CASE("clusters hold rows that are too long for one block, on GPUs that have clusters") {
+  using c10::BFloat16;
+  const auto blocks_of_row = [](const DeviceRoom& room, int64_t rows, int64_t classes) {
+    std::pair<int, int> blocks = {0, 0};
+    ampfuse::for_plain_rows<BFloat16>(room, classes, [&]<typename Team, RowWork kWork>() {
+      if (Team::kMostBlocks == 1) return;
+      const auto launch =
+          ampfuse::row_launch<BFloat16, Team, kWork>(room, rows, classes, /*with_grad=*/true);
+      blocks = {launch.cluster, launch.blocks};
+    });
+    return blocks;
+  };
+  const std::pair<int, int> no_cluster = {0, 0};
+  CHECK(blocks_of_row(kH200, 10000, 16384) == no_cluster);
+  CHECK(blocks_of_row(kH200, 10000, 16385) == std::pair(2, 264));
+  CHECK(blocks_of_row(kH200, 10000, 32768) == std::pair(2, 264));
+  CHECK(blocks_of_row(kH200, 10000, 50257) == std::pair(4, 264));
+  CHECK(blocks_of_row(kH200, 10000, 128256) == std::pair(8, 264));
+  CHECK(blocks_of_row(kH200, 10000, 131072) == std::pair(8, 264));
+  CHECK(blocks_of_row(kH200, 10000, 131073) == no_cluster);
+  CHECK(blocks_of_row(kH200, 3, 50257) == std::pair(4, 12));
+  CHECK(blocks_of_row(kA100, 10000, 50257) == no_cluster);
 }
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
@@ -91,10 +115,13 @@ TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10
           // The limit of every kernel is set to most_shared, for any need of this launch.
           CHECK(launch.shared <= ampfuse::most_shared(room.shared_per_block));
           CHECK(kBlocks * (launch.shared + kMostStaticShared + kKiB) <= room.shared);
-          if (kWork == RowWork::kHeld) CHECK(launch.kept * 8 >= classes);
+          if (kWork == RowWork::kHeld) CHECK(launch.kept * 8 * launch.cluster >= classes);
+          CHECK(launch.blocks % launch.cluster == 0);
+          if (Team::kMostBlocks > 1) CHECK_FALSE(ampfuse::must_ask_for_shared(launch.shared));
           CHECK(launch.blocks <= room.multiprocessors * kBlocks);
           // At most a whole row is kept.
-          CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) < classes);
+          CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) * launch.cluster <
+                classes);
         };
         ampfuse::for_forward_rows<TestType>(room, classes, plain, check);
       }

@@ -133,6 +133,21 @@ __global__ void trap() {
   if (threadIdx.x == 5) __trap();
 }
 
+// Each block of a cluster sends the index of its number to all blocks of the cluster.
+__global__ void all_to_all(double* received) {
+  AMPFUSE_SHARED(double, numbers, 3);
+  AMPFUSE_SHARED(ampfuse::Inbox, inbox, 1);
+  if (threadIdx.x == 0) ampfuse::open_inbox(inbox);
+  ampfuse::sync_cluster();
+  if (threadIdx.x == 1) ampfuse::expect_bytes(inbox, sizeof numbers);
+  const int rank = static_cast<int>(threadIdx.x);
+  if (rank < ampfuse::cluster_blocks())
+    ampfuse::send(rank, &numbers[ampfuse::cluster_rank()], blockIdx.x, inbox);
+  ampfuse::wait_for_bytes(inbox, false);
+  const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
+  if (threadIdx.x < 3) received[block * 3 + threadIdx.x] = numbers[threadIdx.x];
+}
+
 __global__ void record_order(unsigned* order, unsigned* count) {
   order[atomicAdd(count, 1)] = threadIdx.x;
 }
@@ -219,6 +234,20 @@ TEST_CASE("arguments are copied by value, up to CUDA's 32,764 bytes") {
   CHECK(out == std::vector<int>(256, 7));
 }
 
+TEST_CASE("blocks of a cluster are neighbours in x, and exchange numbers") {
+  simt::for_each_schedule([] {
+    std::vector<double> received(2 * 4 * 3 * 3, -1);
+    simt::launch_clusters(all_to_all, dim3(12, 2), 3, 64, 0, received.data());
+    std::vector<double> expected;
+    for (int row = 0; row < 2; ++row) {
+      for (int block = 0; block < 12; ++block) {
+        for (int sender = 0; sender < 3; ++sender) expected.push_back(block / 3 * 3 + sender);
+      }
+    }
+    CHECK(received == expected);
+  });
+}
+
 TEST_CASE("a schedule determines the order of threads") {
   using Order = simt::Schedule::Order;
   const auto order_under = [](const simt::Schedule& schedule) {
@@ -246,6 +275,12 @@ TEST_CASE("launches that CUDA refuses are refused") {
   CHECK(contains(error(dim3(1, 65536), 1, 0), "grid"));
   CHECK(contains(error(0, 1, 0), "empty"));
   CHECK(contains(error(1, 1, 300000), "300000 bytes"));
+  const auto cluster_error = [](dim3 grid, unsigned cluster) {
+    return error_of([&] { simt::launch_clusters(nothing, grid, cluster, 1, 0); });
+  };
+  CHECK(cluster_error(8, 8) == "no error");
+  CHECK(contains(cluster_error(16, 16), "clusters of 16 blocks"));
+  CHECK(contains(cluster_error(9, 2), "not a multiple of the cluster"));
 }
 
 TEST_CASE("launch throws the exception of a kernel, and the next launch works") {

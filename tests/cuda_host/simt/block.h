@@ -16,31 +16,36 @@
 
 namespace simt::runtime {
 
-struct Launch {
-  Kernel kernel;
-  dim3 grid;
-  dim3 block;
-  std::size_t dynamic_shared_bytes;
-  Schedule schedule;
-};
+class Cluster;
 
 class Block {
  public:
   // Threads run on pool[first], pool[first + 1] and so on, wrapping around at the end of the pool.
-  Block(const Launch&, uint3 index, std::deque<Fiber>& pool, std::size_t first, Random&);
+  Block(const Launch&, Cluster&, uint3 index, std::deque<Fiber>& pool, std::size_t first, Random&);
 
   // The function that every fiber of the pool runs.
   static void fiber_main();
 
-  // Runs all threads to their end. If one fails, throws its error and abandons the other threads.
+  // Runs until all threads have ended, or wait for other blocks of the cluster. If a thread fails,
+  // throws its error and abandons the other threads.
   void run(Fiber& host);
+  bool can_run() const { return !ready_.is_empty(); }
+  bool has_ended() const { return exited_ == threads_.size(); }
+  // Throws an error if a thread waits for others of the cluster.
+  void require_end();
 
+  Cluster& cluster() { return cluster_; }
   Thread& running() { return threads_[running_]; }
   unsigned lane() const { return running_ % warpSize; }
   SharedMemory& shared() { return shared_; }
 
   int barrier(const char* name, bool predicate, const Site&);
   std::uint64_t warp_collective(const WarpCall&);
+
+  // Suspends the running thread until wake_in_cluster(inbox, …). `inbox` may be null.
+  void wait_in_cluster(const char* name, const void* inbox, const Site&);
+  // Wakes the threads that wait with this `inbox`, and appends their fibers to `met`.
+  void wake_in_cluster(const void* inbox, std::vector<Fiber*>& met);
 
   // Records the first failure. The running thread continues until hand_over() or leave(), so that
   // the caller can free the message: leave() never returns and does not unwind.
@@ -57,6 +62,7 @@ class Block {
   void wake(Thread&);
 
   const Launch& launch_;
+  Cluster& cluster_;
   uint3 index_;
   std::vector<Thread> threads_;
   ReadySet ready_;
@@ -67,6 +73,7 @@ class Block {
   unsigned running_ = 0;
   unsigned exited_ = 0;
   unsigned exited_late_ = 0;  // threads that exited after their first barrier
+  unsigned in_cluster_ = 0;   // threads that wait for others of the cluster
 
   unsigned lanes_waiting_[kMaxThreads / warpSize] = {};  // lanes in a warp operation
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "simt/block.h"
+#include "simt/cluster.h"
 #include "simt/sanitizers.h"
 
 namespace simt::runtime {
@@ -29,28 +29,31 @@ void check(const Launch& launch) {
   require(block.z <= 64, "blocks " + std::to_string(block.z) + " deep; the limit is 64");
   require(grid.x <= 0x7fffffff && grid.y <= 0xffff && grid.z <= 0xffff,
           "a grid beyond 2^31-1, 65535, 65535");
+  require(launch.cluster >= 1 && launch.cluster <= 8,
+          "clusters of " + std::to_string(launch.cluster) + " blocks; CUDA promises 8");
+  require(grid.x % launch.cluster == 0, "a grid that is not a multiple of the cluster");
   require(launch.dynamic_shared_bytes <= kSharedLimit,
           std::to_string(launch.dynamic_shared_bytes) + " bytes of dynamic shared memory");
 }
 
 // A ThreadSanitizer fiber keeps the order that its earlier threads established with other fibers,
-// and is ordered with itself, so races between two blocks on the same fibers would be missed.
-// Consecutive blocks therefore run on different fibers. Creating a few hundred fibers takes a
+// and is ordered with itself, so races between two clusters on the same fibers would be missed.
+// Consecutive clusters therefore run on different fibers. Creating a few hundred fibers takes a
 // fraction of a second, and 0.8 MB for each (gcc 12).
-void grow_pool(std::size_t threads, BlockNumber blocks) {
+void grow_pool(std::size_t threads, BlockNumber clusters) {
   constexpr std::size_t kTsanFibers = 512;
   const std::size_t generations = kTsan ? std::max<std::size_t>(2, kTsanFibers / threads) : 1;
-  const std::size_t wanted = threads * std::min<BlockNumber>(blocks, generations);
+  const std::size_t wanted = threads * std::min<BlockNumber>(clusters, generations);
   while (pool.size() < wanted) pool.emplace_back(Block::fiber_main);
 }
 
-std::vector<BlockNumber> block_order(BlockNumber count, Schedule::Order order, Random& random) {
-  std::vector<BlockNumber> blocks(count);
-  std::iota(blocks.begin(), blocks.end(), 0);
-  if (order == Schedule::Order::reverse) std::reverse(blocks.begin(), blocks.end());
+std::vector<BlockNumber> cluster_order(BlockNumber count, Schedule::Order order, Random& random) {
+  std::vector<BlockNumber> clusters(count);
+  std::iota(clusters.begin(), clusters.end(), 0);
+  if (order == Schedule::Order::reverse) std::reverse(clusters.begin(), clusters.end());
   if (order == Schedule::Order::random)
-    for (BlockNumber i = count; i > 1; --i) std::swap(blocks[i - 1], blocks[random.below(i)]);
-  return blocks;
+    for (BlockNumber i = count; i > 1; --i) std::swap(clusters[i - 1], clusters[random.below(i)]);
+  return clusters;
 }
 
 // Orders the host and all fibers with each other, at the beginning and the end of a launch.
@@ -62,22 +65,23 @@ void synchronise_with(Fiber& host) {
 
 }  // namespace
 
-void run(const Kernel& kernel, dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
-         const Schedule& schedule) {
-  const Launch launch = {kernel, grid, block, dynamic_shared_bytes, schedule};
+void run(const Launch& launch) {
   check(launch);
-  const std::size_t threads = block.count();
-  grow_pool(threads, grid.count());
+  const dim3 grid = launch.grid;
+  const std::size_t threads = launch.cluster * launch.block.count();
+  const BlockNumber clusters = grid.count() / launch.cluster;
+  grow_pool(threads, clusters);
   Fiber host;
   synchronise_with(host);
-  Random random{schedule.seed};
+  Random random{launch.schedule.seed};
   std::size_t first = 0;
   try {
-    for (const BlockNumber number : block_order(grid.count(), schedule.order, random)) {
-      const auto x = static_cast<unsigned>(number % grid.x);
-      const auto y = static_cast<unsigned>(number / grid.x % grid.y);
-      const auto z = static_cast<unsigned>(number / grid.x / grid.y);
-      Block(launch, {x, y, z}, pool, first, random).run(host);
+    for (const BlockNumber number : cluster_order(clusters, launch.schedule.order, random)) {
+      const BlockNumber block = number * launch.cluster;  // the first of the cluster
+      const auto x = static_cast<unsigned>(block % grid.x);
+      const auto y = static_cast<unsigned>(block / grid.x % grid.y);
+      const auto z = static_cast<unsigned>(block / grid.x / grid.y);
+      Cluster(launch, {x, y, z}, pool, first, random).run(host);
       first = (first + threads) % pool.size();
     }
   } catch (...) {

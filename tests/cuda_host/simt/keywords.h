@@ -33,6 +33,7 @@ namespace simt::runtime {
 // Indices and sizes of the running CUDA thread; the scheduler writes them at each switch.
 inline uint3 thread_index, block_index;
 inline dim3 block_dim, grid_dim;
+inline unsigned cluster_dim = 1;
 }  // namespace simt::runtime
 
 inline const uint3& threadIdx = simt::runtime::thread_index;

@@ -79,10 +79,10 @@ SIMT_UNSEEN_COPY void call(void (*kernel)(Parameters...),
 
 }  // namespace runtime
 
-// Runs kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...) and waits for it.
+// Launches as below, with clusters of `cluster` blocks.
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
-            const Arguments&... arguments) {
+void launch_clusters(void (*kernel)(Parameters...), dim3 grid, unsigned cluster, dim3 block,
+                     std::size_t dynamic_shared_bytes, const Arguments&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
   static_assert((std::is_trivially_copyable_v<Parameters> && ...),
                 "CUDA copies kernel arguments byte by byte");
@@ -96,7 +96,14 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t dy
     const Bound& self = *static_cast<const Bound*>(opaque);
     runtime::call(self.kernel, self.parameters, std::index_sequence_for<Parameters...>());
   };
-  runtime::run({invoke, &bound}, grid, block, dynamic_shared_bytes, schedule());
+  runtime::run({{invoke, &bound}, grid, cluster, block, dynamic_shared_bytes, schedule()});
+}
+
+// Runs kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...) and waits for it.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
+            const Arguments&... arguments) {
+  launch_clusters(kernel, grid, 1, block, dynamic_shared_bytes, arguments...);
 }
 
 }  // namespace simt

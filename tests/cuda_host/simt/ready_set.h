@@ -1,6 +1,7 @@
 // The threads of a block that can run, handed out in the order of a schedule.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -30,6 +31,10 @@ class ReadySet {
   void insert(unsigned thread) {
     const unsigned position = mirror(thread);
     words_[position / 64] |= std::uint64_t{1} << position % 64;
+  }
+
+  bool is_empty() const {
+    return std::ranges::all_of(words_, [](std::uint64_t word) { return word == 0; });
   }
 
   // Goes round the block, so that each thread gets one turn before any thread gets a second. A

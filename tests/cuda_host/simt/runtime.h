@@ -22,8 +22,17 @@ struct Kernel {
   void* arguments;
 };
 
+struct Launch {
+  Kernel kernel;
+  dim3 grid;
+  unsigned cluster;  // blocks of a cluster, which are neighbours in x
+  dim3 block;
+  std::size_t dynamic_shared_bytes;
+  const Schedule& schedule;
+};
+
 // Runs the whole grid. Throws Error, or the exception that the kernel threw.
-void run(const Kernel&, dim3 grid, dim3 block, std::size_t dynamic_shared_bytes, const Schedule&);
+void run(const Launch&);
 
 // Returns the lane of the running CUDA thread within its warp.
 unsigned lane();
@@ -46,6 +55,22 @@ std::uint64_t warp_collective(const WarpCall&);
 // Returns the block's array of the declaration `key`, creating it at its first use.
 void* shared_array(const void* key, std::size_t bytes, std::size_t alignment);
 void* dynamic_shared_array();
+
+// Waits for all threads of the cluster.
+void sync_cluster(const Site&);
+
+// Returns the address in another block of the cluster of what `shared` points to in this block.
+void* in_block(int rank, const void* shared, const Site&);
+
+// The state of an ampfuse::Inbox (cluster_operations.h).
+struct InboxState {
+  std::int32_t missing = 0;  // bytes that were announced and have not arrived; negative if early
+  std::uint16_t is_announced = 0;
+  std::uint16_t phase = 0;  // the number of phases that have ended
+};
+void expect_bytes(void* inbox, int bytes, const Site&);
+void receive_bytes(int rank, void* inbox, int bytes, const Site&);  // called by the sender
+void wait_for_bytes(void* inbox, bool is_odd, const Site&);
 
 // Called for __threadfence, and before and after an atomic operation at `address`.
 void fence();

@@ -15,7 +15,8 @@
 //     });
 //   }
 //
-// Each CUDA thread is a fiber of the one host thread; blocks run one after another. ASan and UBSan
+// Each CUDA thread is a fiber of the one host thread. Blocks run one after another, and the blocks
+// of a cluster take turns. ASan and UBSan
 // detect out-of-bounds, misaligned and overflowing accesses. TSan treats the fibers as threads that
 // only barriers, __syncwarp and fenced atomics put in order. Shuffles do not order memory, and
 // blocks are not ordered with each other. So TSan finds races in global and shared memory even if
@@ -30,6 +31,7 @@
 #pragma once
 
 #include "simt/atomics.h"
+#include "simt/cluster_operations.h"
 #include "simt/intrinsics.h"
 #include "simt/keywords.h"
 #include "simt/launch.h"

@@ -12,7 +12,7 @@
 namespace simt::runtime {
 
 struct Thread {
-  enum class State { ready, at_barrier, in_warp, exited };
+  enum class State { ready, at_barrier, in_warp, in_cluster, exited };
 
   Fiber* fiber;
   uint3 index;
@@ -27,6 +27,7 @@ struct Thread {
   unsigned mask = 0;
   int source = 0;
   std::uint64_t value = 0;
+  const void* inbox = nullptr;  // in wait_for_bytes
 };
 
 bool same_line(const Site&, const Site&);
