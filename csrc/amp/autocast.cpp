@@ -24,8 +24,8 @@ bool can_be_enabled(at::DeviceType device_type, at::ScalarType dtype) {
   return true;
 }
 
-AutocastState asked_for(at::DeviceType device_type, std::optional<at::ScalarType> dtype,
-                        bool enabled, std::optional<bool> cache_enabled) {
+AutocastState requested_state(at::DeviceType device_type, std::optional<at::ScalarType> dtype,
+                              bool enabled, std::optional<bool> cache_enabled) {
   TORCH_CHECK(at::autocast::is_autocast_available(device_type),
               "AutocastGuard: expected a device that has autocast, got ", device_type);
   const at::ScalarType to = dtype.value_or(at::autocast::get_autocast_dtype(device_type));
@@ -48,7 +48,7 @@ AutocastState AutocastState::capture(at::DeviceType device_type) {
 
 AutocastGuard::AutocastGuard(at::DeviceType device_type, std::optional<at::ScalarType> dtype,
                              bool enabled, std::optional<bool> cache_enabled)
-    : AutocastGuard(asked_for(device_type, dtype, enabled, cache_enabled)) {}
+    : AutocastGuard(requested_state(device_type, dtype, enabled, cache_enabled)) {}
 
 AutocastGuard::AutocastGuard(const AutocastState& state)
     : before_(AutocastState::capture(state.device_type)) {

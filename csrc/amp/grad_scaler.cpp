@@ -84,9 +84,9 @@ at::Tensor outlier(ScalerState& state) {
 
 void raise_if_collapsed(ScalerState& state) {
   const auto limit = state.options.max_consecutive_skips();
-  // A capture takes no step, and skips_in_a_row() must not be captured.
+  // A capture takes no step, and consecutive_skips() must not be captured.
   if (!limit || (state.scale.is_cuda() && is_capturing())) return;
-  const int64_t skips = state.history.skips_in_a_row();
+  const int64_t skips = state.history.consecutive_skips();
   if (skips < *limit) return;
   throw ScaleCollapseError(c10::str(skips,
                                     " steps in a row overflowed (max_consecutive_skips: ", *limit,

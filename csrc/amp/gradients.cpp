@@ -21,7 +21,7 @@ struct DeviceGradients {
 
 struct Gradients {
   std::vector<DeviceGradients> parts = {};
-  bool are_dense = true;  // false if `grads` has only the values of a sparse gradient
+  bool are_dense = true;  // false if a gradient is sparse: `parts` then has only its values
 };
 
 // Returns the tensor to unscale: the gradient, or the values of a sparse one.
@@ -80,7 +80,8 @@ Inspection inspect(const torch::optim::Optimizer& optimizer, const at::Tensor& i
   inspection.has_whole_norms = !process_group && all.are_dense;
   for (const DeviceGradients& part : all.parts) {
     const at::Tensor flag = on_device(found_inf, part.device);
-    // In double: the norm of scaled gradients may exceed the range of float though no element does.
+    // Norms are double: that of scaled gradients may exceed the range of float though no element
+    // does.
     const UnscaledNorm result = multi_tensor_unscale_norm(
         part.grads, flag, on_device(inv_scale, part.device), /*ord=*/2, at::kDouble);
     for (const at::Tensor& param : part.params) {

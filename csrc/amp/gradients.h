@@ -1,4 +1,4 @@
-// Inspects an optimizer's gradients: one read unscales them, looks for overflow and measures norms.
+// Inspects an optimizer's gradients: one pass unscales them, finds overflows and computes norms.
 #pragma once
 
 #include <ATen/core/Tensor.h>

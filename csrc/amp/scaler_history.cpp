@@ -45,7 +45,7 @@ ScalerHistory::Counts ScalerHistory::counts() const {
 void ScalerHistory::set_counts(const Counts& counts) {
   first_counts_ = counts;
   counters_copy_ = HostCopy();
-  skips_in_a_row_ = counts[math::kConsecutiveSkips];
+  consecutive_skips_ = counts[math::kConsecutiveSkips];
   recorded_from_ = counts[math::kUpdates];
   first_records_.clear();
   if (counters_.defined()) fill(counters_, counts);
@@ -86,19 +86,20 @@ at::Tensor ScalerHistory::step_skipped() const {
 
 bool ScalerHistory::was_skipped() {
   if (!found_inf_.defined()) return false;
-  if (is_replayed_) return found_inf_.item<float>() != 0;  // may have been replayed since
+  // A graph may have replayed the step since, with another result.
+  if (is_replayed_) return found_inf_.item<float>() != 0;
   if (!found_inf_copy_) found_inf_copy_.emplace().send(found_inf_);
   return found_inf_copy_->wait().item<float>() != 0;
 }
 
-int64_t ScalerHistory::skips_in_a_row() {
+int64_t ScalerHistory::consecutive_skips() {
   if (!counters_.defined() || !counters_.is_cuda()) return counts()[math::kConsecutiveSkips];
   const auto arrived = counters_copy_.latest();
-  if (arrived) skips_in_a_row_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
+  if (arrived) consecutive_skips_ = arrived->const_data_ptr<int64_t>()[math::kConsecutiveSkips];
   // A new copy is started only when the last one has arrived. If each call replaced it, the host
   // might never receive one.
   if (arrived || counters_copy_.is_unsent()) counters_copy_.send(counters_);
-  return skips_in_a_row_;
+  return consecutive_skips_;
 }
 
 std::vector<ScaleRecord> ScalerHistory::records() const {

@@ -12,7 +12,7 @@
 
 namespace ampfuse::amp {
 
-/// The state of a scaler except the scale and its growth tracker.
+/// The record of a scaler: past updates and steps, but not the scale and its growth tracker.
 class ScalerHistory {
  public:
   /// Indexed by math::ScaleCounter: the hysteresis tracker (1 if the next overflow lowers the
@@ -21,7 +21,8 @@ class ScalerHistory {
 
   ScalerHistory(const Counts& counts, int64_t history) : first_counts_(counts), length_(history) {}
 
-  /// Returns the counters on `device`, the scale's. Creates them, and the history, on first use.
+  /// Returns the counters, on `device`, which is that of the scale. Creates them, and the history,
+  /// on first use.
   const at::Tensor& counters(at::Device device);
   const std::optional<at::Tensor>& history() const { return history_; }
 
@@ -44,7 +45,7 @@ class ScalerHistory {
 
   /// On a GPU, returns the count of the last update whose copy has reached the host, and starts the
   /// next copy. Do not call this during a capture: each replay of the graph would copy to the host.
-  int64_t skips_in_a_row();
+  int64_t consecutive_skips();
 
   std::vector<ScaleRecord> records() const;
 
@@ -74,7 +75,7 @@ class ScalerHistory {
   at::Tensor found_inf_;       // flag of the last step
   bool is_replayed_ = false;   // a CUDA graph captured the last step
   HostCopy counters_copy_;
-  int64_t skips_in_a_row_ = 0;              // as last read by the host
+  int64_t consecutive_skips_ = 0;           // as last read by the host
   std::optional<HostCopy> found_inf_copy_;  // created by the first was_skipped()
   std::deque<Step> steps_;
 };

@@ -27,7 +27,7 @@ class ScalerState {
   double host_scale() const;
   int64_t host_growth_tracker() const;
 
-  /// Sets both, in place if they are on a device already.
+  /// Sets the scale and the growth tracker, in place if they are on a device already.
   void set_scale(double scale, int64_t growth_tracker);
 
   /// Returns the norm of the unscaled gradients of all optimizers, as inspected before their steps,

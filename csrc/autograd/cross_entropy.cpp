@@ -88,7 +88,8 @@ struct GradientInPlace : Function<GradientInPlace> {
   }
 };
 
-// Gradient of probabilities: −w·(1 − ε)·(z − lse), times the upstream gradient of the row.
+// Returns the gradient of probabilities: −weight·(1 − label_smoothing)·(z − lse)·row_grads. z is
+// the logits after softcap; row_grads is grad_output / divisor.
 at::Tensor target_gradient(const CrossEntropyArguments& arguments, const at::Tensor& row_grads) {
   at::Tensor z = arguments.input.to(loss_dtype(arguments.input));
   const LossOptions& options = arguments.options;

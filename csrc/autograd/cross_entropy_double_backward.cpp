@@ -3,8 +3,6 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "../ops/named_arguments.h"
-
 namespace ampfuse {
 
 at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments,

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "../ops/cross_entropy.h"
+#include "../ops/named_arguments.h"
 
 namespace ampfuse {
 
@@ -25,7 +26,7 @@ class SecondDerivativeInputs {
   void release() { data_.clear(); }
 
  private:
-  ska::flat_hash_map<std::string, at::IValue>& data_;
+  SavedData& data_;
 };
 
 }  // namespace ampfuse

@@ -1,7 +1,6 @@
-// Forward computes the gradients of a linear cross-entropy, since it has the logits, times
-// baked_scale. With reduction none, backward computes the logits again, and the
-// gradients from them. If a gradient is float and its tensor is not, the autograd engine rounds the
-// gradient.
+// Forward computes the gradients of a linear cross-entropy, times baked_scale, since it has the
+// logits. With reduction none, backward computes the logits again, and the gradients from them. If
+// a gradient is float and its tensor is not, the autograd engine rounds the gradient.
 #include "../ops/linear_cross_entropy.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -97,7 +97,7 @@ elseif(NOT _ampfuse_refusal)
     execute_process(COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/fetch_nvcc.py
                             ${AMPFUSE_TORCH_CUDA} RESULT_VARIABLE _ampfuse_failed)
     if(_ampfuse_failed)
-      set(_ampfuse_unfetched ", and it could not be fetched (see above)")
+      set(_ampfuse_unfetched ", and none could be fetched (see above)")
     endif()
     list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # torch may be elsewhere
     _ampfuse_find_nvcc()
@@ -107,7 +107,7 @@ elseif(NOT _ampfuse_refusal)
   elseif(NOT AMPFUSE_CUDA_VERSION)
     list(JOIN _ampfuse_seen ", " _ampfuse_seen)
     set(_ampfuse_refusal
-        "torch ${AMPFUSE_TORCH_VERSION} is built for CUDA ${AMPFUSE_TORCH_CUDA}, but ${_ampfuse_seen}")
+        "torch ${AMPFUSE_TORCH_VERSION} is built for CUDA ${AMPFUSE_TORCH_CUDA}, but ${_ampfuse_seen}${_ampfuse_unfetched}")
   elseif(AMPFUSE_CUDA_VERSION VERSION_LESS 12.6)
     set(_ampfuse_refusal "CUDA 12.6 or newer is needed, but ${AMPFUSE_NVCC} has CUDA ${AMPFUSE_CUDA_VERSION}")
   endif()

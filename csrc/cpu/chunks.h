@@ -14,7 +14,7 @@ struct Chunk {
   void* data;
   int64_t size;
   at::ScalarType dtype;
-  int64_t number;  // index of the chunk in the whole list
+  int64_t index;   // index of the chunk in the whole list
   size_t tensor;   // index of the tensor in the list
   int64_t offset;  // index of the first element in the tensor
 };

@@ -13,7 +13,7 @@ namespace ampfuse {
 namespace {
 
 // Throws if a target is out of range. Returns the total weight of the targets, added in an order
-// that does not depend on the number of threads.
+// that does not depend on the number of threads, or with probabilities the number of rows.
 double checked_target_weight(const CpuRows& rows) {
   if (rows.has_probabilities()) return static_cast<double>(rows.count());
   constexpr int64_t kRows = 16384;

@@ -105,7 +105,7 @@ class CpuRows {
     return all;
   }
 
-  // Returns the target class, or -1 if targets are probabilities.
+  // Returns the target as passed: a class, ignore_index or math::kElsewhere; -1 for probabilities.
   int64_t target(int64_t row) const {
     int64_t target = -1;
     with_targets(row, [&](const auto* targets) { target = *targets; });

@@ -47,7 +47,7 @@ NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord,
   std::vector<math::NormPartial> partials(chunks.count());
   const auto norm_chunk = AMPFUSE_CHOOSE(norm_chunk);
   chunks.parallel_for([&](const Chunk& chunk) {
-    partials[chunk.number] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
+    partials[chunk.index] = norm_chunk(type, chunk.dtype, chunk.data, chunk.size);
   });
   NormOutputs outputs = empty_norm_outputs(tensors, dtype);
   write_norms(type, chunks, partials, outputs);

@@ -43,7 +43,7 @@ UnscaledNormOutputs multi_tensor_unscale_norm_cpu(at::TensorList tensors,
   const Chunks chunks(dense.get());
   std::vector<math::NormPartial> partials(chunks.count());
   chunks.parallel_for([&](const Chunk& chunk) {
-    partials[chunk.number] =
+    partials[chunk.index] =
         factor == 1 ? norm_chunk(type, chunk.dtype, chunk.data, chunk.size)
                     : scale_norm_chunk(type, chunk.dtype, chunk.data, chunk.size, factor);
   });

@@ -1,5 +1,5 @@
-// Reports of targets out of range. A kernel writes the report to host memory, and the next call
-// throws. Reading the report does not synchronise with the device.
+// Reports of targets out of range. A kernel writes the report to host memory, and a later call
+// throws. Reading the report does not synchronise with the device, so the next call may come first.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,7 +1,6 @@
 #include "fused_adam.cuh"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/item.h>
 
 #include <algorithm>
 

@@ -22,7 +22,7 @@
 
 namespace ampfuse {
 
-// How the number that is stepped is stored if the parameter is only a 16-bit copy of it.
+// How a parameter's master is stored (math::kMaster).
 enum class Master { kNone, kFloat, kRemainder };
 
 // Chunks are small, so that a warp's last chunk does not take long. The chunk size does not affect
@@ -44,7 +44,8 @@ struct AdamScalar {
   }
 };
 
-// The inputs of a step that may be known only to the device when the step begins.
+// The arguments of a step besides its tensors and options. fused_adam_prepare_kernel reads and
+// writes their device memory, so the host does not wait for its values.
 struct AdamSignals {
   const float* found_inf;   // the step is skipped unless this is 0; may be null
   const float* grad_scale;  // gradients are divided by it; may be null
@@ -222,9 +223,7 @@ __device__ __forceinline__ void update_pack(
 // column is a null pointer, which counts as aligned.
 template <typename Types>
 __device__ __forceinline__ bool adam_chunk_is_aligned(const AdamChunk<Types>& chunk) {
-  const auto past = [](const auto* data) {
-    return reinterpret_cast<uintptr_t>(data) % (Types::kPackSize * sizeof(*data));
-  };
+  const auto past = [](const auto* data) { return elements_past_boundary<Types::kPackSize>(data); };
   return (past(chunk.param) | past(chunk.grad) | past(chunk.exp_avg) | past(chunk.exp_avg_sq) |
           past(chunk.max_exp_avg_sq) | past(chunk.master)) == 0;
 }

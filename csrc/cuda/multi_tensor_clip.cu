@@ -11,10 +11,11 @@ namespace {
 template <typename norm_t>
 void clip(const LaunchStream& stream, const DenseRuns& dense, const norm_t* total_norm,
           double max_norm) {
-  for_each_table<UnscaleTable>(dense.get(), [&]<typename scalar_t>(const UnscaleTable& table) {
-    stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>, table.chunks(), table, total_norm,
-                  max_norm);
-  });
+  for_each_table<ElementwiseTable>(dense.get(),
+                                   [&]<typename scalar_t>(const ElementwiseTable& table) {
+                                     stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>,
+                                                   table.chunks(), table, total_norm, max_norm);
+                                   });
 }
 
 }  // namespace

@@ -10,8 +10,8 @@ namespace ampfuse {
 
 template <typename scalar_t, typename norm_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    multi_tensor_clip_kernel(const __grid_constant__ UnscaleTable table, const norm_t* total_norm,
-                             double max_norm) {
+    multi_tensor_clip_kernel(const __grid_constant__ ElementwiseTable table,
+                             const norm_t* total_norm, double max_norm) {
   using acc_t = typename ScaleType<scalar_t>::type;
   const acc_t factor = static_cast<acc_t>(math::clip_factor(*total_norm, max_norm));
   if (factor == 1) return;

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 struct NormWorkspace {
   const math::NormPartial* partials;
   const NormRange* ranges;
-  math::NormPartial* tensors;
+  math::NormPartial* norms;  // one per tensor
   unsigned* finished;
 };
 
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     const math::NormPartial norm = math::norm_of_partials<kNorm>(
         range.count, [partials](int64_t i) { return partials[i]; }, block);
     if (threadIdx.x == 0) {
-      workspace.tensors[t] = norm;
+      workspace.norms[t] = norm;
       results.norms[t] = static_cast<out_t>(norm.norm);
     }
   }
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (!is_last[0]) return;
   __threadfence();
 
-  const volatile math::NormPartial* norms = workspace.tensors;  // never read a stale cache line
+  const volatile math::NormPartial* norms = workspace.norms;  // never read a stale cache line
   const math::NormPartial total = math::norm_of_partials<kNorm>(
       tensors, [norms](int64_t i) { return math::NormPartial{norms[i].norm, norms[i].nonfinite}; },
       block);

@@ -11,10 +11,11 @@ void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_i
   const DenseRuns dense("multi_tensor_unscale", tensors, ComplexAs::kRealPairs, Use::kWrite);
   check_unscale_scalars("multi_tensor_unscale", tensors, found_inf, inv_scale);
   const LaunchStream stream(found_inf);
-  for_each_table<UnscaleTable>(dense.get(), [&]<typename scalar_t>(const UnscaleTable& table) {
-    stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
-                  inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
-  });
+  for_each_table<ElementwiseTable>(
+      dense.get(), [&]<typename scalar_t>(const ElementwiseTable& table) {
+        stream.launch(multi_tensor_unscale_kernel<scalar_t>, table.chunks(), table,
+                      inv_scale.const_data_ptr<float>(), found_inf.mutable_data_ptr<float>());
+      });
   dense.write_back();
 }
 

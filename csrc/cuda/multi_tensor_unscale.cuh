@@ -8,7 +8,7 @@
 
 namespace ampfuse {
 
-using UnscaleTable = TensorTable<1, math::kNormChunk>;
+using ElementwiseTable = TensorTable<1, math::kNormChunk>;
 
 // The type in which products are computed: double for double elements, otherwise fp32. Complex
 // elements count as their real type.
@@ -27,8 +27,8 @@ struct ScaleType<math::Complex<double>> {
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    multi_tensor_unscale_kernel(const __grid_constant__ UnscaleTable table, const float* inv_scale,
-                                float* found_inf) {
+    multi_tensor_unscale_kernel(const __grid_constant__ ElementwiseTable table,
+                                const float* inv_scale, float* found_inf) {
   using acc_t = typename ScaleType<scalar_t>::type;
   const acc_t factor = *inv_scale;
   for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {

@@ -1,8 +1,8 @@
-// Linear cross-entropy, one chunk of rows at a time. For each chunk: the logits, in memory that all
-// chunks share; the loss and the logits' gradient, in one pass; the chunk's part of the gradients
-// of hidden states, weight and bias.
+// Linear cross-entropy, one chunk of rows at a time, or with chunk_classes one tile of classes
+// (linear_cross_entropy_tiles.h). A chunk computes its logits, in memory that all chunks share,
+// then the loss and the logits' gradient in one pass, and then adds to the gradients of hidden
+// states, weight and bias.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
@@ -62,20 +62,21 @@ at::Tensor rows_of(const at::Tensor& all, const LinearChunk& chunk) {
 
 // Sets divisor and baked_scale in the outputs of a forward whose kernels do not set them.
 void set_divisor_and_scale(const LinearCrossEntropyArguments& arguments,
-                           const OptionalTensor& scale, const at::Tensor& denominator,
+                           const OptionalTensor& grad_scale, const at::Tensor& denominator,
                            const LinearCrossEntropyOutputs& outputs) {
-  const at::Tensor& baked = outputs.baked_scale;
+  const at::Tensor& baked_scale = outputs.baked_scale;
   const at::Tensor& divisor = outputs.divisor;
   arguments.options.is_mean() ? divisor.copy_(denominator) : divisor.fill_(1);
-  baked.fill_(1);
-  if (!scale) return;
-  baked.copy_(at::where(at::isfinite(*scale).logical_and(scale->ne(0)), *scale, baked));
+  baked_scale.fill_(1);
+  if (!grad_scale) return;
+  baked_scale.copy_(at::where(at::isfinite(*grad_scale).logical_and(grad_scale->ne(0)), *grad_scale,
+                              baked_scale));
   const float limit = arguments.gradient_limit();
   if (limit == HUGE_VALF) return;
   // Lower the scale as math::baked_scale() does.
-  const at::Tensor excess = (baked / divisor).abs() / limit;
-  const at::Tensor lower = at::ldexp(baked, -1 - excess.log2().floor());
-  baked.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked));
+  const at::Tensor excess = (baked_scale / divisor).abs() / limit;
+  const at::Tensor lower = at::ldexp(baked_scale, -1 - excess.log2().floor());
+  baked_scale.copy_(at::where(excess.gt(1).logical_and(at::isfinite(excess)), lower, baked_scale));
 }
 
 // Adds the losses in an order that does not depend on threads.
@@ -151,33 +152,35 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   auto outputs = empty_linear_outputs(arguments, wanted, with_metrics);
   const at::Tensor& loss = outputs.loss;
   const at::Tensor& divisor = outputs.divisor;
-  const LinearGradientMask now = arguments.options.is_per_row() ? LinearGradientMask{} : wanted;
+  const LinearGradientMask wanted_now =
+      arguments.options.is_per_row() ? LinearGradientMask{} : wanted;
   check_all_memory(arguments);
   const at::Tensor weight_sum = at::empty({}, divisor.options());
   kernels.weigh(arguments.loss(), weight_sum);
   const at::Tensor mean_denominator = denominator.value_or(weight_sum);
   OptionalTensor scale = grad_scale;
-  if (!scale && any(now) && arguments.dtype == at::kHalf)
+  if (!scale && any(wanted_now) && arguments.dtype == at::kHalf)
     scale = fp16_scale(arguments, mean_denominator);
   if (arguments.chunk_classes && arguments.hidden.size(0) > 0) {
     set_divisor_and_scale(arguments, scale, mean_denominator, outputs);
     const at::Tensor losses = at::empty({arguments.hidden.size(0)}, divisor.options());
-    outputs.gradients = linear_cross_entropy_forward_by_tile(kernels, shard_kernels, arguments, now,
-                                                             outputs, losses);
+    outputs.gradients = linear_cross_entropy_forward_by_tile(kernels, shard_kernels, arguments,
+                                                             wanted_now, outputs, losses);
     loss.copy_(reduced_loss(losses, divisor));
     return outputs;
   }
-  LinearChunks chunks(kernels, arguments, any(now));
+  LinearChunks chunks(kernels, arguments, any(wanted_now));
   if (chunks.chunks() == 0) {
     set_divisor_and_scale(arguments, std::nullopt, mean_denominator, outputs);
-    outputs.gradients = chunks.each(now, [](const LinearChunk&) {});
+    outputs.gradients = chunks.each(wanted_now, [](const LinearChunk&) {});
     if (loss.dim() == 0) loss.copy_(reduced_loss(at::empty({0}, divisor.options()), divisor));
   } else if (arguments.shard) {
     set_divisor_and_scale(arguments, scale, mean_denominator, outputs);
     outputs.gradients =
-        forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, now, outputs);
+        forward_of_shard(kernels, shard_kernels, *arguments.shard, chunks, wanted_now, outputs);
   } else {
-    outputs.gradients = forward_whole(kernels, chunks, scale, mean_denominator, now, outputs);
+    outputs.gradients =
+        forward_whole(kernels, chunks, scale, mean_denominator, wanted_now, outputs);
   }
   return outputs;
 }
@@ -194,7 +197,7 @@ LinearCrossEntropyGradients linear_cross_entropy_backward_by_chunk(
   at::Tensor row_grads = grad_output.to(at::kDouble).contiguous();
   OptionalTensor peak;
   if (arguments.dtype == at::kHalf && row_grads.numel() > 0) {
-    // Divide by the largest upstream gradient, so that fp16 gradients stay below gradient_limit().
+    // Divide by the largest |grad_output|, so that fp16 gradients stay below gradient_limit().
     // A class weight enlarges `peak` only by the factor by which it exceeds the limit: if no target
     // has that class, dividing by the whole weight would cost the other gradients digits.
     const OptionalTensor& weight = arguments.class_weight;

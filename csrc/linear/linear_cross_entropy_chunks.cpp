@@ -22,7 +22,7 @@ constexpr ChunkBudget kOnGpu = {int64_t{1} << 30, 2048, 256};
 constexpr ChunkBudget kOnCpu = {int64_t{64} << 20, 128, 32};
 
 // Several chunks sum the weight's gradient in float. A single chunk may round it to 16 bits at
-// once: a GPU takes all rows in one chunk if this saves more bytes than the additional logits take.
+// once: a GPU takes all rows in one chunk if this saves the bytes that the additional logits take.
 // Shards never do this: all ranks must use the same chunks, although the numbers of classes and the
 // dtypes of their weights may differ.
 int64_t wanted_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_bytes,
@@ -39,8 +39,8 @@ int64_t wanted_rows(const LinearCrossEntropyArguments& arguments, int64_t logit_
   const size_t saved = c10::elementSize(accumulate_dtype(arguments.dtype)) -
                        c10::elementSize(arguments.weight_grad_dtype);
   const int64_t all = arguments.hidden.size(0);
-  const int64_t gradient = classes * arguments.weight.size(1) * static_cast<int64_t>(saved);
-  return (all - rows) * row_bytes <= gradient ? std::max(all, rows) : rows;
+  const int64_t saved_bytes = classes * arguments.weight.size(1) * static_cast<int64_t>(saved);
+  return (all - rows) * row_bytes <= saved_bytes ? std::max(all, rows) : rows;
 }
 
 }  // namespace
@@ -57,7 +57,8 @@ LinearChunks::LinearChunks(const CrossEntropyKernels& kernels,
       layer_(arguments.weight, arguments.bias, arguments.dtype),
       loss_(arguments.loss_of_shard()),
       memory_(kernels, arguments, layer_) {
-  // Chunks have the same size with and without gradients, so that the loss has the same bits.
+  // The size does not depend on with_gradient, so that the loss has the same bits. It depends on
+  // weight_grad_dtype: without the gradient of a bfloat16 weight, a GPU may use smaller chunks.
   chunk_rows_ = linear_chunk_rows(arguments, memory_.logit_bytes(), arguments.hidden.is_cuda());
   memory_.allocate(std::min(chunk_rows_, rows()), arguments.weight.size(0), with_gradient);
 }

@@ -38,10 +38,11 @@ void LinearGradients::add(const at::Tensor& grad, const at::Tensor& hidden, int6
 void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
   const at::Tensor of_rows = gradients_.hidden.narrow(0, first_row, grad.size(0));
   if (!arguments_.shard) return layer_.hidden_gradient(grad, of_rows);
-  // A rank's part is not rounded; the sum of all ranks is.
-  const at::Tensor part = at::empty(of_rows.sizes(), of_rows.options().dtype(layer_.sum_dtype()));
-  layer_.hidden_gradient(grad, part);
-  sums_.begin(*arguments_.shard, part, of_rows);
+  // Each rank's partial sum has sum_dtype(). Only the sum of all ranks is rounded.
+  const at::Tensor partial =
+      at::empty(of_rows.sizes(), of_rows.options().dtype(layer_.sum_dtype()));
+  layer_.hidden_gradient(grad, partial);
+  sums_.begin(*arguments_.shard, partial, of_rows);
 }
 
 LinearCrossEntropyGradients LinearGradients::finish() {

@@ -10,7 +10,8 @@ namespace ampfuse {
 
 class LinearLayer {
  public:
-  /// Products that are rounded are computed in blocks of about this many bytes.
+  /// Products that are rounded are computed in blocks of about this many bytes, but of at least
+  /// 256 and at most 8192 classes.
   static constexpr int64_t kBlockBytes = 4 << 20;
 
   /// `weight`: [classes, features]. `bias`: [classes]. Products are in `dtype`.
@@ -36,7 +37,7 @@ class LinearLayer {
   /// sum_dtype(); if `is_first` it may have any dtype.
   void weight_gradient(const at::Tensor& grad, const at::Tensor& rows, at::Tensor& sum,
                        bool is_first) const;
-  /// Does the same for the bias, whose gradient is the sum of `grad` over rows.
+  /// Sets `sum` to the sum of `grad` over rows if `is_first`, else adds it. `sum` has sum_dtype().
   void bias_gradient(const at::Tensor& grad, at::Tensor& sum, bool is_first) const;
 
  private:

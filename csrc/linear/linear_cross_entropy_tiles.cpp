@@ -13,7 +13,7 @@ namespace ampfuse {
 
 namespace {
 
-// The classes of one tile: their part of the layer and of the loss.
+// The classes of one tile, and the layer and the loss of only these classes.
 struct ClassTile {
   int64_t first;
   int64_t count;

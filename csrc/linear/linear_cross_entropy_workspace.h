@@ -8,9 +8,10 @@
 
 namespace ampfuse {
 
-/// Returns the bytes that linear_cross_entropy_forward takes at its peak, besides its arguments and
-/// results, on a GPU or on a CPU. Only shapes and dtypes of the tensors are read. Shards are not
-/// taken into account.
+/// Estimates the bytes that linear_cross_entropy_forward takes at its peak, besides its arguments
+/// and results, on a GPU or on a CPU. Only shapes and dtypes of the tensors are read. Not counted
+/// are shards, the padding of rows of logits, and the float copies of hidden states and weight that
+/// a CPU without products of their dtype makes.
 AMPFUSE_API int64_t linear_cross_entropy_workspace(const at::Tensor& hidden,
                                                    const at::Tensor& weight, at::ScalarType dtype,
                                                    at::ScalarType logits_dtype,

@@ -122,19 +122,19 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
                                         V below, const Terms& terms) {
   using L = Lane<V>;
   if (!target.exists) below = V(0);
-  const V targets = target.exists ? L::exp(V(0) - below) : V(0);
-  const V sum = others.sum + targets;
+  const V target_exp = target.exists ? L::exp(V(0) - below) : V(0);
+  const V sum = others.sum + target_exp;
   // One log1p serves both cases. log(sum) is taken as log1p(sum − 1): `sum` is above 1/2, so this
   // adds no more error than the rounding of `sum` itself.
-  const auto is_sure = others.sum < targets;
-  const V log = L::log1p(L::choose(is_sure, others.sum / targets, sum - V(1)));
+  const auto is_sure = others.sum < target_exp;
+  const V log = L::log1p(L::choose(is_sure, others.sum / target_exp, sum - V(1)));
   const V log_sum = L::choose(is_sure, log - below, log);
   const V lse = others.reference + log_sum;
   V loss = others.spread + times_or_zero(others.masses, log_sum);
   if (target.exists) loss = loss + target.mass * L::choose(is_sure, log, below + log);
   if (terms.z_loss != 0) loss = loss + V(terms.z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
-  const V entropy = log_sum + (others.entropy + times_or_zero(targets, below)) / sum;
+  const V entropy = log_sum + (others.entropy + times_or_zero(target_exp, below)) / sum;
   // The row has no distribution, and its results are NaN, if the largest z is NaN, +∞ or −∞.
   const auto exists = others.largest - others.largest == V(0);
   const auto if_any = [&](const V& x) { return L::choose(exists, x, V(NAN)); };
@@ -178,13 +178,13 @@ template <typename V, typename S, typename Terms>
 AMPFUSE_HOST_DEVICE RowGradient<V> row_gradient(const Statistics<S>& row, V reference,
                                                 V target_mass, const Terms& terms, V scale) {
   const V sum = static_cast<V>(row.sum);
-  V others = static_cast<V>(row.masses);
+  V other_masses = static_cast<V>(row.masses);
   if (terms.z_loss != 0) {
-    others = others + V(2 * terms.z_loss) * (reference + Lane<V>::log(sum));
+    other_masses = other_masses + V(2 * terms.z_loss) * (reference + Lane<V>::log(sum));
   }
-  const V all = target_mass + others;
+  const V all = target_mass + other_masses;
   const V of_others = static_cast<V>(row.others) / sum;
-  return {all / sum * scale, scale, (others - all * of_others) * scale};
+  return {all / sum * scale, scale, (other_masses - all * of_others) * scale};
 }
 
 // z of a logit x, and the derivative dz/dx = 1 − tanh²(u) with u = x / softcap. The derivative is

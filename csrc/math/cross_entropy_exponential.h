@@ -26,7 +26,7 @@ inline constexpr float kFurthestBelow = 114;
 inline constexpr float kSmallestUnbiased = 0x1p-80;
 
 inline constexpr double kLog2 = 0.693147180559945309417;
-// Adding 1.5·2²³ rounds a float to an integer.
+// Adding 1.5·2²³ rounds a float to an integer. kExponentBias is added to that integer.
 inline constexpr float kExpRounder = 12582912.0f + kExponentBias;
 
 // The reference of one row (R = float) or of a vector of rows.

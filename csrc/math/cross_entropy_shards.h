@@ -75,9 +75,9 @@ struct JoinedRow {
   int64_t argmax;
 };
 
-/// Returns the results of a row from the partials of all shards; see join_shards for the arguments.
-/// `is_here`: true if the target is on this shard. If it is on another shard, its B is added to
-/// statistics.masses, since the gradient of this shard has no target class.
+/// Returns the results of a row from the partials of all shards; see join_shards for the first four
+/// arguments. `is_here`: true if the target is on this shard. If it is on another shard, its B is
+/// added to statistics.masses, since the gradient of this shard has no target class.
 template <typename Terms>
 AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPartial* partials, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,

@@ -52,8 +52,9 @@ AMPFUSE_HOST_DEVICE double norm_finish(double sum) {
 // every element is finite. An overflowed sum is not accurate and proves nothing. A sum of squares
 // is inaccurate if squares underflowed: each of kNormChunk squares may lose up to 2⁻¹⁴⁹ in fp32
 // (2⁻¹⁰⁷⁴ in fp64). This is negligible in sums of at least 2⁻¹⁰⁰ (2⁻¹⁰⁰⁰). Smaller sums, also 0,
-// are out of range. A double sum of narrower elements has no such limit, since a double holds their
-// squares exactly. If the sum is out of range, norm_exact reads the elements again.
+// are out of range. A double sum of narrower elements
+// has no such limit, since a double holds their squares exactly. If the sum is out of range,
+// norm_exact reads the elements again.
 template <NormType kNorm, typename scalar_t, typename acc_t>
 AMPFUSE_HOST_DEVICE bool norm_in_range(double sum) {
   if (!is_finite(sum)) return false;
@@ -100,8 +101,8 @@ AMPFUSE_HOST_DEVICE NormPartial norm_partial(Complex<T> x) {
   return {magnitude(x), is_finite(x) ? 0 : 1};
 }
 
-// The threads that share the work of norm_exact or norm_of_partials: here a single one. Warps and
-// blocks have a class like this one, with their own `join` (cuda/reduce.cuh).
+// A single thread as the `workers` of norm_exact and norm_of_partials. For warps and blocks there
+// is a class with the same functions, TeamWorkers (cuda/reduce.cuh).
 struct OneWorker {
   AMPFUSE_HOST_DEVICE int index() const { return 0; }
   AMPFUSE_HOST_DEVICE int count() const { return 1; }

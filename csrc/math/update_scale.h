@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "host_device.h"
+#include "lane.h"
 
 namespace ampfuse::math {
 
@@ -41,12 +41,12 @@ struct ScaleState {
   float scale;
   int32_t growth_tracker;      // clean steps since the last overflow or growth
   int64_t hysteresis_tracker;  // 1 + number of overflows that will still leave the scale alone
-  int64_t consecutive_skips;
+  int64_t consecutive_skips;   // overflows in a row; a skipped outlier resets it to 0
 };
 
 AMPFUSE_HOST_DEVICE float larger_scale(float scale, const ScalePolicy& policy) {
   const auto grown = static_cast<float>(static_cast<double>(scale) * policy.growth_factor);
-  if (!(grown - grown == 0)) return scale;
+  if (!is_finite(grown)) return scale;
   const auto limit = static_cast<float>(policy.max_scale);
   return grown <= limit ? grown : scale < limit ? limit : scale;
 }
@@ -86,14 +86,15 @@ AMPFUSE_HOST_DEVICE ScaleState update_scale(ScaleState state, const ScalePolicy&
 // Indices in `counters`: the hysteresis tracker, consecutive skips, and updates so far.
 enum ScaleCounter { kHysteresisTracker, kConsecutiveSkips, kUpdates, kScaleCounters };
 
-// Indices in `norms`: how many there were so far, the mean and the variance of their logarithms,
-// and the limit above which the next one is an outlier.
+// Indices in `norms`: the number of norms so far, the mean and the variance of their logarithms,
+// and the limit above which the next norm is an outlier.
 enum NormStatistic { kNorms, kMeanOfLogs, kVarianceOfLogs, kNormLimit, kNormStatistics };
 
 inline constexpr double kNoNormLimit = std::numeric_limits<double>::infinity();
-inline constexpr double kNormWindow = 128;  // norms that the mean and the variance remember
+inline constexpr double kNormWindow = 128;  // a new norm weighs at least 1 / kNormWindow
 inline constexpr double kFirstNorms = 64;   // until so many were seen there is no limit
-// The least standard deviation: where all norms are nearly the same, 10 % more is no outlier.
+// Lower bound on the standard deviation, so that if all norms are nearly equal, one that is 10 %
+// larger is not an outlier.
 inline constexpr double kLeastDeviation = 0.1;
 
 AMPFUSE_HOST_DEVICE bool is_outlier(const double* norms, float norm) {
@@ -104,7 +105,7 @@ AMPFUSE_HOST_DEVICE bool is_outlier(const double* norms, float norm) {
 // statistics. If all later norms are as large, the variance grows until they are no longer
 // outliers, because the limit is more than one standard deviation above the mean.
 AMPFUSE_HOST_DEVICE void update_norms(double* norms, float norm, double skip_outliers) {
-  if (!(norm > 0) || !(norm - norm == 0)) return;
+  if (!(norm > 0) || !is_finite(norm)) return;
   const double limit = norms[kNormLimit];
   norms[kNorms] += 1;
   const double weight = 1 / (norms[kNorms] < kNormWindow ? norms[kNorms] : kNormWindow);

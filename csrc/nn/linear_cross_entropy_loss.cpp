@@ -1,5 +1,4 @@
 #include <ampfuse/linear_cross_entropy_loss.h>
-#include <torch/types.h>
 
 #include <utility>
 

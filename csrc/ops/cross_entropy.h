@@ -82,13 +82,16 @@ void check_cross_entropy_backward(const char* op, const CrossEntropyArguments& a
 /// The data that forward computes for backward.
 enum class ForBackward : int64_t { kNothing, kStatistics, kGradient };
 
-/// Outputs of both losses. An output that was not asked for has shape [0].
+/// Outputs that cross_entropy_forward and linear_cross_entropy_forward share. An output that was
+/// not asked for has shape [0].
 struct LossOutputs {
-  at::Tensor loss;         // [], or [rows] with reduction none
-  at::Tensor baked_scale;  // [] float: grad_scale, lowered to the limit; 1 if absent, 0, inf or NaN
-  at::Tensor statistics;   // [rows, 4] double: math::RowStatistics
-  at::Tensor divisor;      // [] double: the number that the sum of losses is divided by
-  at::Tensor lse;          // [rows], like entropy and argmax; these three are the metrics
+  at::Tensor loss;  // [], or [rows] with reduction none
+  // [] float: grad_scale, lowered if gradient_limit requires it; 1 if grad_scale is absent, 0,
+  // infinite or NaN.
+  at::Tensor baked_scale;
+  at::Tensor statistics;  // [rows, 4] double: math::RowStatistics
+  at::Tensor divisor;     // [] double: the number that the sum of losses is divided by
+  at::Tensor lse;         // [rows], like entropy and argmax; these three are the metrics
   at::Tensor entropy;
   at::Tensor argmax;
 };

@@ -17,7 +17,7 @@ void check_no_derivative(const char* op, const char* name, const at::Tensor& ten
 
 }  // namespace
 
-std::optional<at::Tensor> loss_number(const char* op, const char* name,
+std::optional<at::Tensor> loss_scalar(const char* op, const char* name,
                                       const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                       at::Device device) {
   if (!scalar || !scalar->defined()) return std::nullopt;

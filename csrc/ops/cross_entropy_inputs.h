@@ -1,4 +1,4 @@
-// Converts the small arguments of losses for kernels, and computes the metric `correct`.
+// Converts scalars, class weights and probabilities for kernels, and computes the metric `correct`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@ namespace ampfuse {
 
 /// Converts a scalar argument to a 0-dim tensor of this dtype on this device. Returns nullopt if it
 /// is absent. Throws if it requires grad.
-std::optional<at::Tensor> loss_number(const char* op, const char* name,
+std::optional<at::Tensor> loss_scalar(const char* op, const char* name,
                                       const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                       at::Device device);
 

@@ -101,17 +101,14 @@ CrossEntropyRows::CrossEntropyRows(CrossEntropyCall as_passed) : LossRows(std::m
   TORCH_CHECK_VALUE(input.dim() > 0, kCrossEntropy,
                     ": input: expected logits of shape [classes], [batch, classes] or "
                     "[batch, classes, d1, ...], got a single number");
-  TORCH_CHECK_VALUE(arguments.target.device() == input.device(), kCrossEntropy,
-                    ": target: expected input's device, ", input.device(), ", got ",
-                    arguments.target.device());
   arguments.options.check_denominator(kCrossEntropy, call_.denominator.has_value());
   shape_ = input.sym_sizes().vec();
   shape_.erase(shape_.begin() + (input.dim() > 1 ? 1 : 0));
   check_shapes(input, arguments.target, shape_);
   call_.grad_scale =
-      loss_number(kCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, input.device());
+      loss_scalar(kCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, input.device());
   call_.denominator =
-      loss_number(kCrossEntropy, "denominator", call_.denominator, at::kDouble, input.device());
+      loss_scalar(kCrossEntropy, "denominator", call_.denominator, at::kDouble, input.device());
   arguments.weight = loss_class_weight(kCrossEntropy, "weight", arguments.weight,
                                        input.sym_size(input.dim() == 1 ? 0 : 1), loss_dtype(input),
                                        input.device());

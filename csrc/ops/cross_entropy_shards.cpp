@@ -73,17 +73,17 @@ void reduce_shard(const VocabShardKernels& kernels, const CrossEntropyArguments&
   outputs.partials.select(1, math::kShardPartial - 1).copy_(outputs.argmax + first_class);
 }
 
-void ShardSums::begin(const VocabShard& shard, at::Tensor part, at::Tensor whole) {
+void ShardSums::begin(const VocabShard& shard, at::Tensor partial, at::Tensor whole) {
   finish();
-  part_ = std::move(part);
+  partial_ = std::move(partial);
   whole_ = std::move(whole);
-  collective("_c10d_functional::all_reduce_", {part_, "sum", shard.group});
+  collective("_c10d_functional::all_reduce_", {partial_, "sum", shard.group});
 }
 
 void ShardSums::finish() {
-  if (!part_.defined()) return;
-  whole_.copy_(finished(part_));
-  part_.reset();
+  if (!partial_.defined()) return;
+  whole_.copy_(finished(partial_));
+  partial_.reset();
 }
 
 }  // namespace ampfuse

@@ -30,13 +30,13 @@ at::Tensor gather(const VocabShard& shard, const at::Tensor& mine);
 /// Sums over ranks. One sum is in flight at a time.
 class ShardSums {
  public:
-  /// Finishes the sum in flight, and starts to sum the ranks' `part`. finish() copies the sum to
+  /// Finishes the sum in flight, and starts to sum the ranks' `partial`. finish() copies the sum to
   /// `whole`, which may have a narrower dtype.
-  void begin(const VocabShard& shard, at::Tensor part, at::Tensor whole);
+  void begin(const VocabShard& shard, at::Tensor partial, at::Tensor whole);
   void finish();
 
  private:
-  at::Tensor part_;
+  at::Tensor partial_;
   at::Tensor whole_;
 };
 

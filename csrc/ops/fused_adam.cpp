@@ -108,7 +108,7 @@ void check_numbers(const math::AdamOptions& options) {
   };
   check("beta1", options.beta1, options.beta1 >= 0 && options.beta1 < 1, "0 <= beta1 < 1");
   check("beta2", options.beta2, options.beta2 >= 0 && options.beta2 < 1, "0 <= beta2 < 1");
-  // A schedule may lower the weight decay below 0, as it may the learning rate.
+  // No lower bound: a schedule may make the weight decay negative, like the learning rate.
   check("weight_decay", options.weight_decay, !std::isnan(options.weight_decay), "a number");
   check("eps", options.eps, options.eps >= 0, "at least 0");
 }

@@ -51,10 +51,10 @@ AdamTensor described(const FusedAdamArguments& arguments, size_t t) {
       arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
   for (int column = 0; column < math::kAdamColumns; ++column) {
     if (!arguments.has(column)) continue;
-    check_allocated(kFusedAdam, adam_column_name(column), t, arguments.tensor(column, t));
+    check_memory(kFusedAdam, adam_column_name(column), t, arguments.tensor(column, t));
     tensor.data[column] = own_data(arguments.tensor(column, t), param);
   }
-  check_allocated(kFusedAdam, "state_steps", t, step);
+  check_memory(kFusedAdam, "state_steps", t, step);
   tensor.step = static_cast<float*>(own_data(step, step));
   return tensor;
 }

@@ -46,8 +46,8 @@ void check_chunk_classes(const LinearCrossEntropyArguments& arguments) {
       "chunk_rows nor with a process group");
 }
 
-at::Tensor empty_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
-                    const at::TensorOptions& options) {
+at::Tensor allocated_if(bool is_wanted, const std::vector<c10::SymInt>& sizes,
+                        const at::TensorOptions& options) {
   return is_wanted ? at::empty_symint(sizes, options) : at::empty({0}, options);
 }
 
@@ -142,10 +142,10 @@ LinearCrossEntropyGradients empty_linear_gradients(const LinearCrossEntropyArgum
                                                    const LinearGradientMask& wanted) {
   const auto options = arguments.hidden.options();
   const auto sums = options.dtype(accumulate_dtype(arguments.dtype));
-  return {empty_if(wanted[0], arguments.hidden.sym_sizes().vec(), options),
-          empty_if(wanted[1], arguments.weight.sym_sizes().vec(),
-                   options.dtype(arguments.weight_grad_dtype)),
-          empty_if(wanted[2], {arguments.weight.sym_size(0)}, sums)};
+  return {allocated_if(wanted[0], arguments.hidden.sym_sizes().vec(), options),
+          allocated_if(wanted[1], arguments.weight.sym_sizes().vec(),
+                       options.dtype(arguments.weight_grad_dtype)),
+          allocated_if(wanted[2], {arguments.weight.sym_size(0)}, sums)};
 }
 
 LinearCrossEntropyOutputs empty_linear_outputs(const LinearCrossEntropyArguments& arguments,

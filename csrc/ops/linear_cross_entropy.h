@@ -5,7 +5,6 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "cross_entropy_shards.h"
 
@@ -32,8 +31,8 @@ struct LinearCrossEntropyArguments {
   // The classes of weight, bias and probabilities, if these do not have all classes.
   std::optional<VocabShard> shard = {};
 
-  /// Upper bound on the scale of the logits' gradients. fp16 gradients are multiplied by the weight
-  /// and summed before the real upstream gradient is known, so they need headroom.
+  /// Upper bound on |baked_scale / divisor|. fp16 gradients are multiplied by the weight and summed
+  /// before grad_output is known, so they need headroom.
   float gradient_limit() const { return dtype == at::kHalf ? 1024.0f : HUGE_VALF; }
 
   /// True if classes are divided, among ranks or into tiles. The kernels for this read logits of

@@ -18,7 +18,7 @@ struct LinearCrossEntropyKernels {
                                           const LinearGradientMask& wanted);
 };
 
-/// Computes in chunks of rows or tiles of classes, with a backend's kernels of cross-entropy.
+/// Computes the loss in chunks of rows or tiles of classes, with a backend's cross-entropy kernels.
 template <const CrossEntropyKernels& kKernels, const VocabShardKernels& kShardKernels>
 inline constexpr LinearCrossEntropyKernels kByChunk = {
     [](const LinearCrossEntropyArguments& arguments, const std::optional<at::Tensor>& grad_scale,

@@ -55,7 +55,6 @@ at::ScalarType dtype_of_logits(const LinearCrossEntropyArguments& inputs, at::Sc
   if (inputs.logits_dtype == at::ScalarType::Undefined) {
     return inputs.hidden.is_cuda() && !inputs.has_shards() ? dtype : accumulate_dtype(dtype);
   }
-  check_logits_dtype(inputs.logits_dtype, dtype, inputs.has_shards());
   return inputs.logits_dtype;
 }
 
@@ -79,8 +78,8 @@ at::Tensor rows_of_target(const LinearCrossEntropyArguments& inputs, std::vector
   if (!target.is_floating_point()) {
     check_class_dtype(kLinearCrossEntropy, target);
     // torch also accepts a target of shape [1] for a single row.
-    const bool is_in_list = shape.empty() && target.dim() == 1 && target.sym_size(0) == 1;
-    TORCH_CHECK_VALUE(is_in_list || target.sym_sizes() == c10::SymIntArrayRef(shape),
+    const bool is_single_row = shape.empty() && target.dim() == 1 && target.sym_size(0) == 1;
+    TORCH_CHECK_VALUE(is_single_row || target.sym_sizes() == c10::SymIntArrayRef(shape),
                       kLinearCrossEntropy, ": target: expected shape ", c10::SymIntArrayRef(shape),
                       " for hidden states of shape ", inputs.hidden.sym_sizes(), ", got ",
                       target.sym_sizes(),
@@ -118,7 +117,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-void check_buffer(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype) {
+void check_accumulate_into(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype) {
   const OptionalTensor& buffer = call.accumulate_into;
   const at::Tensor& weight = call.arguments.weight;
   if (!buffer) return;
@@ -173,10 +172,10 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   arguments.logits_dtype = dtype_of_logits(arguments, dtype);
   arguments.weight_grad_dtype = dtype_of_weight_gradient(call_, dtype);
   call_.grad_scale =
-      loss_number(kLinearCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, device);
+      loss_scalar(kLinearCrossEntropy, "grad_scale", call_.grad_scale, at::kFloat, device);
   call_.denominator =
-      loss_number(kLinearCrossEntropy, "denominator", call_.denominator, at::kDouble, device);
-  check_buffer(call_, loss_dtype);
+      loss_scalar(kLinearCrossEntropy, "denominator", call_.denominator, at::kDouble, device);
+  check_accumulate_into(call_, loss_dtype);
   if (hidden.dim() != 2) {
     arguments.hidden = hidden.reshape_symint({rows, hidden.sym_size(-1)});
   }

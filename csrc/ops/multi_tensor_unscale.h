@@ -8,7 +8,8 @@
 
 namespace ampfuse {
 
-/// Throws for arguments that multi_tensor_unscale and multi_tensor_unscale_norm do not accept.
+/// Checks the list, found_inf and inv_scale. `op` is multi_tensor_unscale or
+/// multi_tensor_unscale_norm; `ord` and `dtype` of the latter are not checked here.
 void check_multi_tensor_unscale(const char* op, at::TensorList tensors, const at::Tensor& found_inf,
                                 const at::Tensor& inv_scale);
 

@@ -1,5 +1,5 @@
 // Kernels of operators with many arguments read them by name, and callers pass them by name. So
-// only the schema depends on their order, and fused_adam(), which passes its arguments in order.
+// only two things depend on their order: the schema, and fused_adam(), which passes them in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -5,7 +5,7 @@ namespace ampfuse {
 
 /// The source of an operator's kernel for the Autograd key.
 enum class AutogradOf {
-  kOwn,       // a file of its own in autograd/, also for ADInplaceOrView if it writes arguments
+  kOwn,       // another file in autograd/, also for ADInplaceOrView if the op writes arguments
   kMutating,  // autograd/mutating.cpp: the operator writes its arguments and has no derivative
 };
 

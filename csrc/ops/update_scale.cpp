@@ -15,31 +15,27 @@ namespace ampfuse {
 namespace {
 
 // Throws unless the tensor is contiguous, of this size and dtype, and on the scale's device.
-void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t size,
-                 const at::Tensor& scale) {
+void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                 const c10::SymInt& size, const at::Tensor& scale) {
   TORCH_CHECK_TYPE(tensor.defined(), kUpdateScale, ": ", name, ": expected a tensor, got none");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kUpdateScale, ": ", name,
                     ": expected a strided tensor, got layout ", tensor.layout());
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kUpdateScale, ": ", name, ": expected dtype ",
                    dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(tensor.sym_numel() == size && tensor.is_contiguous(), kUpdateScale, ": ", name,
-                    ": expected a contiguous tensor with ", size, " elements, got shape ",
-                    tensor.sym_sizes());
+                    ": expected a contiguous tensor with ", size,
+                    size == 1 ? " element" : " elements", ", got shape ", tensor.sym_sizes());
   TORCH_CHECK_VALUE(tensor.device() == scale.device(), kUpdateScale, ": ", name,
                     ": expected device ", scale.device(), ", that of scale, got ", tensor.device());
   check_memory(kUpdateScale, name, tensor);
 }
 
 void check_history(const at::Tensor& history, const at::Tensor& scale) {
-  TORCH_CHECK_TYPE(history.scalar_type() == at::kFloat, kUpdateScale,
-                   ": history: expected dtype float32, got ", dtype_name(history.scalar_type()));
-  TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) > 0 &&
-                        history.sym_size(1) == math::kScaleRecord && history.is_contiguous(),
-                    kUpdateScale, ": history: expected a contiguous tensor of shape [n, ",
-                    math::kScaleRecord, "], n > 0, got shape ", history.sym_sizes());
-  TORCH_CHECK_VALUE(history.device() == scale.device(), kUpdateScale, ": history: expected device ",
-                    scale.device(), ", that of scale, got ", history.device());
-  check_memory(kUpdateScale, "history", history);
+  TORCH_CHECK_VALUE(
+      history.dim() == 2 && history.sym_size(0) > 0 && history.sym_size(1) == math::kScaleRecord,
+      kUpdateScale, ": history: expected a contiguous tensor of shape [n, ", math::kScaleRecord,
+      "], n > 0, got shape ", history.sym_sizes());
+  check_state("history", history, at::kFloat, history.sym_numel(), scale);
 }
 
 }  // namespace

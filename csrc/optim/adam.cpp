@@ -133,8 +133,9 @@ std::vector<uintptr_t> checked_properties(const std::vector<AdamGroup>& groups) 
   return properties;
 }
 
-// Makes each call as a skipped step, which only checks. A call that throws writes nothing, but the
-// calls before it would already have stepped.
+// Checks all calls before one of them writes: makes each with found_inf = 1, so that it checks its
+// arguments and skips the step. A call that throws writes nothing, but without this, the calls
+// before it would already have stepped.
 void check_before_writing(const std::vector<AdamGroup>& groups) {
   for (const AdamGroup& group : groups) {
     for (const AdamLists& lists : group.lists) {

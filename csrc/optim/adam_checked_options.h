@@ -22,7 +22,8 @@ struct AdamSettings {
 };
 
 /// Throws for options of classes other than AdamOptions and AdamWOptions, and for values out of
-/// range, with torch's message if torch also checks them. Only the error for a class names `group`.
+/// range, with torch's message if torch also checks them. `group` is the index of the group, for
+/// the message about a class.
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group);
 
 /// Throws for a negative learning rate or weight decay. Only constructors call this: schedules may

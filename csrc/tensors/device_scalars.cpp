@@ -1,15 +1,14 @@
 #include "device_scalars.h"
 
-#include <ATen/ops/amax.h>
 #include <ATen/ops/stack.h>
 #include <ampfuse/multi_tensor_norm.h>
 
 namespace ampfuse {
 
-at::Tensor joined_norm(std::vector<at::Tensor> norms, double norm_type) {
+at::Tensor joined_norm(std::vector<at::Tensor> norms, double ord) {
   if (norms.size() == 1) return norms[0];
   for (at::Tensor& norm : norms) norm = on_device(norm, norms[0].device());
-  return multi_tensor_norm(norms, norm_type).total_norm;
+  return multi_tensor_norm(norms, ord).total_norm;
 }
 
 at::Tensor largest(const std::vector<at::Tensor>& flags, at::Device device) {

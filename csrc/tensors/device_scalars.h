@@ -24,9 +24,9 @@ OfDevice& entry_for_device(std::vector<OfDevice>& all, at::Device device) {
   return all.emplace_back(OfDevice{device});
 }
 
-/// Combines norms of this type into the norm of all their tensors together, on the device of the
-/// first. `norms` must not be empty.
-at::Tensor joined_norm(std::vector<at::Tensor> norms, double norm_type = 2);
+/// Combines norms of order `ord` into the norm of all their tensors together, on the device of the
+/// first norm. `norms` must not be empty.
+at::Tensor joined_norm(std::vector<at::Tensor> norms, double ord = 2);
 
 /// Returns the largest of the flags, on this device. `flags` must not be empty.
 at::Tensor largest(const std::vector<at::Tensor>& flags, at::Device device);

@@ -22,8 +22,9 @@ inline void prefetch_storage(const at::Tensor& tensor) {
   if (header->has_storage()) __builtin_prefetch(header->unsafe_storage().unsafeGetStorageImpl());
 }
 
-/// Calls visit(t) for each t below `count`, in order. Before that, it calls touch(t, prefetch) with
-/// a function `prefetch`, which `touch` must call for each tensor of index t.
+/// Calls visit(t) for each t below `count`, in order. Eight and four turns earlier, it calls
+/// touch(t, prefetch), which must call prefetch() for each tensor of index t. The first eight
+/// indices are prefetched only in part, or not at all.
 template <typename Touch, typename Visit>
 void for_each_index(size_t count, const Touch& touch, const Visit& visit) {
   for (size_t t = 0; t < count; ++t) {

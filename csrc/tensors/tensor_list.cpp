@@ -114,7 +114,7 @@ void check_memory(const char* op, const char* argument, const at::Tensor& tensor
                     ": its storage is empty (freed, or resized to 0)");
 }
 
-void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
+void check_memory(const char* op, const char* list, size_t index, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(has_memory(tensor), op, ": ", list, "[", index,
                     "]: its storage is empty (freed, or resized to 0)");
 }
@@ -127,7 +127,7 @@ void check_no_overlap(const char* op, const char* list, size_t index, const at::
 }
 
 bool is_lazy_clone(const at::Tensor& tensor) {
-  return c10::impl::cow::is_cow_data_ptr(tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr());
+  return c10::impl::cow::is_cow_data_ptr(storage_of(tensor).data_ptr());
 }
 
 bool is_aligned(const at::Tensor& tensor) {
@@ -222,7 +222,7 @@ DenseRuns::DenseRuns(const char* op, at::TensorList tensors, ComplexAs complex, 
   for_each_tensor(tensors, [&](size_t i, const at::Tensor& tensor) {
     is_written ? check_writable(op, i, tensor, tensors[0])
                : check_tensor(op, i, tensor, tensors[0]);
-    check_allocated(op, "tensors", i, tensor);
+    check_memory(op, "tensors", i, tensor);
     if (is_written) storages[i] = written_storage(tensor);
     const bool needs_own_memory = !tensor.is_non_overlapping_and_dense() || !is_aligned(tensor) ||
                                   (is_written && is_lazy_clone(tensor));

@@ -23,7 +23,7 @@ bool has_memory(const at::Tensor& tensor);
 
 /// Throws for a tensor whose storage was freed. For example, FSDP1 resizes storages to 0.
 void check_memory(const char* op, const char* argument, const at::Tensor& tensor);
-void check_allocated(const char* op, const char* list, size_t index, const at::Tensor& tensor);
+void check_memory(const char* op, const char* list, size_t index, const at::Tensor& tensor);
 
 /// Throws for a tensor that overlaps itself, for example an expanded one.
 void check_no_overlap(const char* op, const char* list, size_t index, const at::Tensor& tensor);
@@ -33,7 +33,7 @@ void check_no_overlap(const char* op, const char* list, size_t index, const at::
 bool is_lazy_clone(const at::Tensor& tensor);
 
 /// True if the tensor's address is a multiple of its element size. Tensors from DLPack, from_blob
-/// or frombuffer may be misaligned. A complex tensor may be, although its real parts are aligned.
+/// or frombuffer may be misaligned. A complex tensor may be aligned for its real numbers only.
 bool is_aligned(const at::Tensor& tensor);
 
 /// Throws, naming the index, unless all tensors are defined, strided, of a dtype that kernels
@@ -66,8 +66,8 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
 
 /// Throws for tensors for which an op has no kernel. The dispatcher passes sparse tensors, and
 /// tensors on a device that this build does not support, to the op's kernel for all other backends.
-/// That kernel first checks the arguments, so that the error for a sparse tensor names it, and then
-/// calls this function.
+/// That kernel first checks the arguments, so that the error for a sparse tensor names the
+/// argument, and then calls this function.
 [[noreturn]] void refuse_backend(const char* op, at::TensorList tensors);
 
 /// Returns float64 if any tensor is double or complex double, else float32.

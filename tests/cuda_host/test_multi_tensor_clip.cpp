@@ -8,13 +8,13 @@
 #include "catch.h"
 #include "tensor_lists.h"
 
-using ampfuse::UnscaleTable;
+using ampfuse::ElementwiseTable;
 
 namespace {
 
 template <typename T, typename norm_t>
 void clip_on_host(const std::vector<FakeTensor<T>>& tensors, norm_t total_norm, double max_norm) {
-  auto builder = ampfuse::build_tables<UnscaleTable>([&](const UnscaleTable& table) {
+  auto builder = ampfuse::build_tables<ElementwiseTable>([&](const ElementwiseTable& table) {
     simt::launch(ampfuse::multi_tensor_clip_kernel<T, norm_t>, 2, ampfuse::kThreads, 0, table,
                  &total_norm, max_norm);
   });
@@ -57,12 +57,12 @@ TEST_CASE("gradients with a norm below max_norm are not changed") {
 
 TEST_CASE("all tensors of a list longer than a table are scaled") {
   std::vector<FakeTensor<float>> tensors;
-  for (int t = 0; t < UnscaleTable::kCapacity + 5; ++t) {
+  for (int t = 0; t < ElementwiseTable::kCapacity + 5; ++t) {
     tensors.push_back(random_tensor<float>(1 + t % 3, 0, t));
   }
   int launches = 0;
   const float norm = 2.0f;
-  auto builder = ampfuse::build_tables<UnscaleTable>([&](const UnscaleTable& table) {
+  auto builder = ampfuse::build_tables<ElementwiseTable>([&](const ElementwiseTable& table) {
     simt::launch(ampfuse::multi_tensor_clip_kernel<float, float>, 2, ampfuse::kThreads, 0, table,
                  &norm, 1.0);
     ++launches;
@@ -72,7 +72,7 @@ TEST_CASE("all tensors of a list longer than a table are scaled") {
   CHECK(launches == 2);
   const auto factor = static_cast<float>(1.0 / (2.0 + 1e-6));
   bool equal = true;
-  for (int t = 0; t < UnscaleTable::kCapacity + 5; ++t) {
+  for (int t = 0; t < ElementwiseTable::kCapacity + 5; ++t) {
     const auto before = random_tensor<float>(1 + t % 3, 0, t);
     for (int i = 0; i < before.size; ++i) {
       equal = equal && tensors[t].data()[i] == before.data()[i] * factor;

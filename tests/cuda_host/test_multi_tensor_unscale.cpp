@@ -9,7 +9,7 @@
 #include "catch.h"
 #include "norm_on_host.h"
 
-using ampfuse::UnscaleTable;
+using ampfuse::ElementwiseTable;
 using ampfuse::math::NormType;
 
 namespace {
@@ -27,7 +27,7 @@ HostNorm unscale_norm_on_host(const std::vector<FakeTensor<T>>& tensors, float i
 
 template <typename T>
 void unscale_on_host(const std::vector<FakeTensor<T>>& tensors, float inv_scale, float* found_inf) {
-  auto builder = ampfuse::build_tables<UnscaleTable>([&](const UnscaleTable& table) {
+  auto builder = ampfuse::build_tables<ElementwiseTable>([&](const ElementwiseTable& table) {
     simt::launch(ampfuse::multi_tensor_unscale_kernel<T>, 2, ampfuse::kThreads, 0, table,
                  &inv_scale, found_inf);
   });

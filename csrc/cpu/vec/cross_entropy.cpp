@@ -87,10 +87,6 @@ auto reference_of(acc_t<scalar_t> largest) {
   }
 }
 
-// The factor that removes the bias of exponentials (math/cross_entropy_exponential.h).
-template <typename scalar_t>
-constexpr double kUnbias = std::is_same_v<scalar_t, double> ? 1 : math::kUnbias;
-
 // Returns z of logits. kCapped is a template parameter, because a loop that contains a call of tanh
 // cannot keep its values in registers.
 template <typename scalar_t, bool kCapped>
@@ -155,7 +151,8 @@ void add_masses(const Logits& logits, const ClassMasses& masses, RowPartial& par
       const Vec mass = with_lane(classes.at(i, rest), logits.target - i, 0);
       const Vec z = logits.softcap == 0 ? x[k] : softcapped<scalar_t, true>(x[k], logits.softcap);
       Vec below = Vec(static_cast<acc_t<scalar_t>>(from)) - z;
-      // 0 in lanes without a class and for the target, because 0 · infinity would be NaN.
+      // `below` is 0 in lanes without a class and for the target, because 0 · infinity would be
+      // NaN.
       if (rest < Vec::size()) below = Vec::set(Vec(0), below, rest);
       below = with_lane(below, logits.target - i, 0);
       sum.add(k, mass);

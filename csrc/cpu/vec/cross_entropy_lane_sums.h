@@ -10,7 +10,7 @@ using VecOf = at::vec::Vectorized<A>;
 
 /// Stores a vector as doubles, one per row; load_as() loads it again.
 template <typename A>
-void put_each(const VecOf<A>& x, double* to) {
+void store_as_double(const VecOf<A>& x, double* to) {
   if constexpr (std::is_same_v<A, double>) {
     x.store(to);
   } else {

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "../../math/cross_entropy_exponential.h"
 #include "cross_entropy.h"
 
 namespace ampfuse::CPU_CAPABILITY {
@@ -24,6 +25,10 @@ constexpr bool kIs16Bit = at::vec::is_reduced_floating_point_v<scalar_t>;
 
 template <typename scalar_t>
 constexpr acc_t<scalar_t> kInfinity = std::numeric_limits<acc_t<scalar_t>>::infinity();
+
+/// The factor that removes the bias of exponentials (math/cross_entropy_exponential.h).
+template <typename scalar_t>
+constexpr double kUnbias = std::is_same_v<scalar_t, double> ? 1 : math::kUnbias;
 
 /// The number of vectors that are processed at a time. A vector of 16-bit logits becomes two in
 /// fp32, and with two chains of sums, no addition waits for the previous one.

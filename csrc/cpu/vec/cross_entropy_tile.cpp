@@ -47,8 +47,8 @@ void find_largest(const Tile& tile, const A* x, TileTargets& targets, TileNumber
       found = at::vec::clamp_min(value, found);
       own = math::Lane<Vec>::choose_equal(target, Vec(static_cast<A>(c)), value, own);
     }
-    put_each<A>(own, targets.logit + row);
-    put_each<A>(math::softcapped(found, static_cast<A>(tile.terms.softcap)), largest + row);
+    store_as_double<A>(own, targets.logit + row);
+    store_as_double<A>(math::softcapped(found, static_cast<A>(tile.terms.softcap)), largest + row);
   }
 }
 
@@ -68,7 +68,7 @@ void apply_softcap(const Tile& tile, const TileMemory<A>& memory) {
 template <typename A>
 void load_probabilities(const Tile& tile, const TileMemory<A>& memory) {
   const auto load = [&]<typename From>() {
-    load_tile<From>(tile.masses.probabilities, tile.probabilities, tile.rows, tile.classes,
+    load_tile<From>(tile.masses.probabilities, tile.probability_layout, tile.rows, tile.classes,
                     memory.moving, memory.probabilities);
   };
   // Probabilities of double logits are double.
@@ -99,7 +99,7 @@ void add_masses(const Tile& tile, const TileMemory<A>& memory, const TileTargets
       const Vec below = from - Vec::loadu(memory.exponentials + c * kTileRows + row);
       const Vec mass = Vec::blendv(masses.at(c, row), Vec(0), is_target);
       sum.add(mass);
-      // 0 for the target, because 0 · infinity would be NaN.
+      // `below` is replaced by 0 for the target, because 0 · infinity would be NaN.
       spread.add(mass * Vec::blendv(below, Vec(0), is_target));
     }
     sum.put(partial.masses + row, 1);
@@ -162,7 +162,6 @@ void tile_partial_of(const Tile& tile, void* bytes, TilePartial& partial, TileTa
                      int64_t* argmax) {
   using A = acc_t<scalar_t>;
   using Vec = VecOf<A>;
-  constexpr double kUnbias = std::is_same_v<A, double> ? 1 : math::kUnbias;
   const TileMemory<A> memory(tile, bytes);
   load<scalar_t>(tile, memory);
   read_targets<A>(tile, targets);
@@ -197,10 +196,10 @@ void tile_partial_of(const Tile& tile, void* bytes, TilePartial& partial, TileTa
                                      add(e, low);
                                      entropy.add(e * at::vec::minimum(top - z, furthest));
                                    });
-      entropy.put(partial.entropy + row, kUnbias);
+      entropy.put(partial.entropy + row, kUnbias<scalar_t>);
     }
     sum.add(lows);
-    sum.put(partial.sum + row, kUnbias);
+    sum.put(partial.sum + row, kUnbias<scalar_t>);
   }
   if (argmax == nullptr) return;
   for (int64_t row = 0; row < tile.rows; ++row) {
@@ -208,7 +207,7 @@ void tile_partial_of(const Tile& tile, void* bytes, TilePartial& partial, TileTa
   }
 }
 
-// Adds the numbers in the same order for every vector width, that of vectors of 8, so that all
+// Adds the numbers in the order in which vectors of 8 would, whatever the vector width, so that all
 // instruction sets give the same bits.
 double sum_of(const TileNumbers& numbers) {
   constexpr int64_t kSums = 8;
@@ -238,9 +237,11 @@ void tile_exponentials(const Tile& tile, void* bytes, const TileNumbers& largest
     const TileMemory<A> memory(tile, bytes);
     load<scalar_t>(tile, memory);
     read_targets<A>(tile, targets);
-    TileNumbers found;  // not used: the largest z are known
-    find_largest(tile, memory.exponentials, targets, found);
-    apply_softcap(tile, memory);
+    if (tile.terms.softcap != 0) {  // only then the gradient depends on the target's logit
+      TileNumbers found;            // not used: the largest z are known
+      find_largest(tile, memory.exponentials, targets, found);
+      apply_softcap(tile, memory);
+    }
     for (int64_t row = 0; row < tile.lanes(); row += VecOf<A>::size()) {
       write_exponentials<scalar_t>(memory, tile.classes,
                                    reference_of_rows<A>(largest, row, reference), targets, row,

@@ -4,8 +4,9 @@
 
 namespace ampfuse {
 
-/// The number of rows in a tile. A few vector registers hold one row in each lane. Tiles are for
-/// rows with few classes, or with classes that are far apart in memory.
+/// The number of rows in a tile. Each row occupies one lane of a vector register, so a tile fills a
+/// few registers. Tiles are for rows with few classes, or with classes that are far apart in
+/// memory.
 inline constexpr int64_t kTileRows = 32;
 
 /// Memory layout of a tile: row by row, or class by class. Each row (or class) is contiguous, and
@@ -23,7 +24,7 @@ struct Tile {
   int64_t classes;
   math::LossTerms<double> terms;
   ClassMasses masses;  // points to the first row's probabilities
-  TileLayout probabilities;
+  TileLayout probability_layout;
   const void* targets;  // from the first row on; null if targets are probabilities
   c10::ScalarType target_dtype;
   int64_t ignore_index;

@@ -116,7 +116,7 @@ void write_gradient(const Tile& tile, const TileMemory<acc_t<scalar_t>>& memory,
   for (int64_t row = 0; row < tile.lanes(); row += Out::size()) {
     const auto put = [&](const Out& some, int64_t c) {
       To* const here = to + c * stride + row;
-      __builtin_prefetch(here + kTileRows, /*rw=*/1);  // like expect_next(), for writing
+      __builtin_prefetch(here + kTileRows, /*rw=*/1);  // like prefetch_next(), for writing
       some.store(here);
     };
     const RowGradients<scalar_t> low(tile, memory, targets, gradient, row);

@@ -86,7 +86,7 @@ void convert_rows(const From* from, int64_t from_stride, To* to, int64_t to_stri
 // Prefetches the same class of the next tile, one cache line of 64 bytes at a time. The hardware
 // does not prefetch it, because each class is in another page.
 template <typename T>
-void expect_next(const T* class_rows) {
+void prefetch_next(const T* class_rows) {
   for (int64_t i = 0; i < kTileRows; i += 64 / sizeof(T))
     __builtin_prefetch(class_rows + kTileRows + i);
 }
@@ -101,7 +101,7 @@ void load_tile(const void* data, TileLayout layout, int64_t rows, int64_t classe
     const auto load = [&](auto count) {
       for (int64_t c = 0; c < classes; ++c) {
         const From* const class_rows = from + c * layout.stride;
-        expect_next(class_rows);
+        prefetch_next(class_rows);
         convert(class_rows, to + c * kTileRows, count);
       }
     };

@@ -75,14 +75,9 @@ float* load(const AdamSpan& span, int64_t count, float* buffer) {
 // Converts the values back to the column's type. Does nothing if they are the column's own memory.
 void store(const float* values, const AdamSpan& span, int64_t count) {
   if (span.data == nullptr || span.data == values) return;
-  switch (span.dtype) {
-    case c10::ScalarType::Float:
-      return;
-    case c10::ScalarType::Half:
-      return narrow(values, static_cast<c10::Half*>(span.data), count);
-    default:
-      return narrow(values, static_cast<c10::BFloat16*>(span.data), count);
-  }
+  span.dtype == c10::ScalarType::Half
+      ? narrow(values, static_cast<c10::Half*>(span.data), count)
+      : narrow(values, static_cast<c10::BFloat16*>(span.data), count);
 }
 
 // Compares all parameters with their masters. This moves no more bytes, because every step writes

@@ -17,7 +17,7 @@
 ///       scaler.update();
 ///     }
 ///
-/// - AutocastGuard computes a scope in 16 bits.
+/// - AutocastGuard makes the operators in a scope compute in 16 bits.
 /// - GradScaler scales losses, and skips steps that overflow.
 /// - Adam and AdamW are optimizers with master weights, unscaling and clipping.
 /// - cross_entropy() and CrossEntropyLoss compute losses, and their gradients in the same pass.

@@ -39,8 +39,8 @@ struct Loaded {
   at::IValue values;           ///< the values that were passed to save(), or None
 };
 
-/// Returns the newest complete checkpoint in the folder of a run, or nothing if it has no
-/// checkpoint.
+/// Returns the complete checkpoint with the highest step in the folder of a run, or nothing if
+/// the folder has no complete checkpoint.
 inline std::optional<std::filesystem::path> latest(const std::filesystem::path& run) {
   return detail::latest_of(run);
 }
@@ -130,7 +130,7 @@ inline Loaded load(const std::filesystem::path& path, const Objects& objects,
       throw Error(folder + "it has no " + name);
     }
     parts[name] = of_one_process(stored[name]);
-    if (!parts[name]) throw Error(folder + name + " was saved by several processes");
+    if (!parts[name]) throw Error(folder + name + " was saved by several ranks");
     Mistakes mistakes;
     std::visit(
         [&](const auto* one) { check(*one, *parts[name], reader.content()["tensors"], mistakes); },
@@ -144,7 +144,7 @@ inline Loaded load(const std::filesystem::path& path, const Objects& objects,
     if (!stored.contains("rng") && rng) throw Error(folder + "it was saved without rng");
     random = stored.contains("rng") ? of_one_process(stored["rng"]) : nullptr;
     if (stored.contains("rng") && !random) {
-      const std::string text = "rng was saved by several processes, so it is not loaded";
+      const std::string text = "rng was saved by several ranks, so it is not loaded";
       if (rng) throw Error(folder + text);
       TORCH_WARN("load: ", folder, text, "; pass rng=false to load without this warning");
     }

@@ -101,17 +101,17 @@ struct ScaleRecord {
 /// once per step, to decide whether to call step(). Functions that are called in a wrong order
 /// throw c10::Error with torch's messages. Each update changes the scale as follows:
 ///
-///     overflow ──▶ hysteresis left? ──yes──▶ hysteresis decreases by 1; the scale stays
+///     overflow ──▶ hysteresis tracker above 1? ──yes──▶ it decreases by 1; the scale stays
 ///                      │ no
 ///                      └──▶ scale ← max(backoff_factor · scale, min_scale)
-///     no overflow ──▶ growth_interval of them in a row?
+///     no overflow ──▶ growth_interval such steps in a row?
 ///                      │ yes ──▶ scale ← min(growth_factor · scale, max_scale)
 ///                      └ no ──▶ the scale stays
 ///
 ///     hysteresis_refill | hysteresis is restored by | as in
 ///     ----------------- | ------------------------- | ---------------------------------
 ///     growth            | growth of the scale       | Megatron-LM, DeepSpeed
-///     clean_step        | any step that is taken    | apex; DeepSpeed's consecutive_hysteresis
+///     clean_step        | any step without overflow | apex; DeepSpeed's consecutive_hysteresis
 ///
 /// States of each optimizer: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. In
 /// the state READY, step() unscales the gradients itself, or the optimizer does.
@@ -162,7 +162,8 @@ class AMPFUSE_API GradScaler {
   /// Changes the scale as the steps since the last update require. Call it once after the steps of
   /// all optimizers.
   ///
-  /// \throws c10::Error if no optimizer was stepped or unscaled, unless `allow_no_grads` is set.
+  /// \throws c10::Error if no optimizer with gradients was stepped or unscaled, unless
+  ///     `allow_no_grads` is set.
   /// \throws ScaleCollapseError after `max_consecutive_skips` overflows in a row.
   void update();
   /// Sets the scale, whatever the steps since the last update require.
@@ -179,7 +180,8 @@ class AMPFUSE_API GradScaler {
   bool is_enabled() const;
   /// Returns the options.
   const GradScalerOptions& options() const;
-  /// Returns the options, of which factors, interval, limits and policy may be changed.
+  /// Returns the options. Factors, interval, limits, hysteresis and `dynamic` may be changed; the
+  /// next update() uses them.
   GradScalerOptions& options();
 
   /// Returns whether the last step was skipped, as a tensor on the device: bool, 0-dim.
@@ -198,7 +200,8 @@ class AMPFUSE_API GradScaler {
   /// Returns the names of the parameters with non-finite gradients in the last skipped step. The
   /// scaler remembers 16 steps, so call this when was_skipped() returns true. The host waits.
   std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
-  /// Returns the names of those that had non-finite gradients in the last skipped step.
+  /// Returns the names of those of these parameters that had non-finite gradients in the last
+  /// skipped step.
   std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;
 

@@ -41,16 +41,17 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<int64_t>, chunk_rows) = std::nullopt;
   /// Instead of chunks of rows, the loss is computed for all rows and this number of classes at a
   /// time, for "mean" and "sum", without `chunk_rows` and `shard`. Memory is needed for the logits
-  /// of these classes, which are float, 88 bytes per row and tile of classes, and a float sum of
-  /// the hidden states' gradient. If the gradient of the weight is bfloat16, this is the least,
-  /// since no float sum of it is kept. It takes four products instead of three: logits are computed
-  /// twice.
+  /// of these classes, which are float, on a GPU also for their gradient if products are 16-bit,
+  /// for 88 bytes per row and tile of classes, and for a float sum of the hidden states' gradient.
+  /// If the gradient of the weight is bfloat16, this needs the least memory, since no float sum of
+  /// it is kept. It takes four products instead of three: logits are computed twice.
   TORCH_ARG(std::optional<int64_t>, chunk_classes) = std::nullopt;
   /// The dtype of logits if products are in half or bfloat16: float, or the dtype of the products.
   /// With the latter, a GPU needs 2 bytes per logit and gradient instead of 6. But a bfloat16 logit
   /// of 40 is off by up to 1/8, and a half logit beyond 65504 is infinite. The default is float on
-  /// a CPU and for shards, and otherwise the dtype of the products, as in torch. Shards need float,
-  /// and a CPU float or bfloat16.
+  /// a CPU, for shards and with `chunk_classes`, and otherwise the dtype of the products, as in
+  /// torch. Shards and `chunk_classes` need float. A CPU needs float, or bfloat16 if it has
+  /// bfloat16 products.
   TORCH_ARG(std::optional<at::ScalarType>, logits_dtype) = std::nullopt;
   /// Float tensor of the weight's shape (double for double weights) to which backward adds the
   /// weight's gradient. The weight itself gets no gradient then.
@@ -66,8 +67,8 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
 /// Computes ampfuse::cross_entropy of torch::nn::functional::linear(hidden, weight, bias), but
 /// holds the logits of only one chunk of rows in memory at a time.
 ///
-/// Autocast casts hidden states and weight to its dtype, and the bias at most to that of the
-/// logits. If products are in half or bfloat16, the logits are float or of that dtype
+/// Autocast casts hidden states and weight to its dtype. The bias is added in the dtype of the
+/// logits, or in float. If products are in half or bfloat16, the logits are float or of that dtype
 /// (logits_dtype). The weight's gradient is then summed in float and rounded to the weight's dtype,
 /// or not rounded if weight.grad_dtype() is float.
 ///

@@ -8,8 +8,8 @@ namespace ampfuse {
 /// Multiplies every tensor by min(1, max_norm / (total_norm + 1e-6)) in place.
 ///
 /// The factor is computed on the device, and the host does not wait. If it is 1, the tensors are
-/// neither read nor written (on CUDA, those with gaps are still copied out and back), but their
-/// version counters increase. A NaN norm makes every element NaN, as in torch.
+/// neither read nor written, except those with gaps, which are copied out, and on CUDA also back.
+/// Version counters increase nevertheless. A NaN norm makes every element NaN, as in torch.
 ///
 /// \param tensors As for multi_tensor_unscale.
 /// \param total_norm The norm of all tensors: float or double, one element, on their device.

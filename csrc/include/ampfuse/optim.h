@@ -94,9 +94,9 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
   TORCH_ARG(at::Tensor, master_param);
 
  public:
-  /// Reads the tensors that the archive has.
+  /// Reads `step`, which the archive must have, and the other tensors that it has.
   void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes the tensors that are defined.
+  /// Writes `step` as an integer, as torch does, and the other tensors that are defined.
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
@@ -156,8 +156,9 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   void sync_masters_from_model();
 
   /// Writes the entries that torch::optim::AdamW writes, and further ones; torch::save(optimizer,
-  /// file) calls this. Each class loads archives of the other, and Python reads and writes them,
-  /// too (ampfuse.load_cpp_optimizer_state, ampfuse.save_cpp_optimizer_state). Parameters are not
+  /// file) calls this. torch::optim::AdamW and this class load each other's archives, and Python
+  /// reads and writes them, too (ampfuse.load_cpp_optimizer_state,
+  /// ampfuse.save_cpp_optimizer_state). Parameters are not
   /// saved; remainders are saved as the float masters that they represent.
   void save(torch::serialize::OutputArchive& archive) const override;
 
@@ -211,8 +212,8 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   std::shared_ptr<HostCopy> written_over_;  // flag: true if other code wrote parameters
   bool warned_ = false;
 
-  /// Norms of all gradients, one per device, during a step of a scaler that has just measured them;
-  /// else empty.
+  /// Norms of all gradients, one per device, during a step of a scaler that has just inspected the
+  /// gradients; else empty.
   std::vector<at::Tensor> known_norms_;
 };
 

@@ -122,7 +122,7 @@ inline void write_tensors(const fs::path& path, NamedTensors tensors, Json& inde
                                               {"header", hash_of(begin)}};
 }
 
-/// Writes all tensors, on any device, into files of some GiB.
+/// Writes all tensors, on any device, into files of at most 4 GiB, or of one larger tensor.
 inline void write_all_tensors(const fs::path& folder, const NamedTensors& tensors, Json& index) {
   index["files"] = index["tensors"] = Json::object();
   NamedTensors batch;

@@ -2,13 +2,14 @@
 #pragma once
 
 #include <ampfuse/checkpoint/objects.h>
+#include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
 
 #include <sstream>
 
 namespace ampfuse::checkpoint::detail {
 
-/// Returns the stored state, or null if several processes have saved a state each.
+/// Returns the stored state, or null if each of several ranks has saved its own.
 inline const Json* of_one_process(const Json& stored) {
   if (!stored.is_object() || !stored.contains("$ranks")) return &stored;
   return stored["$ranks"].size() == 1 ? &stored["$ranks"][0] : nullptr;

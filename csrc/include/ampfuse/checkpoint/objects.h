@@ -6,7 +6,6 @@
 #include <ampfuse/checkpoint/files.h>
 #include <ampfuse/grad_scaler.h>
 #include <ampfuse/optim.h>
-#include <c10/core/GradMode.h>
 #include <torch/cuda.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

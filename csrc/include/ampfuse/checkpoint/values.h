@@ -1,7 +1,7 @@
 // Turns state into JSON and named tensors, and back. Include ampfuse/checkpoint.h, not this file.
 //
-// Numbers, texts, lists and dicts with texts as keys stay as they are. JSON has no tensors, tuples
-// or other keys. Each of these is a dict with one key, for example {"$tensor": name}.
+// Numbers, texts, lists and dicts with texts as keys stay as they are. JSON has no tensors, tuples,
+// other keys, NaN or infinity. Each of these is a dict with one key, for example {"$tensor": name}.
 #pragma once
 
 #include <ATen/core/Dict.h>
@@ -85,7 +85,7 @@ inline Json tagged(const char* kind, Json value) {
   return object;
 }
 
-/// Collects the tensors of one or more states, each once.
+/// Encodes states as JSON, and collects their tensors, each once.
 class Encoder {
  public:
   /// Returns a value as JSON. `place`: where it is, for example "optimizer/state/0".
@@ -139,7 +139,9 @@ class Encoder {
     if (known != names_.end()) return known->second;
     if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() ||
         tensor.is_quantized()) {
-      throw Error("save: " + place + ": tensors of this kind cannot be stored");
+      throw Error("save: " + place +
+                  ": expected a dense tensor with memory that is not quantized, got " +
+                  tensor.toString());
     }
     names_of(tensor.scalar_type());  // throws for a dtype that cannot be stored
     while (!used_.insert(place).second) place += "~";
