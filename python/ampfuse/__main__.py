@@ -71,21 +71,21 @@ class Ending:
         if is_forked or not self._is_first_rank:
             return
         chosen = self.chosen
-        with _apart():
+        with _printing_errors():
             self.diagnosis.stop()
             parts = [PARTS[name] for name in chosen.parts]
             seconds = time.perf_counter() - self._start
             summary = report.report(chosen.name, parts, self.diagnosis, seconds, self._ended)
-            with _apart():
+            with _printing_errors():
                 if chosen.json is not None:
                     report.write(summary, chosen.json)
-            with _apart():
+            with _printing_errors():
                 if chosen.html is not None:
                     page.write(summary, chosen.html)
-            with _apart():
+            with _printing_errors():
                 if not chosen.quiet:
                     (show.failure if self._has_failed else show.summary)(summary)
-            with _apart():
+            with _printing_errors():
                 if chosen.plot is not None:
                     show.plot(summary, chosen.plot)
         if self._is_interrupted:
@@ -93,7 +93,7 @@ class Ending:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _printing_errors() -> Iterator[None]:
     """Print an error that is raised in this block, and continue after the block."""
     try:
         yield

@@ -80,7 +80,7 @@ def accumulate(
 
 
 def targets_in(micro_batch: Any) -> Tensor:
-    """Return how many targets a pair of inputs and integer targets has."""
+    """Return how many integer targets of a micro-batch (inputs, targets) are not -100."""
     if isinstance(micro_batch, list | tuple) and len(micro_batch) == 2:
         target = micro_batch[1]
         if isinstance(target, Tensor) and not target.is_floating_point():

@@ -58,10 +58,10 @@ def _why_no_gpu(found: Installation) -> str:
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} may hide the GPUs from torch: unset it"
     assert found.torchs_cuda is not None
-    major, minor = map(int, found.torchs_cuda.split(".")[:2])
-    if found.driver // 1000 < major:
+    major = _major(found.torchs_cuda)
+    if found.driver // 1000 < int(major):
         version = cuda_text(found.driver)
-        return f"the driver supports CUDA {version}, torch needs {major}.{minor}: update the driver"
+        return f"the driver supports CUDA {version}, torch needs {major}: update the driver"
     return "the driver is there, but torch sees no GPU: nvidia-smi shows whether the driver does"
 
 

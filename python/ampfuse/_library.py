@@ -84,7 +84,7 @@ def warn_of_old_driver() -> None:
     version = driver_version()
     if 0 < version < 12010:
         warn_caller(
-            f"this NVIDIA driver serves CUDA {cuda_text(version)}, and "
+            f"this NVIDIA driver supports CUDA {cuda_text(version)}, and "
             "ampfuse's kernels need 12.1: with CUDA tensors they will fail at their first launch. "
             "Update the driver to 530 or newer"
         )

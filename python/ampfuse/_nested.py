@@ -25,7 +25,7 @@ def stored_tensors_in(values: Any) -> Iterator[Tensor]:
             yield tensor
 
 
-def handle_operators(tensors: Iterable[Tensor]) -> bool:
+def have_own_operators(tensors: Iterable[Tensor]) -> bool:
     """Return True if a tensor has operators of its own, for example a DTensor.
 
     Such operators call others on the tensors inside, and a dispatch mode sees those calls later.

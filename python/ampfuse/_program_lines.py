@@ -29,7 +29,7 @@ LONGEST = 60  # characters of a line that is shown
 
 
 def is_of_program(code: CodeType) -> bool:
-    """Return True for code outside of torch, this library, and Python's own modules."""
+    """Return True for code outside of the packages in BASIC and of Python's own modules."""
     file = code.co_filename
     if file.startswith("<"):
         return file == "<stdin>"

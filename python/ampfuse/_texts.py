@@ -4,7 +4,7 @@ import re
 
 
 def size_text(size: float) -> str:
-    """Return a number of bytes with a unit: `"1.5 GiB"`."""
+    """Return a number of bytes with a unit: `"12.5 GiB"`."""
     for unit in ("KiB", "MiB"):
         size /= 1024
         if size < 9999.5:

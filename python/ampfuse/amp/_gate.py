@@ -63,7 +63,8 @@ class Gate:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the scheduler."""
-        if name.startswith("_") or name == "scheduler":  # while it is copied
+        # An object that is being copied has no `scheduler` yet.
+        if name.startswith("_") or name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

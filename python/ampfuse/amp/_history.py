@@ -65,7 +65,7 @@ class ScalerHistory:
         self._found_inf: Tensor | None = None  # flag of the last step
         self._is_replayed = False  # True if a graph may replay that step unnoticed
         self._counters_copy = HostCopy()
-        self._skips_in_a_row = 0  # the last number that the host has received
+        self._consecutive_skips = 0  # the last number that the host has received
         self._found_inf_copy: HostCopy | None = None  # created by the first was_skipped()
         self._steps: deque[tuple[Tensor, Inspection]] = deque(maxlen=REPORTED_STEPS)
         # The last step, if it was captured or compiled.
@@ -101,7 +101,7 @@ class ScalerHistory:
             self._norms.copy_(torch.tensor(self._first_norms, dtype=torch.float64))
 
     def counts(self) -> list[int]:
-        """Return the hysteresis left, the overflows in a row and the number of updates."""
+        """Return the hysteresis tracker, the overflows in a row and the number of updates."""
         return self._first_counters if self._counters is None else self._counters.tolist()
 
     def put_records(self, records: list[ScaleRecord]) -> None:
@@ -118,14 +118,14 @@ class ScalerHistory:
             rows[index % self.length] = torch.tensor(record)
         return rows
 
-    def updates_since_loading(self) -> int:
+    def recorded_updates(self) -> int:
         """Return the number of updates that a history of unlimited length would hold."""
         return self.counts()[2] - self._recorded_from
 
     def set_counts(self, counts: Sequence[int]) -> None:
         """Set the counters, in place if they are on a device already, and empty the history."""
         self._first_counters = list(counts)
-        self._counters_copy, self._skips_in_a_row = HostCopy(), counts[1]
+        self._counters_copy, self._consecutive_skips = HostCopy(), counts[1]
         self._recorded_from, self._first_records = counts[2], []
         if self._counters is not None:
             for index, count in enumerate(counts):
@@ -169,7 +169,7 @@ class ScalerHistory:
         assert flag is not None
         return bool(flag.item() != 0)
 
-    def skips_in_a_row(self) -> int:
+    def consecutive_skips(self) -> int:
         """Return the number of overflows in a row at the last update that the host has received.
 
         Do not call this during a capture: each replay of the graph would copy to the host.
@@ -178,18 +178,18 @@ class ScalerHistory:
             return self.counts()[1]
         arrived = self._counters_copy.latest()
         if arrived is not None:
-            self._skips_in_a_row = int(arrived[1].item())
+            self._consecutive_skips = int(arrived[1].item())
         # Send no new copy while one is on its way, or none would ever arrive.
         if arrived is not None or self._counters_copy.is_unsent():
             self._counters_copy.send(self._counters)
-        return self._skips_in_a_row
+        return self._consecutive_skips
 
     @eager_only
     def raise_if_collapsed(self, limit: int | None) -> None:
         """Raise ScaleCollapseError if at least `limit` steps in a row overflowed."""
         if limit is None or is_capturing():  # no step is taken during a capture
             return
-        skips = self.skips_in_a_row()
+        skips = self.consecutive_skips()
         if skips >= limit:
             raise ScaleCollapseError(
                 f"{skips} steps in a row overflowed (max_consecutive_skips={limit}): the "

@@ -36,7 +36,7 @@ def loaded(
     """Parse a state dict of our scaler or torch's.
 
     A state of torch's scaler lacks our options, counters and statistics of norms. What is missing
-    is taken from the last arguments.
+    is taken from `policy`, `counts` and `norms`.
     """
 
     def entry(name: str) -> Any:

@@ -36,15 +36,15 @@ def wants_the_scaler(optimizer: Any) -> bool:
     return "grad_scaler" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _traced_skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
+def _traced_may_skip(optimizer: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(optimizer, Adam) or args or kwargs:
         return False
     optimizer._traced.begin()
     return optimizer._traced.skips_unseen
 
 
-@traced_as(_traced_skips_unseen)
-def skips_unseen(optimizer: Any, args: Any, kwargs: Any) -> bool:
+@traced_as(_traced_may_skip)
+def may_skip_on_device(optimizer: Any, args: Any, kwargs: Any) -> bool:
     """Return True if no code can notice whether the host or the device skips the step."""
     return (
         isinstance(optimizer, Adam)

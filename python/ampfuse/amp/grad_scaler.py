@@ -14,6 +14,7 @@ from ampfuse import ops
 from ampfuse._devices import largest, on_device
 from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
 from ampfuse._mistakes import Watch
+from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
 from ampfuse.amp._gate import Gate
@@ -30,7 +31,7 @@ from ampfuse.amp._history import ScaleRecord, ScalerHistory, names_of
 from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, NORMS, check_pickled, loaded
 from ampfuse.amp._tensor_step import (
-    skips_unseen,
+    may_skip_on_device,
     step_with_tensors,
     takes_tensors,
     wants_the_scaler,
@@ -53,7 +54,7 @@ class GradScaler(TorchGradScaler):
 
     How each `update()` changes the scale:
 
-        overflow ──▶ hysteresis left? ──yes──▶ hysteresis decreases by one; the scale stays
+        overflow ──▶ hysteresis tracker above 1? ──yes──▶ it decreases by one; the scale stays
                          │ no
                          └──▶ scale ← max(backoff_factor · scale, min_scale)
         no overflow ──▶ growth_interval such steps in a row?
@@ -84,7 +85,8 @@ class GradScaler(TorchGradScaler):
         dynamic: False keeps the scale constant; steps that overflow are still skipped.
         skip_outliers: Also skip a step if the norm of its gradients is an outlier: its logarithm is
             more than so many standard deviations, for example 6, above a running mean. The first 64
-            steps are taken. Outliers do not change the scale. There may be one optimizer.
+            finite norms are no outliers. Outliers do not change the scale. Only one optimizer is
+            allowed.
         max_consecutive_skips: `update()` raises `ScaleCollapseError` after this many overflows in a
             row. On a GPU it checks the last count that has arrived on the host. So the error may
             come some steps late, or not at all if a step was taken since. The scale has been
@@ -191,7 +193,7 @@ class GradScaler(TorchGradScaler):
             optimizer: The optimizer whose parameters' gradients are divided.
 
         Raises:
-            RuntimeError: It was called before since the last `update()`, or `step` was.
+            RuntimeError: `unscale_` or `step` was already called since the last `update()`.
             ValueError: A gradient is float16, and `allow_fp16_grads` is False.
             AssertionError: No loss has been scaled yet.
         """
@@ -215,14 +217,15 @@ class GradScaler(TorchGradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients; skip if any is non-finite.
 
-        The host waits once for the check, except for optimizers that take scale and flag as tensors
-        (`ampfuse.Adam`, `AdamW`, torch's with `fused=True`), which skip on the device.
+        The host waits once for the check, except for optimizers that take `grad_scale` and
+        `found_inf` as tensors (`ampfuse.Adam`, `AdamW`, torch's with `fused=True`), which skip on
+        the device.
         `was_skipped()` reports whether the step was skipped.
 
         Args:
             optimizer: The optimizer that steps. Its gradients are unscaled here, unless `unscale_`
                 or `clip_grad_norm_` did so. `ampfuse.Adam` and `AdamW` leave them scaled in
-                `.grad`.
+                `.grad`, unless `write_back_grads` is set.
             *args: Passed to `optimizer.step`.
             **kwargs: Passed to `optimizer.step`. A `closure` is refused.
 
@@ -230,7 +233,7 @@ class GradScaler(TorchGradScaler):
             The result of `optimizer.step`; None if the step was skipped by the host.
 
         Raises:
-            RuntimeError: It was called before since the last `update()`, or with a closure.
+            RuntimeError: `step` was already called since the last `update()`, or with a closure.
             AssertionError: No loss has been scaled; or no parameter has a gradient, and the
                 optimizer does not take scale and flag as tensors.
         """
@@ -642,8 +645,7 @@ class GradScaler(TorchGradScaler):
         """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
         if not is_in_graph():
             assert self._scale is not None
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            grads = (param.grad for param in params if param.grad is not None)
+            grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
             self._watch.note_scaled_gradients(grads, self._scale)
 
     def _look_for_second_clipping(
@@ -749,7 +751,7 @@ class GradScaler(TorchGradScaler):
         if "outlier" in optimizer_state:
             flags.append(optimizer_state["outlier"])
         found_inf = largest(flags)
-        if skips_unseen(optimizer, args, kwargs):
+        if may_skip_on_device(optimizer, args, kwargs):
             inspection = self._inspections.get(id(optimizer))
             return step_with_tensors(optimizer, None, found_inf, inspection, args, kwargs)
         return None if found_inf.item() else optimizer.step(*args, **kwargs)

@@ -85,7 +85,7 @@ def how_it_ended(raised: BaseException | None) -> str:
 
 def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
     history = GradScaler.history(scaler)  # the program may have replaced `history`
-    updates = scaler._history.updates_since_loading()
+    updates = scaler._history.recorded_updates()
     return {
         "updates": updates,
         "remembered": len(history),

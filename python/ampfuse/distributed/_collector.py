@@ -9,7 +9,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._devices import is_served
 from ampfuse._dtensors import Sharding, local, sharding_of
-from ampfuse._graphs import eager_only
+from ampfuse._graphs import eager_only, is_in_backward
 from ampfuse.distributed._end_of_backward import at_the_end, backward_pass, keep_for_current_stream
 from ampfuse.optim._backward_norms import BackwardNorms
 
@@ -45,7 +45,7 @@ class Collector:
     def note(self, param: Tensor) -> None:
         """Take note of a gradient. This is a hook of the parameter."""
         grad = param.grad
-        if grad is None or backward_pass() < 0:
+        if grad is None or not is_in_backward():
             return
         part = local(grad)
         # FSDP2's gradients on the CPU may still be on their way from a GPU.

@@ -20,7 +20,7 @@ from ampfuse.optim._options import option
 from ampfuse.optim._wrappers import unwrapped
 
 
-class Norms:
+class NormHooks:
     """The hooks that `norms_in_backward` has installed; `remove()` removes them."""
 
     def __init__(self, optimizer: Adam, known: BackwardNorms, remove: Callable[[], None]) -> None:
@@ -35,8 +35,8 @@ class Norms:
 
 def norms_in_backward(
     model: nn.Module, optimizer: Any, comm_hook: tuple[Any, Callable[..., Any]] | None = None
-) -> Norms:
-    """Compute the norms that a step needs during backward: its gradients are then read once.
+) -> NormHooks:
+    """Compute the step's norms during backward, so that the step reads gradients only once.
 
     Call this after the model was wrapped. On several ranks it must be a DistributedDataParallel, or
     have DTensors (`fully_shard`, tensor parallelism). Other gradients may still be added up over
@@ -82,7 +82,7 @@ def norms_in_backward(
         buckets = Buckets(known, groups, comm_hook or _averaging(model))
         model.register_comm_hook(buckets, Buckets.hook)
         optimizer._backward_norms = known
-        return Norms(optimizer, known, buckets.stop)
+        return NormHooks(optimizer, known, buckets.stop)
     if comm_hook is not None:
         raise ValueError("comm_hook: expected None without a DistributedDataParallel")
     params = _complete_after_backward(model, optimizer)
@@ -97,7 +97,7 @@ def norms_in_backward(
             handle.remove()
 
     optimizer._backward_norms = known
-    return Norms(optimizer, known, remove)
+    return NormHooks(optimizer, known, remove)
 
 
 def _groups_of_norms(optimizer: Adam) -> dict[int, int]:

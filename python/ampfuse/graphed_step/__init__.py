@@ -203,18 +203,16 @@ class GraphedStep:
 
     def _read_fixed(self) -> dict[str, Any]:
         """Return the values that are fixed in a graph, by name."""
-        groups = self.optimizer.param_groups
         fixed = {
             **{f"step.{name}": getattr(self, name) for name in ARGUMENTS},
             "parameters": [
                 (id(param), param.requires_grad, param.data_ptr())
-                for group in groups
-                for param in group["params"]
+                for param in params_of(self.optimizer)
             ],
             "model.training": [module.training for module in self._modules],
             "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
         }
-        for index, group in enumerate(groups):
+        for index, group in enumerate(self.optimizer.param_groups):
             for name in self._options:
                 value: Any = group.get(name, self.optimizer._own_options.get(name))
                 # Betas are a list after loading from some files.

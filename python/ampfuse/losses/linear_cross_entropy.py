@@ -238,7 +238,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     """
 
     weight: Tensor | None
-    # Modules that were pickled earlier have none of these.
+    # Modules that older versions of ampfuse pickled lack these attributes.
     chunk_classes: int | None = None
     logits_dtype: torch.dtype | None = None
 

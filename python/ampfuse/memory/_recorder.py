@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._measuring import hook_steps, only_measures
-from ampfuse._nested import handle_operators, params_of, stored_tensors_in
+from ampfuse._nested import have_own_operators, params_of, stored_tensors_in
 from ampfuse.memory import _scratch
 from ampfuse.memory._dry_run import DryRun
 from ampfuse.memory._record import (
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and record the memory of its results."""
         kwargs = kwargs or {}
         given = list(stored_tensors_in((args, kwargs)))
-        if handle_operators(given):
+        if have_own_operators(given):
             return NotImplemented
         self._now += 1
         self._note_phase()

@@ -111,7 +111,7 @@ def group_clips(
         flags.append(inspected.found_inf)
         if shared_limit is not None:
             if grad_norm is not None and not any(columns[index] for index in sharing):
-                # No step will write it, since these groups have no gradients.
+                # No call of the op writes `grad_norm`, since these groups have no gradients.
                 norm = inspected.total_norm
                 grad_norm.copy_(norm if grad_scale is None else norm / grad_scale)
             for index in sharing:

@@ -55,11 +55,11 @@ class Adam(torch.optim.Adam):
 
     Masters are created at a parameter's first step. If other code writes a parameter later (loading
     or averaging models, masks), its master takes over the elements that were written. Writes under
-    `torch.no_grad()`, not through `.data`, and between eager steps of the same parameters or steps
-    of a `GraphedStep`, are all noticed, with a warning the first time. Of other writes, a GPU is
-    sure to notice only those that change 128 adjacent elements.
-    After other writes call `sync_masters_from_model()`. Tensors whose memory layout differs from
-    their parameter's are copied for the step.
+    `torch.no_grad()` (but not through `.data`) between two eager steps of the same parameters, or
+    between two steps of a `GraphedStep`, are all noticed, with a warning the first time. A GPU may
+    miss any other write that changes fewer than 128 adjacent elements: call
+    `sync_masters_from_model()` after such a write. Tensors whose memory layout differs from their
+    parameter's are copied for the step.
 
     Args:
         params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
@@ -427,7 +427,8 @@ class Adam(torch.optim.Adam):
         """Return torch's state dict. Remainders are saved as the float32 masters they represent.
 
         Returns:
-            A dict with `state` and `param_groups`, as torch's. Other tensors are not copied.
+            A dict with `state` and `param_groups`, as torch's. Tensors are not copied, except
+            remainders and learning rates.
         """
         return _loading.saved_state_dict(self)
 

@@ -17,9 +17,10 @@ class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with master weights, clipping and unscaling inside the step.
 
     A step unscales and clips gradients as it reads them, and updates parameters, masters and
-    moments in place, in one pass. Weights decay by the factor `1 - lr * weight_decay`, apart from
-    the gradient. If the step clips or checks for overflow, it reads the gradients once more before.
-    It is skipped on the device, so the host does not wait for a GPU.
+    moments in place, in one pass. Weights decay by the factor `1 - lr * weight_decay`,
+    independently of the gradient. If the step clips or checks for overflow, it first reads the
+    gradients once more. After an overflow it is skipped on the device, so the host does not wait
+    for a GPU.
 
     The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
     also be options of a group. The constructor's are not saved in state dicts, but those of a group

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampfuse._graphs import is_capturing, is_in_backward
-from ampfuse._nested import handle_operators, stored_tensors_in
+from ampfuse._nested import have_own_operators, stored_tensors_in
 from ampfuse._program_lines import current_line
 from ampfuse.diagnosis._phases import BACKWARD, FORWARD
 from ampfuse.optim._state import DTYPES_16_BIT
@@ -86,7 +86,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and look at its results."""
         kwargs = kwargs or {}
         given = list(stored_tensors_in((args, kwargs)))
-        if handle_operators(given):
+        if have_own_operators(given):
             return NotImplemented
         if self.rests or is_capturing():
             return operator(*args, **kwargs)

@@ -121,7 +121,7 @@ def test_values_of_python_survive_a_cpp_program(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("rng", None), ("scaler", "scaler was saved by several processes")]
+    ("name", "message"), [("rng", None), ("scaler", "scaler was saved by several ranks")]
 )
 def test_cpp_reads_what_several_ranks_have_saved_except_what_each_had_of_its_own(
     tmp_path, capfd, name, message
@@ -145,7 +145,7 @@ def test_cpp_reads_what_several_ranks_have_saved_except_what_each_had_of_its_own
     else:
         assert second.load(str(tmp_path)) == 2
         assert same(second.tensors(), first.tensors())
-        assert "rng was saved by several processes" in capfd.readouterr().err
+        assert "rng was saved by several ranks" in capfd.readouterr().err
 
 
 def test_cpp_assembles_what_several_ranks_have_saved_in_pieces(tmp_path):

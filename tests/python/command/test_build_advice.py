@@ -75,7 +75,7 @@ def test_kernels_of_another_major_version_than_torchs_are_compiled_again():
     ("changes", "expected"),
     [
         ({"driver": 0}, "install its driver"),
-        ({"driver": 12040}, "the driver supports CUDA 12.4, torch needs 13.0: update the"),
+        ({"driver": 12040}, "the driver supports CUDA 12.4, torch needs 13: update the"),
         ({"driver": 13000}, "nvidia-smi shows whether the driver does"),
         ({"torchs_cuda": None}, "this torch is a CPU build, but there is an NVIDIA driver"),
     ],
