@@ -5,7 +5,7 @@ from typing import Any
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged, incomplete, or of something else."""
+    """A checkpoint cannot be written, is missing or damaged, or does not fit the objects."""
 
 
 def required(name: str) -> Any:

@@ -145,7 +145,7 @@ def of_step(folder: Path, step: int) -> list[tuple[int, Path]]:
 
 
 def remove_others(path: Path, step: int, keep: int | None) -> None:
-    """Remove other checkpoints of a step, and all but `keep` of those with the highest steps."""
+    """Remove other checkpoints of the step; of other steps leave the `keep` - 1 highest, or all."""
     folder = path.parent
     every = checkpoints(folder)
     same = {other for _, other in of_step(folder, step)}

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ampfuse._dtensors import sharded_like
@@ -19,7 +18,7 @@ from ampfuse.checkpoint._random import set_random_states
 from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
 from ampfuse.checkpoint._shards import Region, assembled, shard_of
 from ampfuse.checkpoint._tensor_file import TensorFile
-from ampfuse.checkpoint._tree import constant_of_torch, decoded, in_order, tensors_of
+from ampfuse.checkpoint._tree import decoded, dtype_of, in_order, tensors_of
 
 MOST_MISTAKES = 5  # in a message
 
@@ -64,7 +63,7 @@ class Reader:
         """Return a stored tensor, permuted back from `order`, and sharded like a DTensor `like`."""
         entry, region = self.content["tensors"][name], self._region(name, like)
         if "pieces" in entry:
-            dtype = constant_of_torch(entry["dtype"].removeprefix("torch."), torch.dtype)
+            dtype = dtype_of(entry["dtype"].removeprefix("torch."))
             shard = assembled(region, self._pieces(name, region), dtype)
         else:
             ((_, shard),) = self._pieces(name, region)

@@ -169,7 +169,8 @@ def shardings(
     for like, stored in pairs:
         if isinstance(like, Tensor) and is_dtensor(like) and is_tensor(stored):
             (name,) = tensors_of(stored)
-            # A number beside a parameter without dimensions is sharded only if it was.
+            # A number, such as Adam's step, has the shape of a parameter without dimensions. It is
+            # sharded only if it was stored in pieces.
             is_like = kind_of(stored, kinds)[1] == list(like.shape)
             if is_like and (like.dim() or "pieces" in tensors[name]):
                 likes[name] = like

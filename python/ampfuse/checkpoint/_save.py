@@ -107,7 +107,8 @@ def save(
         values: Numbers, texts, tensors, and lists, tuples and dicts of them; `load` returns them.
         rng: Store the states of the random number generators of Python, NumPy and torch.
         gradients: Store the gradients of models, too, for a save between two micro-batches.
-        keep: Remove older checkpoints, so that this many are left; None keeps all.
+        keep: Number of checkpoints that are left: this one and the others with the highest steps;
+            None keeps all.
         background: Return when all tensors are copied, and write in a thread. The next save waits
             for it. An error is printed, and raised by `wait()` of the result.
         **objects: What has a `state_dict` and `load_state_dict`, by any name, for example `model=`,
@@ -227,7 +228,7 @@ def _write_part(unfinished: Path, write: Callable[[], Written], rank: int) -> No
 def _encoded(
     encode: Encoder, objects: dict[str, Any], values: Any, *, rng: bool, gradients: bool
 ) -> dict[str, Any]:
-    """Encode all that is saved. The result counts on rank 0."""
+    """Encode all that is saved. Only the result on rank 0 is used."""
     is_alone = rank_and_size()[1] == 1
     of_ranks = encode if is_alone else Encoder()
 

@@ -163,7 +163,7 @@ def is_tensor(encoded: Any) -> bool:
 def decoded(value: Any, tensor_of: TensorOf) -> Any:
     """Return the value that was encoded.
 
-    `tensor_of` returns the tensor of a name, with its dimensions in this order in memory.
+    `tensor_of(name, order)` returns a tensor, permuted back from `order` unless that is None.
     """
     if isinstance(value, list):
         return [decoded(item, tensor_of) for item in value]
@@ -190,10 +190,10 @@ def tensors_of(value: Any) -> list[str]:
     return tensors_of(list(value.values()))
 
 
-def constant_of_torch(name: str, kind: type) -> Any:
+def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, kind):
-        raise CheckpointError(f"torch has no {name}")
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"torch has no dtype {name}")
     return found
 
 
@@ -207,7 +207,7 @@ DECODERS: dict[str, Callable[[Any, TensorOf], Any]] = {
         decoded(key, tensor_of): decoded(value, tensor_of) for key, value in item
     },
     "$bytes": lambda item, _: base64.b64decode(item),
-    "$dtype": lambda item, _: constant_of_torch(item, torch.dtype),
+    "$dtype": lambda item, _: dtype_of(item),
     "$device": lambda item, _: torch.device(item),
     "$array": lambda item, tensor_of: tensor_of(item, None).numpy(),
 }

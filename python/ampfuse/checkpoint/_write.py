@@ -63,8 +63,8 @@ class Writing:
         with writing(self.path.parent, self._step):
             _index.write(self.unfinished, content | joined(parts))
             put_in_place(self.unfinished, self.path)
-            newest = latest(self.path.parent)
             remove_others(self.path, self._step, keep)
+            newest = latest(self.path.parent)
         if newest != self.path:
             warnings.warn(
                 f"save: {self.path.name} is not the latest checkpoint, which is {newest}; a new "
@@ -146,7 +146,7 @@ def add_pieces(pieces: list[dict[str, Any]], more: list[dict[str, Any]], name: s
 
 
 def region_of(piece: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the place and the shape of a piece."""
+    """Return the start and the shape of a piece."""
     return piece["start"], piece["shape"]
 
 

@@ -23,7 +23,7 @@ USAGE = """python -m ampfuse advise [options] script.py [arguments of the script
 EPILOG = """The script runs several times until its optimizer has taken these steps: in
 float32, in bfloat16 and float16 by autocast, and with bfloat16 weights. This takes
 some ten times as long as the script takes for these steps. torch.save writes
-nothing; other files that the script writes are written each time.
+to memory only; other files that the script writes are written each time.
 
 examples:
   python -m ampfuse advise train.py --model large

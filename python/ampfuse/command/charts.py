@@ -25,7 +25,7 @@ class Axes:
         return LEFT + (value - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical place of a value."""
+        """Return the vertical position of a value."""
         part = (value - self.low) / (self.high - self.low)
         return HEIGHT - BOTTOM - part * (HEIGHT - TOP - BOTTOM)
 
@@ -61,7 +61,7 @@ def stacked_areas(xs: Sequence[float], layers: dict[str, list[float]], unit: str
 
 def lines(xs: Sequence[float], layers: dict[str, list[float]], unit: str) -> str:
     """Draw named lines from 0 on."""
-    highest = [max(values) for values in layers.values()]
+    highest = [max(values) for values in zip(*layers.values(), strict=True)]
     axes = Axes(xs[0], xs[-1] + width_of(xs), 0, ceiling(highest))
     drawn = [grid(axes, unit)]
     for name, values in layers.items():
@@ -83,7 +83,7 @@ def powers(xs: Sequence[float], values: list[float], crosses: Sequence[int]) -> 
         x, y = axes.x(xs[index]), axes.y(logs[index])
         drawn.append(
             f'<path class="skipped" d="M{x - 3:.1f} {y - 3:.1f}l6 6m0 -6l-6 6">'
-            f"<title>step {xs[index]:,.0f} was skipped</title></path>"
+            f"<title>update {xs[index]:,.0f}: the step was skipped</title></path>"
         )
     return svg(drawn)
 

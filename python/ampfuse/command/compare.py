@@ -61,7 +61,7 @@ def read(name: str) -> dict[str, Any]:
         refuse(f"compare: cannot read {name}: {error}")
     if (
         not isinstance(report, dict)
-        or not {"program", "steps", "scalers", "peak_memory"} <= report.keys()
+        or not {"program", "steps", "scalers", "peak_memory", "hints"} <= report.keys()
     ):
         refuse(f"compare: {name} is not a report that python -m ampfuse --json has written")
     return report

@@ -109,7 +109,7 @@ def run(chosen: Options) -> Account:
     program.report_exception(raised)
     refuse(
         "memory: the program failed. It ran without a GPU, and its operators computed no numbers, "
-        "but zeros. If it cannot, call ampfuse.memory.account for its step alone"
+        "but zeros. If it cannot run like this, call ampfuse.memory.account for its step alone"
     )
 
 

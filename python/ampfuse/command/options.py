@@ -156,7 +156,7 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
             "--json", type=Path, metavar="FILE", help="write the report to a file, as JSON"
         ),
         parser.add_argument(
-            "--plot", type=Path, metavar="PNG", help="draw the loss scale; needs matplotlib"
+            "--plot", type=Path, metavar="FILE", help="draw the loss scale; needs matplotlib"
         ),
         parser.add_argument(
             "--html", type=Path, metavar="FILE", help="write the report as a page with charts"

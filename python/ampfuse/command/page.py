@@ -111,7 +111,6 @@ def of_memory(memory: dict[str, Any]) -> str:
 def of_scaler(scaler: dict[str, Any]) -> str:
     """Draw a scaler's history."""
     history = scaler["history"]
-    first = scaler["updates"] - scaler["remembered"]
     scales = [record[0] for record in history]
     skipped = [i for i, record in enumerate(history) if record[1]]
     skipped = skipped[:: math.ceil(len(skipped) / MARKS) or 1]
@@ -119,7 +118,7 @@ def of_scaler(scaler: dict[str, Any]) -> str:
     kept = sorted({*changes, *skipped, len(history) - 1})
     crosses = [kept.index(i) for i in skipped]
     text = {"scale": "scale"} | ({"skipped": "× skipped"} if skipped else {})
-    xs = [first + i + 1 for i in kept]
+    xs = [show.first_update(scaler) + i for i in kept]
     return charts.powers(xs, [scales[i] for i in kept], crosses) + legend(text)
 
 

@@ -88,7 +88,6 @@ def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
     updates = scaler._history.recorded_updates()
     return {
         "updates": updates,
-        "remembered": len(history),
         "taken": sum(not record.skipped for record in history),
         "skipped": sum(record.skipped for record in history),
         "scale": GradScaler.get_scale(scaler),

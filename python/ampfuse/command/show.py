@@ -73,12 +73,17 @@ def times_text(milliseconds: dict[str, float]) -> str:
     return f"{whole:,.1f} ms: {', '.join(shares)}"
 
 
+def first_update(scaler: dict[str, Any]) -> int:
+    """Return the number, counted from 1, of the first update in a scaler's history."""
+    return int(scaler["updates"]) - len(scaler["history"]) + 1
+
+
 def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
     if not scaler["updates"]:
         return [("scaler", "never updated")]
     steps = f"{scaler['taken']:,} taken, {scaler['skipped']:,} skipped"
-    if scaler["remembered"] < scaler["updates"]:
-        steps += f", of the last {scaler['remembered']:,} of {scaler['updates']:,}"
+    if len(scaler["history"]) < scaler["updates"]:
+        steps += f", of the last {len(scaler['history']):,} of {scaler['updates']:,}"
     scales = [record[0] for record in scaler["history"]]
     return [("steps", steps), ("scale", f"{sparkline(scales)} {scaler['scale']:,.10g}")]
 
@@ -160,7 +165,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     )
     axes.set_yscale("log", base=2)
     for number, scaler in enumerate(report["scalers"]):
-        first = scaler["updates"] - scaler["remembered"]
+        first = first_update(scaler)
         scales = [record[0] for record in scaler["history"]]
         updates = range(first, first + len(scales))
         (line,) = axes.plot(updates, scales, drawstyle="steps-post", label=f"scaler {number + 1}")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import ampfuse.checkpoint as checkpoint
 import pytest
@@ -240,6 +241,14 @@ def test_save_of_an_earlier_step_than_the_latest_is_a_warning(tmp_path, model):
     checkpoint.save(tmp_path, step=100, model=model)
     with pytest.warns(UserWarning, match="step-00000001 is not the latest checkpoint, which is"):
         checkpoint.save(tmp_path, step=1, model=model)
+
+
+def test_save_of_an_earlier_step_does_not_warn_of_a_checkpoint_that_it_removes(tmp_path, model):
+    checkpoint.save(tmp_path, step=100, model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved = checkpoint.save(tmp_path, step=1, model=model, keep=1)
+    assert checkpoint.latest(tmp_path) == saved.path
 
 
 def test_optimizer_state_that_belongs_to_no_parameter_is_saved(tmp_path):

@@ -81,7 +81,10 @@ def test_programs_of_few_steps_can_be_compared(compare):
     assert done.stdout.splitlines()[1].split() == ["steps", "100", "few"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"program": "a", "steps": null, "scalers": [], "peak_memory": {}}'],
+)
 def test_files_that_are_no_reports_are_refused(compare, content):
     done = compare(report(), content)
     assert done.returncode == 2

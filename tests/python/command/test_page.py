@@ -104,7 +104,7 @@ def test_long_history_makes_a_page_of_bounded_size(written):
     scaler = report["scalers"][0]
     count = 2**16
     scaler["history"] = [[2.0 ** (i // 10_000), i % 3 == 0, 1.0] for i in range(count)]
-    scaler["updates"] = scaler["remembered"] = count
+    scaler["updates"] = count
     steps = report["steps"]
     steps["timeline"] = {phase: [1.0] * 1023 for phase in steps["timeline"]}
     steps["timeline"]["step"] = list(range(1023))
@@ -113,13 +113,18 @@ def test_long_history_makes_a_page_of_bounded_size(written):
     assert len(text) < 400_000
 
 
+def test_higher_one_of_two_lines_stays_in_its_chart():
+    text = charts.lines([0, 1, 2], {"host": [100.0] * 3, "gpu": [10.0] * 3}, "MiB")
+    points = re.search(r'class="host" points="([^"]*)"', text)[1].split()
+    assert all(0 <= float(point.split(",")[1]) <= charts.HEIGHT for point in points)
+
+
 @pytest.mark.parametrize("missing", ["steps", "memory", "both"])
 def test_short_programs_have_a_page_too(written, missing):
     report = report_of(written)
     for name in ("steps", "memory") if missing == "both" else (missing,):
         report[name] = None
     report["scalers"][0]["history"] = [[0.0, True, None]]
-    report["scalers"][0]["remembered"] = 1
     assert "All numbers" in checked(page.page(report))
 
 

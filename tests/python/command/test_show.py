@@ -49,6 +49,11 @@ def test_avoided_host_waits_are_a_row_of_the_part():
     assert waits == ("", "the host did not wait in 9 steps, but would with torch's scaler")
 
 
+def test_updates_of_a_history_are_counted_from_1():
+    assert show.first_update({"updates": 5, "history": [0] * 5}) == 1
+    assert show.first_update({"updates": 5, "history": [0] * 2}) == 4
+
+
 def test_failure_is_one_line_and_the_hints(monkeypatch):
     said = []
     monkeypatch.setattr(show, "say", said.append)
