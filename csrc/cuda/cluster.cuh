@@ -30,8 +30,7 @@ class ClusterTeam : public BlockTeam<kBlockSize> {
   __device__ int64_t number() const { return cluster_number(); }
   __device__ static int64_t count() { return cluster_count(); }
 
-  // Returns this block's part of `count` elements. Parts start at multiples of kPack. The number of
-  // blocks must be a power of two.
+  // Returns this block's part of `count` elements. Parts start at multiples of kPack.
   template <int kPack>
   __device__ Share share_of(int count) const {
     const int blocks = cluster_blocks();
@@ -44,7 +43,10 @@ class ClusterTeam : public BlockTeam<kBlockSize> {
   __device__ static int warps() { return cluster_blocks() * Block::kWarps; }
 
   // Returns the numbers `mine` of all warps of the cluster, in the same order for all threads. All
-  // lanes of a warp give the same number. The array is valid until the call after the next.
+  // lanes of a warp give the same number. A warp may read the array until its next call.
+  //
+  // No fence orders other accesses to memory between blocks. If a block overwrites after this call
+  // what another one loads before it, `mine` must depend on what was loaded.
   //
   // No block waits until the others have read the array. A second array makes this safe: a warp
   // writes to the first one again only after it has received numbers of the call between from all

@@ -74,8 +74,8 @@ __device__ __forceinline__ void expect_bytes(Inbox* inbox, int bytes) {
       "r"(bytes) : "memory"));
 }
 
-// Stores `value` in another block of the cluster, at the place that `to` has in this one, and then
-// adds its size to the bytes of that block's inbox.
+// Stores `value` in block `rank` of the cluster, at the place that `to` has in this one, and then
+// adds its size to the bytes of that block's inbox. The cluster must have at least two blocks.
 __device__ __forceinline__ void send(int rank, double* to, double value, Inbox* inbox) {
   AMPFUSE_IF_CLUSTERS(asm volatile(
       "{\n\t"

@@ -96,9 +96,11 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
     reduction.limit = arguments.gradient_limit;
     reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
-    const DeviceRoom room = device_room<scalar_t>(stream, input.size(1));
+    const bool plain = is_plain(arguments) && !with_metrics;
+    const bool has_positions = arguments.has_positions();
+    const DeviceRoom room = device_room<scalar_t>(stream, input.size(1), plain && !has_positions);
     const auto launch = [&]<typename Team, RowWork kWork>() {
-      auto [blocks, cluster, kept, shared] =
+      const auto [blocks, cluster, kept, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
       const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, doubles);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
@@ -115,8 +117,8 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
         const auto kernel = cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>;
         if constexpr (Team::kMostBlocks > 1) {
-          blocks = stream.launch_clusters(kernel, blocks, cluster, Team::kBlock, shared, table,
-                                          reduction, results, kept);
+          stream.launch_clusters(kernel, cluster, blocks, Team::kBlock, shared, table, reduction,
+                                 results, kept);
         } else {
           stream.launch_blocks(kernel, blocks, Team::kBlock, shared, table, reduction, results,
                                kept);
@@ -127,8 +129,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
           cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0, losses.const_data_ptr<double>(),
           blocks, divisor.const_data_ptr<double>(), outputs.loss.mutable_data_ptr<acc_t>());
     };
-    const bool plain = is_plain(arguments) && !with_metrics;
-    if (arguments.has_positions()) return for_positions(plain, launch);
+    if (has_positions) return for_positions(plain, launch);
     for_forward_rows<scalar_t>(room, input.size(1), plain, launch);
   });
 }

@@ -67,14 +67,15 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
   if (reduction.weights == nullptr) weight = static_cast<double>(table.rows);
   if (reduction.denominator != nullptr) weight = *reduction.denominator;
   const double divisor = reduction.is_mean ? weight : 1.0;
-  const float baked = reduction.grad_scale == nullptr
-                          ? 1.0f
-                          : math::baked_scale(*reduction.grad_scale, divisor, reduction.limit);
+  const float baked_scale =
+      reduction.grad_scale == nullptr
+          ? 1.0f
+          : math::baked_scale(*reduction.grad_scale, divisor, reduction.limit);
   if (blockIdx.x == 0) {
     const auto bad_row =
         static_cast<int64_t>(team_smallest(block, static_cast<double>(mine.bad_row)));
     if (block.index() == 0) {
-      if (reduction.baked_scale != nullptr) *reduction.baked_scale = baked;
+      if (reduction.baked_scale != nullptr) *reduction.baked_scale = baked_scale;
       *reduction.divisor = divisor;
       if (bad_row < table.rows) {
         if (reduction.trap) __trap();
@@ -85,7 +86,7 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
       }
     }
   }
-  return baked / divisor;
+  return baked_scale / divisor;
 }
 
 // Writes the total weight of the targets of all rows to reduction.divisor, for callers that then
@@ -98,8 +99,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   reduction_scale(BlockTeam<kThreads>(scratch), table, reduction);
 }
 
-// `kept_count`: number of packs of each row that fit in shared memory, a multiple of the team size.
-// 0 if no gradient is wanted; otherwise, with kHeld, all packs of a row fit.
+// `kept_count`: number of packs of each row, or of a block's share of one, that fit in shared
+// memory, a multiple of the team size. 0 if no gradient is wanted; otherwise, with kHeld, all fit.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     if (results.grad == nullptr) continue;
     // The gradient may overwrite the logits, so wait until all threads have read the target's logit
-    // and kept their packs. A block that holds a row has already synchronised, for the row's sum.
+    // and kept their packs. Threads of one or more blocks that hold a row have waited for each
+    // other already, for the row's sum.
     if constexpr (kWork != RowWork::kHeld || Team::kSize <= kWarp) team.sync();
     grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {

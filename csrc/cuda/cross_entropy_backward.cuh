@@ -49,10 +49,9 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_rescale_kernel(scalar_t* grad, int64_t stride, int64_t extent, int count,
                                  const float* baked_scale, const RowAcc<scalar_t>* grad_output) {
-  const double baked = *baked_scale;
-  const double outer = *grad_output;
-  if (outer == baked) return;
-  const auto factor = static_cast<RowNumber<scalar_t>>(outer / baked);
+  if (*grad_output == *baked_scale) return;
+  const auto factor =
+      static_cast<RowNumber<scalar_t>>(static_cast<double>(*grad_output) / *baked_scale);
   const auto scaled = [&](scalar_t g) {
     using acc_t = RowAcc<scalar_t>;
     return static_cast<scalar_t>(static_cast<acc_t>(static_cast<acc_t>(g) * factor));

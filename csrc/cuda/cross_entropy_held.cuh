@@ -20,7 +20,7 @@ class HeldRow {
   static constexpr int64_t kMostOfBlock = int64_t(kPacks) * P::kSize * Team::kSize;
   static constexpr int64_t kMostClasses = kMostOfBlock * Team::kMostBlocks;
 
-  // Shared memory has room for `count` packs of each team's row: all of them, or 0 if no gradient
+  // Shared memory has room for `count` packs of each row or share: all of them, or 0 if no gradient
   // is wanted.
   __device__ explicit HeldRow(int count) : count_(count) {}
 
@@ -188,7 +188,8 @@ __device__ __forceinline__ LogitSum team_logit_sum(const Team& team,
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
                                                       const CrossEntropyTable<scalar_t>& table,
-                                                      int64_t row, int target, scalar_t, bool,
+                                                      int64_t row, int target,
+                                                      scalar_t target_logit, bool,
                                                       HeldRow<scalar_t, Team>& held) {
   const Share share = team.template share_of<Pack<scalar_t>::kSize>(table.classes);
   held.load(team, table.template logits_of<Team>(row) + share.first, share.count);
@@ -205,7 +206,13 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
     for (float& x : terms) x = own.term(x);
     sum_of_thread += sum_in_pairs(terms);
   });
-  const LogitSum total = team_logit_sum(team, own, {largest_of_thread.get(), sum_of_thread});
+  float largest = largest_of_thread.get();
+  if constexpr (Team::kMostBlocks > 1) {
+    // When a block has the sums of the others, it may overwrite the target's logit. So these sums
+    // must depend on the logit: it has then been loaded. This does not change the row's largest.
+    if (target >= 0) largest = math::Lane<float>::larger(largest, static_cast<float>(target_logit));
+  }
+  const LogitSum total = team_logit_sum(team, own, {largest, sum_of_thread});
   const auto exponential = row_exponential<scalar_t>(total.largest);
   const auto reference = static_cast<float>(exponential.reference());
   return {{total.largest, reference, total.sum}, exponential, 1, 0};

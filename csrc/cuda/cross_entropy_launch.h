@@ -74,19 +74,23 @@ inline bool is_plain(const CrossEntropyArguments& arguments) {
   return !arguments.has_probabilities() && options.label_smoothing == 0 && !options.softcap;
 }
 
-/// The device is asked for clusters only if no block can hold a row.
+/// Only if the rows are those of a plain loss, and too long for one block, clusters are counted.
 template <typename scalar_t>
-DeviceRoom device_room(const LaunchStream& stream, int64_t classes) {
-  bool has_clusters = false;
+DeviceRoom device_room(const LaunchStream& stream, int64_t classes, bool plain) {
+  DeviceRoom room = {stream.multiprocessors(),
+                     stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                     stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                     stream.attribute(cudaDevAttrL2CacheSize)};
   if constexpr (sizeof(scalar_t) == 2) {
-    has_clusters =
-        classes > HeldRow<scalar_t, RowCluster>::kMostOfBlock &&
-        stream.has_clusters(
-            cross_entropy_forward_kernel<scalar_t, RowCluster, RowWork::kHeld, scalar_t>);
+    using Held = HeldRow<scalar_t, RowCluster>;
+    if (plain && classes > Held::kMostOfBlock && classes <= Held::kMostClasses) {
+      room.clusters = stream.resident_clusters(
+          cross_entropy_forward_kernel<scalar_t, RowCluster, RowWork::kHeld, scalar_t>,
+          blocks_of_cluster<scalar_t>(classes), RowCluster::kBlock,
+          static_cast<int>(Held::kMostOfBlock * sizeof(scalar_t)));
+    }
   }
-  return {stream.multiprocessors(), stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-          stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          stream.attribute(cudaDevAttrL2CacheSize), has_clusters};
+  return room;
 }
 
 /// The functions `backward` and `rescale` of CrossEntropyKernels.

@@ -180,7 +180,8 @@ __device__ __forceinline__ math::RowPartial<RowNumber<scalar_t>> team_partial(
   const double reference = row_exponential<scalar_t>(largest).reference();
   const double lift = reference - largest;
   const double masses = team_sum(team, partial.masses);
-  // `lift` is infinite if every logit is −∞; then both sums are 0, or the loss is infinite, too.
+  // `lift` is infinite if every logit is −∞. Then `sum` is 0, and `masses` is 0 or the loss
+  // infinite.
   const double spread = team_sum(team, partial.spread) + math::times_or_zero(masses, lift);
   const double entropy =
       team_sum(team, partial.entropy) * Exponential::kUnbias + math::times_or_zero(sum, lift);

@@ -2,16 +2,39 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "launch.cuh"
 
 namespace ampfuse {
+
+/// The attributes of a launch in clusters. Blocks of a cluster go to different multiprocessors if
+/// possible: on one, they would read and write at the same time, instead of in turns.
+class ClusterAttributes {
+ public:
+  explicit ClusterAttributes(int blocks) {
+    attributes_[0].id = cudaLaunchAttributeClusterDimension;
+    attributes_[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    attributes_[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+    attributes_[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
+  }
+
+  /// Returns a configuration that points to this object.
+  cudaLaunchConfig_t config(int blocks, int threads, int shared, cudaStream_t stream) {
+    return {static_cast<unsigned>(blocks),
+            static_cast<unsigned>(threads),
+            static_cast<size_t>(shared),
+            stream,
+            attributes_,
+            2};
+  }
+
+ private:
+  cudaLaunchAttribute attributes_[2] = {};
+};
 
 class LaunchStream {
  public:
@@ -43,39 +66,34 @@ class LaunchStream {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
-  /// Returns true if this kernel can be launched in clusters of blocks: the device has clusters,
-  /// and the kernel's code was not compiled for older GPUs.
+  /// Returns how many clusters of blocks can be resident at a time. A cluster runs on one group of
+  /// multiprocessors, so a few blocks of each group may be left over. Returns 0 if the kernel
+  /// cannot be launched in clusters: the device has none, or the kernel was compiled for older
+  /// devices, or this process may use only parts of the device. GeForce 50 (12.x) has clusters, but
+  /// they are not used before somebody has tried it: its drivers are said to reserve gigabytes for
+  /// them.
   template <typename... Parameters>
-  bool has_clusters(void (*kernel)(Parameters...)) const {
-    if (attribute(cudaDevAttrClusterLaunch) == 0) return false;
+  int resident_clusters(void (*kernel)(Parameters...), int cluster, int threads, int shared) const {
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+    if (major != 9 && major != 10) return 0;
     cudaFuncAttributes code;
     C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-    return code.ptxVersion >= 90;
+    if (code.ptxVersion < 90) return 0;
+    ClusterAttributes attributes(cluster);
+    const cudaLaunchConfig_t config = attributes.config(cluster, threads, shared, stream_);
+    int clusters = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    return clusters;
   }
 
-  /// Launches kernel(arguments...) in clusters of `cluster` blocks. Returns the number of blocks:
-  /// at most `blocks`, and no more than can be resident at a time.
+  /// Launches kernel(arguments...) in clusters of `cluster` blocks. `shared` must need no higher
+  /// limit.
   template <typename... Parameters, typename... Arguments>
-  int launch_clusters(void (*kernel)(Parameters...), int blocks, int cluster, int threads,
-                      int shared, Arguments&&... arguments) const {
-    cudaLaunchAttribute size = {};
-    size.id = cudaLaunchAttributeClusterDimension;
-    size.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = blocks;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared;
-    config.stream = stream_;
-    config.attrs = &size;
-    config.numAttrs = 1;
-    // A cluster runs on one group of multiprocessors, so the blocks of a group that do not make a
-    // whole cluster are left out.
-    int resident = 0;
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
-    blocks = std::min(blocks, std::max(resident, 1) * cluster);
-    config.gridDim = blocks;
+  void launch_clusters(void (*kernel)(Parameters...), int cluster, int blocks, int threads,
+                       int shared, Arguments&&... arguments) const {
+    ClusterAttributes attributes(cluster);
+    const cudaLaunchConfig_t config = attributes.config(blocks, threads, shared, stream_);
     C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
-    return blocks;
   }
 
   int multiprocessors() const { return multiprocessors_; }

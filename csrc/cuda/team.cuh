@@ -58,7 +58,7 @@ class LaneTeam {
 using WarpTeam = LaneTeam<kWarp>;
 
 // A team of all threads of a block. Longer rows take larger blocks, which hold more logits in
-// registers. Fewer of them are on a multiprocessor at a time, so each row has more shared memory.
+// registers. Fewer large blocks share a multiprocessor, so each row has more shared memory.
 template <int kBlockSize>
 class BlockTeam {
  public:

@@ -147,8 +147,8 @@ class PacksAnywhere {
     return are_aligned() || (p > 0 && p < packs - 1) ? inner(p) : gathered(p);
   }
 
-  // Loads packs at(0), at(1), …, all in flight at once. All indices must be below
-  // loadable(). If packs are not aligned, only at(0) may be 0.
+  // Loads packs at(0), at(1), …, all in flight at once. All indices must be below loadable(). If
+  // packs are not aligned and at(u) is 0 for u > 0, packs[u] gets pack 1 instead.
   template <int kCount, typename At>
   __device__ __forceinline__ void load(const At& at, Words (&packs)[kCount]) const {
     if (are_aligned()) {

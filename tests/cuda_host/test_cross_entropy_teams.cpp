@@ -15,9 +15,9 @@ using ampfuse::RowWork;
 namespace {
 
 constexpr int64_t kKiB = 1024;
-const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB, false};
-const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB, true};
-const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB, false};
+const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB, 0};
+const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB, 31};
+const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB, 0};
 
 // Returns the size of the team that processes rows.
 template <typename scalar_t>
@@ -74,11 +74,12 @@ TEST_CASE("clusters hold rows that are too long for one block, on GPUs that have
   };
   const std::pair<int, int> no_cluster = {0, 0};
   CHECK(blocks_of_row(kH200, 10000, 16384) == no_cluster);
-  CHECK(blocks_of_row(kH200, 10000, 16385) == std::pair(2, 264));
-  CHECK(blocks_of_row(kH200, 10000, 32768) == std::pair(2, 264));
-  CHECK(blocks_of_row(kH200, 10000, 50257) == std::pair(4, 264));
-  CHECK(blocks_of_row(kH200, 10000, 128256) == std::pair(8, 264));
-  CHECK(blocks_of_row(kH200, 10000, 131072) == std::pair(8, 264));
+  CHECK(blocks_of_row(kH200, 10000, 16385) == std::pair(2, 62));
+  CHECK(blocks_of_row(kH200, 10000, 32768) == std::pair(2, 62));
+  CHECK(blocks_of_row(kH200, 10000, 50257) == std::pair(4, 124));
+  CHECK(blocks_of_row(kH200, 10000, 128256) == std::pair(8, 248));
+  CHECK(blocks_of_row(kH200, 10000, 131072) == std::pair(8, 248));
+  CHECK(blocks_of_row(kH200, 0, 131072) == std::pair(8, 8));
   CHECK(blocks_of_row(kH200, 10000, 131073) == no_cluster);
   CHECK(blocks_of_row(kH200, 3, 50257) == std::pair(4, 12));
   CHECK(blocks_of_row(kA100, 10000, 50257) == no_cluster);

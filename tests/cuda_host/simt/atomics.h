@@ -39,29 +39,9 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
   return simt::atomic_update(address, [=](T old) { return old + value; });
 }
 
-template <simt::one_of<int, unsigned, long long, unsigned long long> T>
-T atomicMax(T* address, std::type_identity_t<T> value) {
-  return simt::atomic_update(address, [=](T old) { return old < value ? value : old; });
-}
-
-template <simt::one_of<int, unsigned, long long, unsigned long long> T>
-T atomicMin(T* address, std::type_identity_t<T> value) {
-  return simt::atomic_update(address, [=](T old) { return value < old ? value : old; });
-}
-
 template <simt::one_of<int, unsigned, unsigned long long, float> T>
 T atomicExch(T* address, std::type_identity_t<T> value) {
   return simt::atomic_update(address, [=](T) { return value; });
-}
-
-template <simt::one_of<int, unsigned, unsigned long long> T>
-T atomicOr(T* address, std::type_identity_t<T> value) {
-  return simt::atomic_update(address, [=](T old) { return old | value; });
-}
-
-template <simt::one_of<int, unsigned, unsigned long long> T>
-T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value) {
-  return simt::atomic_update(address, [=](T old) { return old == compare ? value : old; });
 }
 
 inline unsigned atomicInc(unsigned* address, unsigned limit) {

@@ -39,7 +39,7 @@ class Block {
   unsigned lane() const { return running_ % warpSize; }
   SharedMemory& shared() { return shared_; }
 
-  int barrier(const char* name, bool predicate, const Site&);
+  void barrier(const Site&);
   std::uint64_t warp_collective(const WarpCall&);
 
   // Suspends the running thread until wake_in_cluster(inbox, …). `inbox` may be null.
@@ -80,8 +80,6 @@ class Block {
   // State of the barrier in which threads are waiting.
   unsigned waiting_ = 0;
   Site barrier_line_ = {};
-  int votes_ = 0;
-  int last_votes_ = 0;  // of the previous barrier, for threads that have not left it yet
 };
 
 // The running block, or nullptr.

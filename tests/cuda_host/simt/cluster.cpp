@@ -60,6 +60,7 @@ void Cluster::sync(const Site& where) {
 void* Cluster::in_block(int rank, const void* shared, const Site& where) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= blocks_.size())
     fault("no block of the cluster has this rank", where);
+  if (blocks_.size() < 2) fault("access to another block in a cluster of one block", where);
   if (!is_synchronised_) fault("access to a block that may not have started", where);
   Block& block = blocks_[rank];
   if (block.has_ended()) fault("access to a block that has ended", where);

@@ -3,7 +3,7 @@
 // Numbers arrive when they are sent. What a thread does before it sends to an inbox happens before
 // what follows the end of the phase in other threads. These mistakes are reported:
 // - a thread exits, or waits elsewhere, while others wait for it in sync_cluster;
-// - a block sends before sync_cluster, or to a block that has ended;
+// - a block sends before sync_cluster, to a block that has ended, or without other blocks;
 // - bytes of a phase never arrive, are announced twice, or are more than were announced.
 #pragma once
 

@@ -1,25 +1,22 @@
 // Barriers and warp operations, in which threads of a block wait for each other.
 
 #include <bit>
-#include <utility>
 
 #include "simt/block.h"
 
 namespace simt::runtime {
 
-int Block::barrier(const char* name, bool predicate, const Site& where) {
+void Block::barrier(const Site& where) {
   Thread& self = running();
   self.state = Thread::State::at_barrier;
-  self.call = name;
+  self.call = "__syncthreads";
   self.where = where;
   if (waiting_ == 0) barrier_line_ = where;
   ++waiting_;
-  votes_ += predicate;
   if (!same_line(where, barrier_line_))
     fail("divergent barrier: threads wait at different lines" + describe(threads_));
   open_barrier_if_complete();
   hand_over();
-  return last_votes_;
 }
 
 // A barrier does not wait for threads that have exited, as on Volta and later, so threads without
@@ -40,7 +37,6 @@ void Block::open_barrier_if_complete() {
     wake(thread);
   }
   Fiber::synchronise(met);
-  last_votes_ = std::exchange(votes_, 0);
   waiting_ = 0;
 }
 

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <concepts>
 #include <type_traits>
 

@@ -37,8 +37,9 @@ class ReadySet {
     return std::ranges::all_of(words_, [](std::uint64_t word) { return word == 0; });
   }
 
-  // Goes round the block, so that each thread gets one turn before any thread gets a second. A
-  // random order starts at a random thread each time.
+  // Removes and returns a ready thread, or returns kNone. The search goes round the block from the
+  // thread taken last, so that each gets one turn before any gets a second; with a random order it
+  // starts at a random thread.
   unsigned take() {
     const unsigned start = order_ == Schedule::Order::random ? random_.below(threads_) : next_;
     for (unsigned step = 0; step <= kWords; ++step) {

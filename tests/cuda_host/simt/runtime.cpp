@@ -21,8 +21,8 @@ unsigned lane() {
   return block().lane();
 }
 
-int barrier(const char* name, bool predicate, const Site& where) {
-  return block().barrier(name, predicate, where);
+void barrier(const Site& where) {
+  block().barrier(where);
 }
 
 std::uint64_t warp_collective(const WarpCall& call) {

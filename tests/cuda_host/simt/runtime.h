@@ -37,8 +37,8 @@ void run(const Launch&);
 // Returns the lane of the running CUDA thread within its warp.
 unsigned lane();
 
-// Waits for all threads of the block; returns the number of threads with a true `predicate`.
-int barrier(const char* name, bool predicate, const Site&);
+// Waits for all threads of the block.
+void barrier(const Site&);
 
 // A warp operation among the lanes of `mask`, which must all make this call from the same line.
 struct WarpCall {

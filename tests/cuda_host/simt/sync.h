@@ -16,19 +16,7 @@
 #include "simt/runtime.h"
 
 inline void __syncthreads(simt::runtime::Site where = simt::runtime::Site::current()) {
-  simt::runtime::barrier("__syncthreads", false, where);
-}
-inline int __syncthreads_count(int predicate,
-                               simt::runtime::Site where = simt::runtime::Site::current()) {
-  return simt::runtime::barrier("__syncthreads_count", predicate != 0, where);
-}
-inline int __syncthreads_and(int predicate,
-                             simt::runtime::Site where = simt::runtime::Site::current()) {
-  return simt::runtime::barrier("__syncthreads_and", predicate == 0, where) == 0;
-}
-inline int __syncthreads_or(int predicate,
-                            simt::runtime::Site where = simt::runtime::Site::current()) {
-  return simt::runtime::barrier("__syncthreads_or", predicate != 0, where) != 0;
+  simt::runtime::barrier(where);
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffff,

@@ -174,6 +174,21 @@ def test_a_held_row_of_32_logits_per_thread_takes_at_most_22_instructions_per_lo
         assert len(row) / 32 <= (22 if "ClusterTeam" in name else 21), (name, len(row))
 
 
+def test_a_warp_of_a_cluster_has_the_targets_logit_before_it_sends_its_sum(
+    code: MachineCode,
+) -> None:
+    # Another block may overwrite the logit when it has all sums.
+    for name, body in held_kernels(code).items():
+        if "ClusterTeam" not in name:
+            continue
+        before_row = body[: body.index("LDG.E.128")]
+        logit = re.findall(r"\bLDG\.E\.U16 (R\d+)", before_row)[-1]
+        row = body[len(before_row) : body.index("STAS")]
+        # A PRMT only sets the register if there is no target.
+        reads = re.findall(rf"(\w+)\S* R\d+, .*\b{logit}\b", row)
+        assert [read for read in reads if read != "PRMT"], name
+
+
 def test_float_logits_take_at_most_45_instructions_each(code: MachineCode) -> None:
     for name, body in plain_kernels(code, "f").items():
         first = shortest_turns(body, r"\bFMNMX")  # one per logit, for the largest one
