@@ -31,7 +31,7 @@ FOREVER = 10**9  # steps
 
 
 def main() -> None:
-    """Measure, and print three lines."""
+    """Measure, and print the time of a step and what measurements add to it."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--width", type=int, default=512, help="features of the model's layers")

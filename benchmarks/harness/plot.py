@@ -26,7 +26,6 @@ COLORS = {
     "torch.compile": "#5b7c99",
     "torch, chunks": "#c7b299",
     "torch .float()": "#c7b299",
-    "torch foreach": "#a8b3bd",
     "torch fused": "#8b98a5",
     "torch fused=True": "#8b98a5",
     "quack": "#7d6b91",

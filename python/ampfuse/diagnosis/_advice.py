@@ -82,7 +82,7 @@ def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> st
 
 
 def about_slowest(loader: Loader, lines: list[Line]) -> str:
-    """Return the line in which batches spend most of their time, if it is known."""
+    """Return a sentence about the line that takes most of the loading, or an empty text."""
     if loader.workers:
         slowest = loader.slowest_line()
     else:

@@ -77,7 +77,7 @@ class Diagnosis(Listener):
         self.lines.pause(begins)
 
     def _is_looking(self) -> bool:
-        """Return True in steps in which the monitor looks for leaks, which takes long."""
+        """Return True in steps that record allocations and in the step after: both take long."""
         return self._was_looking or self.growing.is_looking
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ampfuse._dtensors import local
 from ampfuse._graphs import compiled_graphs
+from ampfuse._nested import params_of
 from ampfuse.diagnosis._phases import BACKWARD, Listener
 from ampfuse.diagnosis._timeline import FIRST_STEPS
 
@@ -28,7 +29,6 @@ class Habits(Listener):
         self.keeps_gradients = False
         """True if gradients are never set to zero."""
         self._checks_anomalies = False
-        self._steps = 0
         self._graphs = 0
         self._kept = 0  # steps in a row
         self._param: weakref.ref[Tensor] | None = None
@@ -60,22 +60,23 @@ class Habits(Listener):
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """Count what the step has done."""
-        self._steps += 1
         self.anomaly_checks += self._checks_anomalies
         self._checks_anomalies = False
         graphs = compiled_graphs()
-        self.compilations += graphs > self._graphs and self._steps > FIRST_STEPS
+        self.compilations += graphs > self._graphs and step > FIRST_STEPS
         self._graphs = graphs
-        self.is_live = self._steps <= WATCHED and not self.keeps_gradients
-        if self.is_live:
+        self.is_live = step < WATCHED
+        if self.is_live and not self.keeps_gradients:
             self._kept = self._kept + 1 if self._is_kept else 0
             self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Watch the first gradient until the next step."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        param = next((one for one in params if one.grad is not None), None)
-        self._param = None if param is None or param.grad.is_sparse else weakref.ref(param)
+        self._param = None
+        for param in params_of(optimizer):
+            if param.grad is not None:
+                self._param = None if param.grad.is_sparse else weakref.ref(param)
+                break
         self._is_kept = None
         self._after_backward()
 

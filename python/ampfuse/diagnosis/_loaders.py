@@ -48,7 +48,7 @@ class Loader:
     trains: bool = False
     """True if a backward has followed one of its batches."""
     waited: float = 0.0
-    """Seconds that the program waited for batches."""
+    """Seconds that the program waited for batches in steps that are measured."""
     starts: list[float] = field(default_factory=list)
     """Seconds from the start of an iterator to its first batch, for each epoch."""
     batches: int = 0

@@ -25,7 +25,7 @@ Interval = tuple[str, float]
 
 
 class NoteReader:
-    """Reads notes in their order. Time between two phases is named after the second one.
+    """Reads notes in their order. Time between two phases is FORWARD before backward, else OTHER.
 
     If an iterator is exhausted without a backward since its first batch, the program has evaluated,
     which belongs to no step. Neither does the wait in which an iterator proves to be exhausted.

@@ -17,7 +17,7 @@ LINEAR_LOSSES = (
 
 
 def of_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
-    """Return the bytes of a linear cross-entropy's logits; 0 for other operators."""
+    """Return the bytes that a linear cross-entropy allocates and frees; 0 for other operators."""
     if operator.name() not in LINEAR_LOSSES:
         return 0
     given = dict(zip((one.name for one in operator._schema.arguments), args, strict=False))

@@ -52,8 +52,8 @@ def read_snapshot(path: str | Path, device: int = 0) -> Snapshot:
         The memory at the peak, by phase and line of the program.
 
     Raises:
-        ValueError: The file contains something else.
-        pickle.UnpicklingError: The file contains code.
+        ValueError: The pickle contains something else.
+        pickle.UnpicklingError: The file contains code, or is not a pickle.
     """
     with Path(path).open("rb") as file:
         content = _PlainUnpickler(file).load()

@@ -16,9 +16,8 @@ from ampfuse.memory._growth import Look, Suspect, storages_of
 from ampfuse.memory._process import gpu_process_memory, host_memory
 from ampfuse.memory._record import FORWARD
 
-WARM_UP = 5  # steps that may allocate what stays: gradients, state, caches
 WINDOW = 20  # growth is computed after so many steps, and later more rarely
-POINTS = 24  # from this many samples of the last steps, evenly over the second half of all
+POINTS = 24  # most samples that growth is computed from, evenly over the second half of all
 KEPT = 2**14  # samples; a longer list would itself be memory that grows
 LEAST_SPACING = 0.02  # seconds between the samples of two steps; one takes up to 50 µs
 LEAST_GROWTH = 2**20  # bytes over these steps; less is noise
@@ -72,7 +71,7 @@ class StepMemory:
 
     def growth(self) -> float | None:
         """Return the bytes by which memory grows per step, or None if it does not grow."""
-        ends = self.ends[max(WARM_UP, len(self.ends) // 2) :]
+        ends = self.ends[len(self.ends) // 2 :]
         if len(ends) < WINDOW // 2:
             return None
         ends = ends[:: -(-len(ends) // POINTS)]

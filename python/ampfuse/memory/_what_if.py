@@ -184,7 +184,7 @@ def sharded(record: Record) -> list[Allocation] | None:
 
 
 def all_changes(record: Record) -> list[Allocation] | None:
-    """Return the allocations with REMAINDERS and OTHERS together, or None if only one applies."""
+    """Return the allocations with REMAINDERS and OTHERS, or None if fewer than two apply."""
     changed = 0
     for change in (REMAINDERS, *OTHERS):
         allocations = change.of(record)

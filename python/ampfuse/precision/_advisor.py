@@ -100,6 +100,8 @@ def refuse_unless_usable(base: Outcome) -> None:
         raise NoAdviceError("the program ended without a call of backward")
     if base.data["steps"] == 0:
         raise NoAdviceError("the program ended without a step of an optimizer of torch.optim")
+    if base.data["inputs"] is None:
+        raise NoAdviceError("the main thread of the program called no torch.nn.Module")
     if not any(base.gradients):
         raise NoAdviceError("no gradient is left after backward; do optimizers step in backward?")
     others = set(base.data["dtypes"]) - {"torch.float32"}
@@ -115,12 +117,12 @@ def keep_modules(
         modules = judge.candidates(precision)
         if not modules:
             break
-        before = precision
+        before, limit = precision, MUCH_BETTER * gradient_of(judge, precision)
         precision = before.keeping(modules)
         judge.add(attempt(precision))
         if before.kept:
             judge.drop(before)
-        if not judge.deviations[precision].gradient <= MUCH_BETTER * gradient_of(judge, before):
+        if not judge.deviations[precision].gradient <= limit:
             break
     if precision.kept and not judge.is_accurate(precision):
         judge.drop(precision)
@@ -129,6 +131,6 @@ def keep_modules(
 
 
 def gradient_of(judge: Judge, precision: Precision) -> float:
-    """Return the deviation of the gradient, or infinity if it is not finite or dropped."""
-    deviation = judge.deviations.get(precision)
-    return math.inf if deviation is None or math.isnan(deviation.gradient) else deviation.gradient
+    """Return the deviation of the gradient, or infinity if it is NaN."""
+    gradient = judge.deviations[precision].gradient
+    return math.inf if math.isnan(gradient) else gradient

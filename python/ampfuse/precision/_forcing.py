@@ -31,7 +31,7 @@ class Forcing:
         self.autocast: Place | None = None
         """The line where the program enables autocast, if it does."""
         self.dtype: torch.dtype | None = None
-        """The dtype that the program gives to it."""
+        """The dtype that the program gives to autocast."""
         self.scaler: Place | None = None
         """The line where the program makes a scaler that is enabled."""
         self.optimizer: tuple[str, Place | None] = "", None

@@ -92,8 +92,8 @@ def run(
 ) -> Outcome:
     """Run the program in another process.
 
-    It ends after so many calls of backward, or after a few steps if these take more than `slowest`
-    milliseconds.
+    The run ends after the program's steps, after `backwards` calls of backward, or after a few
+    steps if each takes more than `slowest` milliseconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         order = {

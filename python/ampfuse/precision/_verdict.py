@@ -152,7 +152,7 @@ def origin(judge: Judge) -> str:
     if judge.in_vain:
         names = ", ".join(f"`{kind}`" for kind in judge.in_vain)
         return f"It did not help to keep {names} in float32."
-    module = judge.deviations[BFLOAT16].first_module if BFLOAT16 in judge.outcomes else ""
+    module = judge.deviations[BFLOAT16].first_module
     if module in judge.base.data["roots"]:
         return f"`{module}` itself, beside its modules, is the first to compute something else."
     if module:

@@ -57,6 +57,17 @@ def zero_data(model, optimizer):
         param.grad.data.zero_()
 
 
+def keep(model, optimizer):
+    pass
+
+
+def test_anomaly_checks_are_counted_although_gradients_are_kept(habits):
+    with torch.autograd.set_detect_anomaly(True):
+        train(keep, steps=15)
+    assert habits.keeps_gradients
+    assert habits.anomaly_checks == 15
+
+
 RESETS = [set_to_none, set_to_zero, zero_by_the_model, delete, zero_each, zero_data]
 
 

@@ -320,4 +320,6 @@ def test_monitor_can_be_used_twice_and_counts_the_next_optimizer():
     train(monitor, lambda _: time.sleep(0.003), steps=3)
     assert monitor.steps == 6
     assert "6 steps are too few to tell whether memory grows" in str(monitor)
+    monitor.steps, monitor.ends = 18, monitor.ends * 3
+    assert "18 steps are too few to tell whether memory grows" in str(monitor)
     assert str(Monitor()) == "no samples yet"

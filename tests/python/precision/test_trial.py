@@ -1,7 +1,9 @@
 """The first steps of a program are measured, and the program itself runs as it is."""
 
+from types import SimpleNamespace
+
 import pytest
-from ampfuse.precision._advisor import NoAdviceError, advise
+from ampfuse.precision._advisor import NoAdviceError, advise, keep_modules
 from ampfuse.precision._outcome import Deviation, Program, run
 from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
 
@@ -208,11 +210,54 @@ def test_compiled_model_is_measured_compiled(program):
     assert base.gradients[0].keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
 
 
+class FakeJudge:
+    """A judge of gradients that are never accurate."""
+
+    def __init__(self, gradients):
+        self.gradients = gradients  # deviations, by the number of modules in float32
+        self.in_vain = []
+        self.deviations = {}
+        self.add(BFLOAT16)
+
+    def is_accurate(self, precision):
+        return False
+
+    def candidates(self, precision):
+        return [f"layer{'abc'[len(precision.kept)]}"]
+
+    def add(self, precision):
+        self.deviations[precision] = SimpleNamespace(gradient=self.gradients[len(precision.kept)])
+
+    def drop(self, precision):
+        del self.deviations[precision]
+
+
+def test_search_for_modules_ends_when_one_more_helps_little():
+    judge, tried = FakeJudge([1.0, 0.1, 0.1, 0.1]), []
+
+    def attempt(precision):
+        tried.append(precision)
+        return precision
+
+    keep_modules(judge, BFLOAT16, attempt)
+
+    assert [len(precision.kept) for precision in tried] == [1, 2]
+    assert judge.in_vain == ["layera", "layerb"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("1 / 0", "the program fails in float32: ZeroDivisionError: division by zero (train.py:1)"),
         ("pass", "the program ended without a call of backward"),
+        (
+            "weight = torch.ones(2, requires_grad=True)\n"
+            "optimizer = torch.optim.SGD([weight], 0.1)\n"
+            "for _ in range(20):\n"
+            "    (weight * 2).sum().backward()\n"
+            "    optimizer.step()\n",
+            "the main thread of the program called no torch.nn.Module",
+        ),
         (BACKWARD, "the program ended without a step of an optimizer of torch.optim"),
         (HALF, "expected a program with float32 parameters, got torch.float16"),
         ("import os; os._exit(3)", "the program fails in float32: the process ended with code 3"),
