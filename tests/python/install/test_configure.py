@@ -182,7 +182,7 @@ def test_failure_to_fetch_nvcc_is_reported_with_the_remedy(tmp_path: Path) -> No
     done = configure(tmp_path, *options, gpus="9.0", CUDA_HOME="")
     assert done.returncode != 0
     assert "no network" in done.stderr
-    assert "no nvcc was found, and it could not be fetched (see above)" in error_text(done)
+    assert "no nvcc was found, and none could be fetched (see above)" in error_text(done)
     assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in error_text(done)
 
 

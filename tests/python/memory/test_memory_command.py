@@ -164,8 +164,8 @@ def test_error_of_the_program_is_shown_with_a_hint(programs):
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "python -m ampfuse: memory: the program failed. It ran without a GPU, and its operators "
-        "computed no numbers, but zeros. If it cannot, call ampfuse.memory.account for its step "
-        "alone"
+        "computed no numbers, but zeros. If it cannot run like this, call ampfuse.memory.account "
+        "for its step alone"
     )
 
 
