@@ -14,17 +14,26 @@ struct Share {
   int count;
 };
 
+// A team whose threads are all in one block.
+struct TeamInBlock {
+  static constexpr int kMostBlocks = 1;
+
+  template <int kPack>
+  __device__ Share share_of(int count) const {
+    return {0, count};
+  }
+};
+
 // A team of kLanes lanes of a warp: all 32 for short rows, fewer for rows of a few packs. The teams
 // of a warp process different rows and may diverge, unless kInStep says that they do the same.
 template <int kLanes, bool kInStep = kLanes == kWarp>
-class LaneTeam {
+class LaneTeam : public TeamInBlock {
  public:
   static constexpr int kSize = kLanes;
   static constexpr int kBlock = kThreads;          // threads per block
   static constexpr int kTeams = kBlock / kSize;    // teams per block
   static constexpr int kScratch = kBlock / kWarp;  // for a BlockTeam of the same block
   static constexpr bool kIsWide = false;
-  static constexpr int kMostBlocks = 1;
 
   __device__ explicit LaneTeam(double* /*scratch*/) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x) % kSize; }
@@ -32,10 +41,6 @@ class LaneTeam {
   __device__ bool is_first() const { return index() == 0; }
   __device__ int64_t number() const { return int64_t(blockIdx.x) * kTeams + index_in_block(); }
   __device__ static int64_t count() { return int64_t(gridDim.x) * kTeams; }
-  template <int kPack>
-  __device__ Share share_of(int count) const {
-    return {0, count};
-  }
   __device__ void sync() const { __syncwarp(mask()); }
 
   // All lanes get the same result: both lanes of a pair join the same two values.
@@ -60,14 +65,13 @@ using WarpTeam = LaneTeam<kWarp>;
 // A team of all threads of a block. Longer rows take larger blocks, which hold more logits in
 // registers. Fewer large blocks share a multiprocessor, so each row has more shared memory.
 template <int kBlockSize>
-class BlockTeam {
+class BlockTeam : public TeamInBlock {
  public:
   static constexpr int kSize = kBlockSize;
   static constexpr int kBlock = kSize;
   static constexpr int kTeams = 1;
   static constexpr int kWarps = kSize / kWarp;
   static constexpr bool kIsWide = kSize > kThreads;
-  static constexpr int kMostBlocks = 1;
   static constexpr int kScratch = kWarps;
   using Warps = LaneTeam<kWarps, true>;  // joins what of_warps() returns
 
@@ -78,10 +82,6 @@ class BlockTeam {
   __device__ bool is_first() const { return index() == 0; }
   __device__ int64_t number() const { return blockIdx.x; }
   __device__ static int64_t count() { return gridDim.x; }
-  template <int kPack>
-  __device__ Share share_of(int count) const {
-    return {0, count};
-  }
   __device__ void sync() const { __syncthreads(); }
 
   template <typename T, typename Join>

@@ -66,8 +66,8 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
 
 /// Throws for tensors for which an op has no kernel. The dispatcher passes sparse tensors, and
 /// tensors on a device that this build does not support, to the op's kernel for all other backends.
-/// That kernel first checks the arguments, so that the error for a sparse tensor names the
-/// argument, and then calls this function.
+/// The other kernel checks the arguments before it calls this function, so that the error for a
+/// sparse tensor names the argument.
 [[noreturn]] void refuse_backend(const char* op, at::TensorList tensors);
 
 /// Returns float64 if any tensor is double or complex double, else float32.

@@ -293,9 +293,8 @@ def update_scale(
     Args:
         scale: Float32 scalar, written.
         growth_tracker: Int32 scalar, the number of steps without overflow in a row; written.
-        counters: Int64 tensor of the hysteresis tracker (initially `hysteresis`; above 1, an
-            overflow lowers it instead of the scale), the overflows in a row, and the number of
-            updates; written.
+        counters: Int64 tensor, written: the hysteresis tracker (if it is above 1, an overflow
+            lowers it instead of the scale), the overflows in a row, and the number of updates.
         found_infs: Float32 scalars; the step has overflowed if any of them is not 0.
         growth_factor: Factor by which the scale grows, at least 1.
         backoff_factor: Factor by which the scale backs off, above 0 and at most 1.

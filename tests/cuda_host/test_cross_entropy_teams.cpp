@@ -51,8 +51,13 @@ TEST_CASE("longer rows have larger teams") {
   CHECK(team_size<float>(kH200, 128, true) == 8);
   CHECK(team_size<float>(kH200, 2048, true) == 32);
   CHECK(team_size<float>(kH200, 2049, true) == 256);
-  CHECK(team_size<BFloat16>(kA100, 16385, true) == 512);
+  DeviceRoom without_clusters = kH200;
+  without_clusters.clusters = 0;
+  CHECK(team_size<BFloat16>(without_clusters, 16385, true) == 512);
+  CHECK(team_size<BFloat16>(without_clusters, 50257, true) == 512);
   // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
+  CHECK(team_size<BFloat16>(without_clusters, 100000, true) == 512);
+  CHECK(team_size<BFloat16>(without_clusters, 128256, true) == 1024);
   CHECK(team_size<float>(kH200, 50000, true) == 512);
   CHECK(team_size<float>(kH200, 64128, true) == 1024);
   CHECK(team_size<BFloat16>(kH200, 131073, true) == 1024);

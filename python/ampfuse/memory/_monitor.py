@@ -19,7 +19,7 @@ from ampfuse._measuring import hook_steps, only_measures
 from ampfuse._replacing import replace
 from ampfuse._texts import size_text
 from ampfuse.memory._record import BACKWARD, FORWARD, STEP
-from ampfuse.memory._step_memory import WINDOW, Sample, StepMemory, keep
+from ampfuse.memory._step_memory import Sample, StepMemory, keep
 
 
 class Monitor(StepMemory):
@@ -95,7 +95,7 @@ class Monitor(StepMemory):
         place = "GPU" if peak.allocated else "host"
         lines = [f"peak {size_text(size)} on the {place}, in step {peak.step}, {peak.phase}"]
         growth = self.growth()
-        if len(self.ends) < WINDOW - 1:  # growth() needs half a window of the second half
+        if not self._second_half():
             lines.append(f"{self.steps} steps are too few to tell whether memory grows")
         elif growth is None:
             lines.append(f"no growth over {self.steps} steps")

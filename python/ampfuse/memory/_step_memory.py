@@ -69,10 +69,15 @@ class StepMemory:
         """Return True if the allocations of two steps may be recorded now."""
         return Look.may_begin()
 
+    def _second_half(self) -> list[Sample]:
+        """Return the second half of the samples, or nothing if it is too short for growth()."""
+        ends = self.ends[len(self.ends) // 2 :]
+        return ends if len(ends) >= WINDOW // 2 else []
+
     def growth(self) -> float | None:
         """Return the bytes by which memory grows per step, or None if it does not grow."""
-        ends = self.ends[len(self.ends) // 2 :]
-        if len(ends) < WINDOW // 2:
+        ends = self._second_half()
+        if not ends:
             return None
         ends = ends[:: -(-len(ends) // POINTS)]
         steps = [end.step for end in ends]
