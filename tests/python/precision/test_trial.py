@@ -251,6 +251,7 @@ def test_search_for_modules_ends_when_one_more_helps_little():
         ("1 / 0", "the program fails in float32: ZeroDivisionError: division by zero (train.py:1)"),
         ("pass", "the program ended without a call of backward"),
         (
+            "import torch\n"
             "weight = torch.ones(2, requires_grad=True)\n"
             "optimizer = torch.optim.SGD([weight], 0.1)\n"
             "for _ in range(20):\n"
