@@ -15,6 +15,7 @@ import argparse
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import ampfuse
@@ -69,13 +70,13 @@ def cells(name: str, code: MachineCode) -> list[str]:
     loops: dict[tuple[str, ...], str] = {}
     for pattern in (rf"\bSTG{WIDE}", rf"\bLDG{WIDE}"):  # the latter decides if a loop has both
         loops |= {tuple(turn.loop): described(turn) for turn in shortest_turns(body, pattern)}
-    requested = sum(
-        width
-        * max((turn.counted for turn in shortest_turns(body, rf"\bLDG\.E\.{bits}")), default=0)
-        for width, bits in ((8, "64"), (16, "128"))
-    )
+    requested: Counter[tuple[str, ...]] = Counter()  # bytes per turn, by loop
+    for width, bits in ((8, "64"), (16, "128")):
+        for turn in shortest_turns(body, rf"\bLDG\.E\.{bits}"):
+            requested[tuple(turn.loop)] += width * turn.counted
+    most = max(requested.values(), default=0)
     turns = ", ".join(sorted(set(loops.values())))
-    return [str(registers), str(threads), turns, f"{requested * threads / 1024:.0f}"]
+    return [str(registers), str(threads), turns, f"{most * threads / 1024:.0f}"]
 
 
 def kernels(code: MachineCode, match: str) -> dict[str, list[str]]:

@@ -23,27 +23,30 @@ int weight_blocks(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>((rows + kThreads - 1) / kThreads, 1, kThreads));
 }
 
-// Validates index targets and returns their weights, one TargetWeight per block. The result is
-// empty if targets are probabilities.
+// Validates index targets and sums their weights, unless targets are probabilities or were
+// validated before.
 template <typename scalar_t>
-at::Tensor launch_weigh(const LaunchStream& stream, const CrossEntropyTable<scalar_t>& table,
-                        const at::TensorOptions& doubles) {
-  if (table.target == nullptr) return at::empty({0}, doubles);
-  constexpr int64_t kWeight = sizeof(TargetWeight) / sizeof(double);
-  const int blocks = weight_blocks(table.rows);
-  const at::Tensor weights = at::empty({blocks, kWeight}, doubles);
-  stream.launch_blocks(cross_entropy_weigh_kernel<scalar_t>, blocks, kThreads, 0, table,
-                       static_cast<TargetWeight*>(weights.mutable_data_ptr()));
-  return weights;
+CrossEntropyWorkspace launch_weigh(const LaunchStream& stream,
+                                   const CrossEntropyArguments& arguments,
+                                   const CrossEntropyTable<scalar_t>& table,
+                                   const at::TensorOptions& doubles) {
+  const bool is_needed = table.target != nullptr && !arguments.are_targets_checked;
+  const CrossEntropyWorkspace workspace(is_needed ? weight_blocks(table.rows) : 0, doubles);
+  if (is_needed) {  // the kernel sets `finished` to 0
+    stream.launch_blocks(cross_entropy_weigh_kernel<scalar_t>, workspace.weight_blocks(), kThreads,
+                         0, table, workspace.weights(), workspace.finished());
+  } else if (!arguments.options.is_per_row()) {
+    workspace.memory().zero_();
+  }
+  return workspace;
 }
 
-CrossEntropyReduction reduction_of(bool is_mean, const at::Tensor& weights,
+CrossEntropyReduction reduction_of(bool is_mean, const CrossEntropyWorkspace& workspace,
                                    const BadTargets& bad_targets, const at::Tensor& divisor) {
-  const bool has_weights = weights.numel() > 0;
   return {nullptr,
           nullptr,
-          has_weights ? static_cast<const TargetWeight*>(weights.const_data_ptr()) : nullptr,
-          has_weights ? static_cast<int>(weights.size(0)) : 0,
+          workspace.weights(),
+          workspace.weight_blocks(),
           is_mean,
           /*limit=*/INFINITY,
           nullptr,
@@ -64,9 +67,9 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
   dispatch_real(arguments.input.scalar_type(), [&]<typename scalar_t>() {
     at::Tensor converted;
     const auto table = table_of<scalar_t>(arguments, converted);
-    const at::Tensor weights = launch_weigh(stream, table, total.options());
+    const auto workspace = launch_weigh(stream, arguments, table, total.options());
     stream.launch_blocks(cross_entropy_total_kernel<scalar_t>, 1, kThreads, 0, table,
-                         reduction_of(/*is_mean=*/true, weights, bad_targets, total));
+                         reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
   });
 }
 
@@ -88,10 +91,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     at::Tensor converted;
     const auto table = table_of<scalar_t>(arguments, converted);
     const auto doubles = divisor.options();
-    const at::Tensor weights = arguments.are_targets_checked ? at::empty({0}, doubles)
-                                                             : launch_weigh(stream, table, doubles);
+    const auto workspace = launch_weigh(stream, arguments, table, doubles);
     CrossEntropyReduction reduction =
-        reduction_of(arguments.options.is_mean(), weights, bad_targets, divisor);
+        reduction_of(arguments.options.is_mean(), workspace, bad_targets, divisor);
     if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
     if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
     reduction.limit = arguments.gradient_limit;
@@ -106,7 +108,8 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
         const CrossEntropyResults<scalar_t, grad_t> results = {
             is_per_row ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
-            is_per_row ? nullptr : losses.mutable_data_ptr<double>(),
+            {is_per_row ? nullptr : outputs.loss.mutable_data_ptr<acc_t>(),
+             losses.mutable_data_ptr<double>(), workspace.finished()},
             outputs.statistics.numel() == 0
                 ? nullptr
                 : static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr()),
@@ -124,10 +127,6 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
                                kept);
         }
       });
-      if (is_per_row) return;
-      stream.launch_blocks(
-          cross_entropy_finish_kernel<acc_t>, 1, kThreads, 0, losses.const_data_ptr<double>(),
-          blocks, divisor.const_data_ptr<double>(), outputs.loss.mutable_data_ptr<acc_t>());
     };
     if (has_positions) return for_positions(plain, launch);
     for_forward_rows<scalar_t>(room, input.size(1), plain, launch);

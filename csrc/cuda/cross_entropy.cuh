@@ -1,11 +1,11 @@
 // Cross-entropy of rows of logits and, from the same read of memory, its gradient.
 //
-// cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided by
-// this sum, so it must be known before a gradient is written.
-// cross_entropy_forward_kernel, a team of threads per row, makes one pass for the loss; with kPlain
-// it repeats this pass if the target is far below the row's largest logit. For the gradient it
-// makes a pass over the logits, from registers (cross_entropy_held.cuh), shared memory, or the L2
-// cache. cross_entropy_finish_kernel, one block, adds up the losses of the blocks in a fixed order.
+// First cross_entropy_weigh_kernel validates the targets and sums their weights. A mean is divided
+// by this sum, so it must be known before a gradient is written.
+// Then cross_entropy_forward_kernel, a team of threads per row, makes one pass for the loss; with
+// kPlain it repeats this pass if the target is far below the row's largest logit. For the gradient
+// it makes a pass over the logits, from registers (cross_entropy_held.cuh), shared memory, or the
+// L2 cache. The last block to finish adds up the losses of all blocks, in a fixed order.
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;
@@ -26,14 +26,15 @@
 namespace ampfuse {
 
 // Sums the weights of the targets and finds the first target out of range, per block. The
-// assignment of rows to blocks is fixed.
+// assignment of rows to blocks is fixed. `finished` is set to 0 for the forward kernel.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_weigh_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
-                               TargetWeight* weights) {
+                               TargetWeight* weights, unsigned* finished) {
   using Team = BlockTeam<kThreads>;
   AMPFUSE_SHARED(double, scratch, Team::kWarps);
   const Team team(scratch);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *finished = 0;
   double weight = 0;
   int64_t bad_row = table.rows;
   for (int64_t row = team.number() * Team::kSize + team.index(); row < table.rows;
@@ -59,6 +60,7 @@ __device__ __forceinline__ double reduction_scale(const Block& block,
                                                   const CrossEntropyTable<scalar_t>& table,
                                                   const CrossEntropyReduction& reduction) {
   TargetWeight mine = {0, table.rows};
+#pragma unroll 1  // no block takes more than a few turns
   for (int i = block.index(); i < reduction.weight_blocks; i += Block::kSize) {
     const TargetWeight other = reduction.weights[i];
     mine = {mine.weight + other.weight, min(mine.bad_row, other.bad_row)};
@@ -97,6 +99,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                                const __grid_constant__ CrossEntropyReduction reduction) {
   AMPFUSE_SHARED(double, scratch, BlockTeam<kThreads>::kWarps);
   reduction_scale(BlockTeam<kThreads>(scratch), table, reduction);
+}
+
+// Writes the sum of the blocks' losses, divided by the divisor, from the last block to finish.
+template <typename Block, typename acc_t>
+__device__ __forceinline__ void reduce_losses(const Block& block, double losses,
+                                              const volatile double* divisor,
+                                              const ReducedLoss<acc_t>& reduced) {
+  losses = team_sum(block, losses);
+  if (block.index() == 0) reduced.of_blocks[blockIdx.x] = losses;
+  if (!is_last_block(reduced.finished)) return;
+  const volatile double* of_blocks = reduced.of_blocks;
+  double sum = 0;
+#pragma unroll 1  // a few turns
+  for (unsigned i = block.index(); i < gridDim.x; i += Block::kSize) sum += of_blocks[i];
+  sum = team_sum(block, sum);
+  if (block.index() == 0) {
+    *reduced.loss = static_cast<acc_t>(math::reduced_loss(sum, *divisor));
+  }
 }
 
 // `kept_count`: number of packs of each row, or of a block's share of one, that fit in shared
@@ -181,23 +201,9 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
                      table.classes, kept, grad, results.grad_at);
     }
   }
-  if (results.block_losses == nullptr) return;
-  losses = team_sum(block, losses);
-  if (block.index() == 0) results.block_losses[blockIdx.x] = losses;
-}
-
-// Writes the sum of the blocks' losses, divided by the divisor.
-template <typename acc_t>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    cross_entropy_finish_kernel(const double* block_losses, int blocks, const double* divisor,
-                                acc_t* loss) {
-  using Team = BlockTeam<kThreads>;
-  AMPFUSE_SHARED(double, scratch, Team::kWarps);
-  const Team team(scratch);
-  double sum = 0;
-  for (int i = team.index(); i < blocks; i += Team::kSize) sum += block_losses[i];
-  sum = team_sum(team, sum);
-  if (team.index() == 0) *loss = static_cast<acc_t>(math::reduced_loss(sum, *divisor));
+  if (results.reduced.loss != nullptr) {
+    reduce_losses(block, losses, reduction.divisor, results.reduced);
+  }
 }
 
 }  // namespace ampfuse

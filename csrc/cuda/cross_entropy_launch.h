@@ -1,6 +1,8 @@
 // Converts the arguments of a call to the arguments of its kernels.
 #pragma once
 
+#include <ATen/ops/empty.h>
+
 #include <limits>
 
 #include "../ops/cross_entropy.h"
@@ -68,6 +70,27 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments,
   table.terms = arguments.terms<acc_t, RowNumber<scalar_t>>();
   return table;
 }
+
+/// Memory on the device through which blocks and kernels of a call pass numbers to others.
+class CrossEntropyWorkspace {
+ public:
+  /// `weight_blocks`: number of blocks that sum target weights, or 0.
+  CrossEntropyWorkspace(int weight_blocks, const at::TensorOptions& doubles)
+      : weight_blocks_(weight_blocks), memory_(at::empty({1 + weight_blocks * kWeight}, doubles)) {}
+
+  const at::Tensor& memory() const { return memory_; }
+  int weight_blocks() const { return weight_blocks_; }
+  unsigned* finished() const { return static_cast<unsigned*>(memory_.mutable_data_ptr()); }
+  TargetWeight* weights() const {
+    if (weight_blocks_ == 0) return nullptr;
+    return reinterpret_cast<TargetWeight*>(memory_.mutable_data_ptr<double>() + 1);
+  }
+
+ private:
+  static constexpr int64_t kWeight = sizeof(TargetWeight) / sizeof(double);
+  int weight_blocks_;
+  at::Tensor memory_;
+};
 
 inline bool is_plain(const CrossEntropyArguments& arguments) {
   const LossOptions& options = arguments.options;

@@ -154,12 +154,20 @@ struct CrossEntropyReduction {
   bool trap;  // stop the device instead of reporting a bad target
 };
 
+// The sum or mean of all losses, and the memory through which the last block gets those of others.
+template <typename acc_t>
+struct ReducedLoss {
+  acc_t* loss;        // null if not asked for
+  double* of_blocks;  // sum of the losses of each block's rows
+  unsigned* finished;
+};
+
 // The results of a call; null if not asked for. The gradient may be narrower than the type in which
 // it is computed.
 template <typename scalar_t, typename grad_t>
 struct CrossEntropyResults {
   RowAcc<scalar_t>* row_losses;  // one per row, with reduction none
-  double* block_losses;          // sum of the losses of each block's rows
+  ReducedLoss<RowAcc<scalar_t>> reduced;
   math::RowStatistics* statistics;
   grad_t* grad;
   RowsAt grad_at;

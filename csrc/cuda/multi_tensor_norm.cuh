@@ -108,7 +108,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     multi_tensor_norm_finish_kernel(int64_t tensors, NormWorkspace workspace,
                                     NormResults<out_t> results) {
   AMPFUSE_SHARED(double, scratch, kWarpsPerBlock);
-  AMPFUSE_SHARED(bool, is_last, 1);
   const BlockWorkers block(scratch);
 
   for (int64_t t = blockIdx.x; t < tensors; t += gridDim.x) {
@@ -122,17 +121,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
   }
 
-  // The last block sees the writes of all blocks: each block fences its writes before it counts
-  // itself as finished.
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last[0] = atomicAdd(workspace.finished, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!is_last[0]) return;
-  __threadfence();
-
-  const volatile math::NormPartial* norms = workspace.norms;  // never read a stale cache line
+  if (!is_last_block(workspace.finished)) return;
+  const volatile math::NormPartial* norms = workspace.norms;
   const math::NormPartial total = math::norm_of_partials<kNorm>(
       tensors, [norms](int64_t i) { return math::NormPartial{norms[i].norm, norms[i].nonfinite}; },
       block);

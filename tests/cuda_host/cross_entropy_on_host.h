@@ -85,6 +85,7 @@ struct Batch {
   FakeTensor<grad_t> grad;
   std::vector<ampfuse::RowAcc<scalar_t>> losses;
   std::vector<double> block_losses;
+  unsigned finished = 7;  // which a kernel must set to 0 first
   std::vector<ampfuse::TargetWeight> weights;
   std::vector<ampfuse::math::RowStatistics> statistics;
   std::vector<ampfuse::RowAcc<scalar_t>> lse;
@@ -236,7 +237,7 @@ struct Batch {
 
   ampfuse::CrossEntropyResults<scalar_t, grad_t> results() {
     return {losses.data(),
-            block_losses.data(),
+            {&loss, block_losses.data(), &finished},
             statistics.data(),
             gradient(),
             rows_at(options.in_place ? stride : classes),
@@ -254,9 +255,11 @@ template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename gra
 void forward_on_host(Batch<scalar_t, grad_t>& batch,
                      const ampfuse::CrossEntropyResults<scalar_t, grad_t>& results) {
   using ampfuse::kThreads;
-  if (!batch.options.probabilities) {
+  if (batch.options.probabilities) {
+    batch.finished = 0;
+  } else {
     simt::launch(ampfuse::cross_entropy_weigh_kernel<scalar_t>, batch.weights.size(), kThreads, 0,
-                 batch.table(), batch.weights.data());
+                 batch.table(), batch.weights.data(), &batch.finished);
   }
   // With kHeld, all packs of a row fit in shared memory.
   const int pieces = kWork == ampfuse::RowWork::kHeld ? ampfuse::HeldRow<scalar_t, Team>::kPacks
@@ -266,9 +269,6 @@ void forward_on_host(Batch<scalar_t, grad_t>& batch,
   simt::launch_clusters(ampfuse::cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
                         batch.blocks(), batch.options.cluster_blocks, Team::kBlock, shared,
                         batch.table(), batch.reduction(), results, kept);
-  if (results.block_losses == nullptr) return;
-  simt::launch(ampfuse::cross_entropy_finish_kernel<ampfuse::RowAcc<scalar_t>>, 1, kThreads, 0,
-               results.block_losses, batch.blocks(), &batch.divisor, &batch.loss);
 }
 
 template <typename scalar_t, typename Team, ampfuse::RowWork kWork, typename grad_t>

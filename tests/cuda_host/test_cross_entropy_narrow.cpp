@@ -77,7 +77,7 @@ TEST_CASE("the total kernel adds up target weights and reports a bad target") {
   Batch<float> batch(1500, 3, 0, options);
   batch.targets[7] = 3;
   simt::launch(ampfuse::cross_entropy_weigh_kernel<float>, batch.weights.size(), ampfuse::kThreads,
-               0, batch.table(), batch.weights.data());
+               0, batch.table(), batch.weights.data(), &batch.finished);
   ampfuse::CrossEntropyReduction reduction = batch.reduction();
   reduction.grad_scale = nullptr;
   reduction.baked_scale = nullptr;

@@ -98,7 +98,7 @@ TEST_CASE("omitting a result does not change the other results") {
     CHECK(std::isnan(batch.losses[0]));
   }
   SECTION("no sum of losses") {
-    const auto batch = run([](Results& results) { results.block_losses = nullptr; });
+    const auto batch = run([](Results& results) { results.reduced.loss = nullptr; });
     CHECK(same_bits(batch.losses, whole.losses));
     CHECK(same_bits(batch.grad, whole.grad));
     CHECK(std::isnan(batch.loss));
