@@ -66,7 +66,7 @@ def _traced_rate(lr: float) -> Tensor:
 @traced_as(_traced_rate)
 def rate(lr: float) -> Tensor:
     """Return a learning rate as a tensor."""
-    return torch.tensor(lr, dtype=torch.float64, device="cpu")
+    return torch.scalar_tensor(float(lr), dtype=torch.float64, device="cpu")
 
 
 class GroupColumns:
