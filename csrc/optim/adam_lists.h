@@ -1,7 +1,7 @@
 // Converts a parameter group to the lists that fused_adam takes.
 #pragma once
 
-#include "adam_checked_options.h"
+#include "adam_options.h"
 
 namespace ampfuse::optim {
 

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "../tensors/dtype_name.h"
-#include "adam_checked_options.h"
+#include "adam_options.h"
 
 namespace ampfuse {
 

@@ -1,7 +1,7 @@
 // Creates, converts and stores the state that Adam keeps for a parameter.
 #pragma once
 
-#include "adam_checked_options.h"
+#include "adam_options.h"
 
 namespace ampfuse::optim {
 

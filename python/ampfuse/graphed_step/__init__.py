@@ -12,7 +12,7 @@ from ampfuse._dtensors import local
 from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
 from ampfuse.graphed_step._arguments import checked_split, device_of, expect, name_of
-from ampfuse.graphed_step._rehearsal import rehearsal
+from ampfuse.graphed_step._warm_up import warm_up
 from ampfuse.optim import Adam
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._options import OURS, check_limit
@@ -309,7 +309,7 @@ class GraphedStep:
         stream.wait_stream(torch.cuda.current_stream())
         with (
             torch.cuda.stream(stream),
-            rehearsal(self._roots, self.optimizer, self.scaler, self._device),
+            warm_up(self._roots, self.optimizer, self.scaler, self._device),
         ):
             for _ in range(REHEARSALS):
                 self._step(self._sample)

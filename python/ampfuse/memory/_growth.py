@@ -42,9 +42,9 @@ class Suspect(NamedTuple):
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the allocations of two steps: call `end_step()` after each of them.
 
-    It begins where no other mode is active, and may have to wait until it is the innermost one
-    again. Compiled functions run without the compiler meanwhile, which would otherwise never try
-    them again.
+    Begin it only if `may_begin()`. Later modes are left before it: it ends only when it is the
+    innermost one again. Compiled functions run without the compiler meanwhile. The compiler would
+    otherwise give up these functions for good.
     """
 
     supports_higher_order_operators = True

@@ -97,8 +97,9 @@ def plan(
         optimizer: The optimizer that `step` steps.
         step: A function that runs forward, backward and `optimizer.step()`; it is called twice.
         budget: Bytes, or a text like `"24GiB"`.
-        allow: Names of changes of `Account.savings`: bfloat16 weights with masters or with
-            remainders, bfloat16 moments, linear cross-entropy.
+        allow: The changes that the plan may make, by their names in `Account.savings`:
+            `"bfloat16 weights, masters"`, `"bfloat16 weights, remainders"`, `"bfloat16 moments"`
+            and `"linear cross-entropy"`.
         device: What the plan is about: `"cuda"`, or `"cpu"` for a program that trains on a CPU.
 
     Returns:

@@ -11,7 +11,7 @@ from ampfuse._texts import size_text, without_numbers
 from ampfuse.memory._record import KINDS
 
 if TYPE_CHECKING:
-    from ampfuse.memory._account import Account
+    from ampfuse.memory._account import Account, Saving
 
 MODULES_SHOWN = 8
 LEAST_SAVING = 0.01  # of the peak; changes that save less are not shown
@@ -57,10 +57,10 @@ def modules_shown(account: Account) -> list[tuple[str, int]]:
     return modules[:MODULES_SHOWN] + others
 
 
-def savings_of(account: Account) -> list[tuple[str, int, dict[str, int], str]]:
-    """Return name, peak, kinds and instructions of the changes that are worth showing."""
+def savings_shown(account: Account) -> list[Saving]:
+    """Return the changes that save enough."""
     most = account.peak * (1 - LEAST_SAVING)
-    return [(one.name, one.peak, one.kinds, one.how) for one in account.savings if one.peak < most]
+    return [saving for saving in account.savings if saving.peak < most]
 
 
 def text(account: Account) -> str:
@@ -72,12 +72,12 @@ def text(account: Account) -> str:
     if modules:
         lines.append(MODULES)
         lines += [f"  {name:<28}{size_text(size):>12}" for name, size in modules]
-    savings = savings_of(account)
+    savings = savings_shown(account)
     if savings:
         lines.append(CHANGES)
-    for name, peak, _, how in savings:
-        change = peak / account.peak - 1
-        lines.append(f"  {name:<28}{size_text(peak):>12}{change:>+7.0%}  {how}".rstrip())
+    for saving in savings:
+        name, peak, change = saving.name, size_text(saving.peak), saving.peak / account.peak - 1
+        lines.append(f"  {name:<28}{peak:>12}{change:>+7.0%}  {saving.how}".rstrip())
     return "\n".join(lines)
 
 
@@ -110,9 +110,10 @@ def show(account: Account) -> None:
     console.print(modules)
     changes = table(CHANGES)
     changes.add_row("as it is", size_text(account.peak), "", _bar(account.kinds, account.peak))
-    for name, peak, of_kinds, how in savings_of(account):
-        change = f"{peak / account.peak - 1:+.0%}"
-        changes.add_row(name, size_text(peak), change, _bar(of_kinds, account.peak), how)
+    for saving in savings_shown(account):
+        change = f"{saving.peak / account.peak - 1:+.0%}"
+        bar = _bar(saving.kinds, account.peak)
+        changes.add_row(saving.name, size_text(saving.peak), change, bar, saving.how)
     console.print(changes)
 
 
@@ -134,7 +135,7 @@ def plot(account: Account, path: Path) -> None:
     from matplotlib.figure import Figure
 
     bars = [("as it is", account.kinds)]
-    bars += [(name, kinds) for name, _, kinds, _ in savings_of(account)]
+    bars += [(saving.name, saving.kinds) for saving in savings_shown(account)]
     figure = Figure(figsize=(9, 1.2 + 0.42 * len(bars)), layout="constrained")
     axes = figure.add_subplot(title=title(account), xlabel="MiB")
     rows = range(len(bars))

@@ -117,7 +117,7 @@ class Adam(torch.optim.Adam):
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _backward_norms: BackwardNorms | None = None
-    _is_rehearsed = False  # True while steps are skipped, but create state
+    _is_warming_up = False  # True while steps are skipped, but create state
     _is_in_zero = False  # True if other ranks step other parameters
     _is_in_graphs = False  # True if graphs write the state in place
     _unscales_in_place = False  # True if a scaler's step writes gradients back
@@ -332,7 +332,7 @@ class Adam(torch.optim.Adam):
             found_inf = found_here
         elif self.process_group is not None:
             found_inf = found_by_any(found_inf, self.process_group)
-        if self._is_rehearsed:
+        if self._is_warming_up:
             found_inf = torch.ones((), dtype=torch.float32)
         for group, of_group, clip in zip(groups, columns, clips, strict=True):
             for of_device in of_group:

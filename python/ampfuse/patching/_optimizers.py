@@ -65,7 +65,7 @@ class _InPlaceOfTorchs(optim.Adam):
 
         If torch skips its first step, it creates no state, and schedulers warn of it.
         """
-        return bool(self.state) or self._is_rehearsed
+        return bool(self.state) or self._is_warming_up
 
     def _step(self) -> None:
         super()._step()

@@ -60,7 +60,7 @@ class Trial(Listener):
         self._backwards = backwards  # of all steps, which are as many if no step is skipped
         self._slowest = slowest / 1e3
         self._is_slow = False
-        self._first_timed: int | None = None
+        self._last_untimed: int | None = None
         self._scaler: GradScaler | None = None  # that has scaled losses since its last update
         self._thread = threading.get_ident()
         self.scaling = Scaling(scale) if precision.is_scaled else None
@@ -88,19 +88,19 @@ class Trial(Listener):
         """Note the times of a step, and end the program after the last one."""
         if uses_gpu() and not is_capturing():
             torch.cuda.synchronize()
-        if self._first_timed is None:
+        if self._last_untimed is None:
             return
         whole = sum(seconds.values())
-        is_warming_up = step > self._first_timed - WARMING_UP
+        is_warming_up = step > self._last_untimed - WARMING_UP
         # One step that is far too slow is enough, unless it compiles.
         is_too_slow = whole > FAR_TOO_SLOW * self._slowest
         is_hopeless = is_warming_up and is_too_slow and not compiled_graphs()
-        if step > self._first_timed or is_hopeless:
+        if step > self._last_untimed or is_hopeless:
             self.times.append(whole)
             self.input_times.append(seconds[INPUT])
             is_enough = is_hopeless or len(self.times) >= ENOUGH
             self._is_slow = is_enough and min(self.times) > self._slowest
-        elif self._first_timed == step:
+        elif self._last_untimed == step:
             self._memory.begin()
 
     def result(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Trial(Listener):
             self.backward = self.backward or current_line()
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             self._note_loss(tensors, scale)
-            if self._first_timed is None:
+            if self._last_untimed is None:
                 self.samples.begin_backward()
             scaling = self._own_scaling()
             params: list[Tensor] = []
@@ -175,18 +175,18 @@ class Trial(Listener):
         self.losses.append(loss.detach().sum(dtype=torch.float32) / scale)
 
     def _after_backward(self, scale: float) -> None:
-        if self._first_timed is not None:
+        if self._last_untimed is not None:
             return
         self.samples.end_backward(scale)
         self.modules.forget()
 
     def _end_analysis(self) -> None:
         # Not in backward, which torch calls by a mode that has to end later than this.
-        is_due = self._first_timed is None and len(self.losses) >= ANALYSED
+        is_due = self._last_untimed is None and len(self.losses) >= ANALYSED
         if is_due and not is_in_backward():
             self._analysis.close()
             self.modules.on_output = None
-            self._first_timed = self.clock.steps + 1 + WARMING_UP
+            self._last_untimed = self.clock.steps + 1 + WARMING_UP
 
     def _noting_scale(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)

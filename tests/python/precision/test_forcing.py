@@ -179,7 +179,7 @@ def test_copies_of_weights_that_have_changed_since_are_not_used(x):
     model = nn.Linear(4, 4)
     with Forced(BFLOAT16) as forced, torch.autocast("cpu", enabled=False):
         forced.modules.on_root = lambda module, inputs: forced.forcing.begin_root()
-        model(x)  # a rehearsal without backward
+        model(x)  # a forward without backward
         with torch.no_grad():
             model.weight.mul_(1000)
         expected = nn.functional.linear(

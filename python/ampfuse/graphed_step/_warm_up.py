@@ -18,7 +18,7 @@ from ampfuse.optim import Adam
 
 
 @contextmanager
-def rehearsal(
+def warm_up(
     modules: list[nn.Module], optimizer: Adam, scaler: GradScaler, device: torch.device
 ) -> Iterator[None]:
     """Undo what training steps in this block change, but keep optimizer state that they create.
@@ -59,11 +59,11 @@ def _restored_scaler(scaler: GradScaler, device: torch.device) -> Iterator[None]
 def _skipped_steps(optimizer: Adam) -> Iterator[None]:
     norm = optimizer._grad_norm
     before = None if norm is None else norm.clone()
-    optimizer._is_rehearsed = True
+    optimizer._is_warming_up = True
     try:
         yield
     finally:
-        optimizer._is_rehearsed = False
+        optimizer._is_warming_up = False
         if optimizer._grad_norm is not None:
             optimizer._grad_norm.copy_(before if before is not None else torch.zeros(()))
 
