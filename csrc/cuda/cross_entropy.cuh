@@ -9,8 +9,8 @@
 //
 // Bytes of device memory per logit: forward with gradient 2·itemsize (4 for 16-bit logits), or 6
 // for a 16-bit gradient of float logits; forward without gradient itemsize;
-// cross_entropy_backward_kernel another 2·itemsize. Each row adds 8 bytes for its target, and 32
-// bytes of RowStatistics if backward computes the gradient.
+// cross_entropy_backward_kernel as much as forward with gradient. Each row adds 8 bytes for its
+// target, and 32 bytes of RowStatistics if backward computes the gradient.
 //
 // If the classes of a row are far apart in memory, one thread processes the row
 // (cross_entropy_positions.cuh).
@@ -111,7 +111,7 @@ __device__ __forceinline__ void reduce_losses(const Block& block, double losses,
   if (!is_last_block(reduced.finished)) return;
   const volatile double* of_blocks = reduced.of_blocks;
   double sum = 0;
-#pragma unroll 1  // a few turns
+#pragma unroll 8  // up to 37 turns in blocks of 64 threads: eight loads are in flight
   for (unsigned i = block.index(); i < gridDim.x; i += Block::kSize) sum += of_blocks[i];
   sum = team_sum(block, sum);
   if (block.index() == 0) {

@@ -40,11 +40,13 @@ void cross_entropy_rescale_cuda(const at::Tensor& grad, const at::Tensor& baked_
   const int64_t stride = in_chunks ? kChunk : grad.stride(0);
   const int64_t count = in_chunks ? kChunk : grad.size(1);
   const int64_t extent = in_chunks ? grad.numel() : grad.size(0) * stride;
+  TORCH_CHECK_VALUE(count <= kMostClasses, "cross_entropy_rescale_: grad: expected at most ",
+                    kMostClasses, " classes, got ", count);
   dispatch_real(grad.scalar_type(), [&]<typename scalar_t>() {
-    stream.launch(
-        cross_entropy_rescale_kernel<scalar_t>, stride == 0 ? 0 : (extent + stride - 1) / stride,
-        grad.mutable_data_ptr<scalar_t>(), stride, extent, static_cast<int>(count),
-        baked_scale.const_data_ptr<float>(), grad_output.const_data_ptr<RowAcc<scalar_t>>());
+    stream.launch(cross_entropy_rescale_kernel<scalar_t>, (extent + stride - 1) / stride,
+                  grad.mutable_data_ptr<scalar_t>(), stride, extent, static_cast<int>(count),
+                  baked_scale.const_data_ptr<float>(),
+                  grad_output.const_data_ptr<RowAcc<scalar_t>>());
   });
 }
 

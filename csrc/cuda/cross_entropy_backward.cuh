@@ -6,8 +6,8 @@
 
 namespace ampfuse {
 
-// Computes the gradient from the logits. This moves 2·itemsize bytes per logit. `grad_output` has
-// one number, or one per row if `is_per_row`.
+// Computes the gradient from the logits. This moves 2·itemsize bytes per logit, or 6 with a 16-bit
+// gradient of float logits. `grad_output` has one number, or one per row if `is_per_row`.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,

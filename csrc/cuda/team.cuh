@@ -116,9 +116,9 @@ __device__ T team_smallest(const Team& team, T x) {
   return team.joined(x, [](T a, T b) { return a < b ? a : b; });
 }
 
-// Returns true in the last block of the grid that calls this. That block sees what the first
-// threads of all blocks wrote before, if it does not read stale lines of a cache: read through
-// volatile pointers. `finished` must be 0 before the launch. All threads of a block must call this.
+// Returns true in the last block of the grid that calls this. That block sees what the first thread
+// of each block wrote before. It must read this through volatile pointers, since a cache may hold
+// stale lines. `finished` must be 0 before the launch. All threads of a block must call this.
 __device__ __forceinline__ bool is_last_block(unsigned* finished) {
   AMPFUSE_SHARED(bool, is_last, 1);
   if (threadIdx.x == 0) {
