@@ -264,3 +264,38 @@ TEST_CASE("a save that is killed leaves the last checkpoint", "[checkpoint]") {
   checkpoint::save(folder.path, 1 << 20, {{"model", model}}, checkpoint::SaveOptions().keep(1));
   CHECK(folder.names() == std::vector<std::string>{"step-01048576"});
 }
+
+TEST_CASE("conjugate and negative views are saved as the numbers they stand for", "[checkpoint]") {
+  const Folder run;
+  const at::Tensor value = torch::randn({3}, torch::kComplexFloat);
+  at::Dict<std::string, at::Tensor> values;
+  values.insert("conjugate", value.conj());
+  values.insert("negative", torch::imag(value.conj()));
+  checkpoint::save(run.path, 1, {}, checkpoint::SaveOptions().values(values));
+  const auto loaded = checkpoint::load(run.path, {}).values.toGenericDict();
+  CHECK(at::equal(loaded.at("conjugate").toTensor(), value.conj().resolve_conj()));
+  CHECK(at::equal(loaded.at("negative").toTensor(), -torch::imag(value)));
+}
+
+TEST_CASE("texts that are not UTF-8 and paths that cannot be read are errors", "[checkpoint]") {
+  const Folder run;
+  const auto options = checkpoint::SaveOptions().values(std::string("caf\xe9"));
+  CHECK(error_of([&] {
+          checkpoint::save(run.path, 1, {}, options);
+        }).find("could not be written") != std::string::npos);
+  CHECK(run.names().empty());
+  const std::string name(5000, 'x');  // longer than a name may be
+  CHECK(error_of([&] { checkpoint::load(run.path / name, {}); }).find("cannot be read") !=
+        std::string::npos);
+}
+
+TEST_CASE("numbers that do not fit into int64 are refused", "[checkpoint]") {
+  using checkpoint::detail::Json;
+  const auto decode = [](const Json& json) {
+    return checkpoint::detail::decoded(
+        json, [](const std::string&, const auto&...) { return at::Tensor(); });
+  };
+  CHECK(decode(Json::parse("9223372036854775807")).toInt() == INT64_MAX);
+  CHECK(error_of([&] { decode(Json::parse("9223372036854775808")); }).find("9223372036854775808") !=
+        std::string::npos);
+}

@@ -92,6 +92,9 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
   } catch (const fs::filesystem_error& error) {
     throw Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
                 " could not be written: " + error.what());
+  } catch (const Json::exception& error) {  // of a text that is not UTF-8
+    throw Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
+                " could not be written: " + error.what());
   }
 }
 

@@ -145,7 +145,10 @@ def of_step(folder: Path, step: int) -> list[tuple[int, Path]]:
 
 
 def remove_others(path: Path, step: int, keep: int | None) -> None:
-    """Remove other checkpoints of the step; of other steps leave the `keep` - 1 highest, or all."""
+    """Remove the other complete checkpoints of this step, and old ones of other steps.
+
+    Those of the `keep` - 1 highest other steps stay, or all if `keep` is None.
+    """
     folder = path.parent
     every = checkpoints(folder)
     same = {other for _, other in of_step(folder, step)}

@@ -109,14 +109,15 @@ class Reader:
 def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: Any) -> Loaded:
     """Load a checkpoint into objects, and return its step and values.
 
-    All ranks call it. All that is loaded is compared with its hashes first, and models and
-    optimizers with what was saved. If anything differs, the error names it, on all ranks, and
-    nothing is loaded.
+    All ranks call it. All that is loaded is compared with its hashes first, models with what was
+    saved, and optimizers with the numbers of parameters that were saved. If anything differs, the
+    error names it, on all ranks, and nothing is loaded.
 
     Args:
         path: A checkpoint, or the folder of a run, whose newest checkpoint is loaded.
-        rng: Set the states of random number generators; by default if an optimizer is loaded. Those
-            of another number of processes are an error, or by default a warning.
+        rng: Set the states of random number generators; the default is to do so if an optimizer is
+            loaded. If another number of processes has saved them, True raises, and the default
+            warns and leaves them out.
         **objects: What is loaded into, by the names of `save`. Each must be in the checkpoint. A
             warning says what is in the checkpoint and was not asked for, if an optimizer is loaded.
 
@@ -138,7 +139,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
         )
 
     def load_all() -> None:
-        # Models come last, since only the states of others can still be refused.
+        # Models come last. The states of others, which their own code checks, may still be refused.
         for name, value in sorted(objects.items(), key=lambda item: is_model(item[1])):
             load_state(value, parts[name], partial(reader.value, likes=likes))
 

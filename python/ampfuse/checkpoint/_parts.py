@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ampfuse._dtensors import is_dtensor
@@ -112,11 +113,17 @@ def mistakes(value: Any, kinds: dict[str, Any], parts: dict[str, Any]) -> Iterat
     """Yield why stored parts do not fit an object. `kinds`: dtypes and shapes of stored tensors."""
     value = unwrapped(value)
     if isinstance(value, nn.Module):
+        if METADATA not in parts:
+            yield f"the checkpoint has the state of {parts['class']}, which was no module"
+            return
         yield from _mistakes_of_model(value.state_dict(), kinds, parts["state"])
+        yield from _mistakes_of_gradients(value, kinds, parts.get("gradients", {}))
     elif class_of(value) != parts["class"]:
         yield f"the checkpoint has the state of {parts['class']}, not of {class_of(value)}"
     elif hasattr(value, "param_groups"):
         yield from _mistakes_of_optimizer(value.param_groups, parts["state"])
+    elif isinstance(value, TorchGradScaler) and value.is_enabled() and not parts["state"]:
+        yield "the checkpoint has the state of a disabled scaler, and this one is enabled"
 
 
 def _mistakes_of_model(
@@ -137,6 +144,17 @@ def _mistakes_of_model(
                 f"{name} is {dtype} of shape {shape} in the checkpoint, and {value.dtype} of shape "
                 f"{list(value.shape)} in the model"
             )
+
+
+def _mistakes_of_gradients(
+    model: nn.Module, kinds: dict[str, Any], stored: dict[str, Any]
+) -> Iterator[str]:
+    for name, param in model.named_parameters():
+        if name not in stored:
+            continue
+        dtype, own = kind_of(stored[name], kinds)[0], getattr(param, "grad_dtype", param.dtype)
+        if own is not None and dtype != str(own):
+            yield f"the gradient of {name} is {dtype} in the checkpoint, and {own} in the model"
 
 
 def _mistakes_of_optimizer(groups: list[Any], stored: dict[str, Any]) -> Iterator[str]:

@@ -30,7 +30,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def from_rank_0(function: Callable[[], Result]) -> Result:
-    """Call a function on rank 0, and return its result on all ranks, or raise its error."""
+    """Call a function on rank 0, and return its result on all ranks.
+
+    If it raises, so do all ranks, those other than 0 a CheckpointError.
+    """
     rank, size = rank_and_size()
     if size == 1:
         return function()
@@ -136,7 +139,9 @@ def in_memory(tensors: dict[str, Tensor]) -> TensorOf:
 
 def to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
     """Return a tensor as bytes, since pickle does not support all dtypes."""
-    return tensor.dtype, tensor.shape, tensor.cpu().reshape(-1).view(torch.uint8)
+    # contiguous() and reshape() leave the stride of a tensor with one element as it is.
+    dense = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    return tensor.dtype, tensor.shape, dense.view(-1).view(torch.uint8)
 
 
 def from_bytes(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:

@@ -63,7 +63,10 @@ class Saving:
         return self.path
 
     def done(self) -> bool:
-        """Return True if the checkpoint is there, or could not be written."""
+        """Return True if this rank has written its part, or failed to.
+
+        On rank 0 and without other ranks, the checkpoint is then there, unless `wait()` raises.
+        """
         return self._thread is None or not self._thread.is_alive()
 
     def _start(self, function: Callable[[], None]) -> None:
@@ -120,7 +123,7 @@ def save(
 
     Raises:
         CheckpointError: The checkpoint cannot be written.
-        TypeError: `step` is not an int, or an object or value cannot be stored.
+        TypeError: `step` or `keep` is not an int, or an object or value cannot be stored.
         ValueError: `step` or `keep` is out of range.
         ImportError: safetensors or xxhash is missing: `pip install safetensors xxhash`.
 
@@ -133,12 +136,9 @@ def save(
         >>> ampfuse.checkpoint.load(folder, model=model).step
         10
     """
-    if keep is not None and keep < 1:
+    step = _checked_int("step", step)
+    if keep is not None and (keep := _checked_int("keep", keep)) < 1:
         raise ValueError(f"save: keep: expected 1 or more, got {keep}")
-    try:
-        step = index(step)
-    except TypeError:
-        raise TypeError(f"save: step: expected an int, got {type(step).__name__}") from None
     if step < 0:
         raise ValueError(f"save: step: expected 0 or more, got {step}")
     check_parts(objects, "save")
@@ -213,6 +213,13 @@ def _write_all(
         opened.finish(content, parts, keep)
     finally:
         opened.close()
+
+
+def _checked_int(name: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"save: {name}: expected an int, got {type(value).__name__}") from None
 
 
 def _write_part(unfinished: Path, write: Callable[[], Written], rank: int) -> None:

@@ -85,10 +85,13 @@ class Encoder:
 
     def _of_numpy(self, value: Any, place: str) -> Any:
         if isinstance(value, sys.modules["numpy"].generic):
-            return self(value.item(), place)
+            item = value.item()
+            if isinstance(item, sys.modules["numpy"].generic):  # longdouble has no Python type
+                raise TypeError(f"save: {place}: {type(item)} cannot be stored")
+            return self(item, place)
         try:
             tensor = torch.from_numpy(value.copy())
-        except TypeError as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise TypeError(f"save: {place}: {error}") from None
         return {"$array": self._named(tensor, place)}
 

@@ -177,3 +177,38 @@ def test_model_is_not_loaded_if_a_scheduler_refuses_its_state(tmp_path):
     with pytest.raises(IndexError):
         checkpoint.load(tmp_path, **other)
     assert torch.equal(other["model"].weight, weight)
+
+
+class Wrapper:
+    """An object with the state of a model, but no module."""
+
+    def __init__(self, model):
+        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
+
+
+def test_state_of_another_object_is_not_loaded_into_a_model(tmp_path):
+    checkpoint.save(tmp_path, step=1, model=Wrapper(nn.Linear(3, 2)))
+    with pytest.raises(CheckpointError, match="the state of Wrapper, which was no module"):
+        checkpoint.load(tmp_path, model=nn.Linear(3, 2))
+
+
+def test_nothing_is_loaded_if_the_scaler_was_disabled(tmp_path):
+    model = nn.Linear(3, 2)
+    scaler = ampfuse.GradScaler("cpu", enabled=False)
+    optimizer = ampfuse.AdamW(model.parameters(), lr=0.1)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer, scaler=scaler)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CheckpointError, match="a disabled scaler, and this one is enabled"):
+        checkpoint.load(tmp_path, optimizer=optimizer, scaler=ampfuse.GradScaler("cpu"))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_nothing_is_loaded_if_a_gradient_has_another_dtype(tmp_path):
+    saved, other = (nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(2))
+    saved.weight.grad_dtype = torch.float32
+    saved.weight.grad = torch.ones(2, 3)
+    checkpoint.save(tmp_path, step=1, model=saved, gradients=True)
+    before = other.weight.clone()
+    with pytest.raises(CheckpointError, match=r"gradient of weight is torch\.float32 in the check"):
+        checkpoint.load(tmp_path, model=other)
+    assert torch.equal(other.weight, before)

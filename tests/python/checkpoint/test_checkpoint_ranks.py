@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ampfuse.checkpoint import CheckpointError
+from ampfuse.checkpoint._ranks import from_bytes, to_bytes
 from checkpointed import Training, error_of, same, shared_folder
 from processes import Scenarios
 from torch import nn
@@ -127,3 +128,9 @@ def test_error_of_one_rank_is_raised_on_all_and_names_the_rank(kind, own, messag
         assert (f"rank {own}: " in result["error"]) == (rank != own)
         assert result["step"] == 1
         assert result["same"]
+
+
+def test_column_of_one_element_is_sent_as_bytes():
+    column = torch.ones(3, 4)[:1, 0]
+    assert column.stride() == (4,)
+    assert torch.equal(from_bytes(*to_bytes(column)), column)

@@ -225,6 +225,7 @@ def test_what_is_left_out_of_a_resumed_training_is_named(tmp_path):
     [
         ({"step": -1}, ValueError, "save: step: expected 0 or more, got -1"),
         ({"step": 1, "keep": 0}, ValueError, "save: keep: expected 1 or more, got 0"),
+        ({"step": 1, "keep": 2.0}, TypeError, "save: keep: expected an int, got float"),
         (
             {"step": 1, "loader": []},
             TypeError,

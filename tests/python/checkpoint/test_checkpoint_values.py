@@ -116,3 +116,11 @@ def test_files_can_be_read_without_ampfuse(tmp_path):
     entry = index["tensors"]["model/state/weight"]
     assert (entry["dtype"], entry["shape"]) == ("torch.float32", [2, 3])
     assert torch.equal(load_file(path / entry["file"])["model/state/weight"], model.weight)
+
+
+@pytest.mark.parametrize(
+    "value", [np.longdouble(1), np.array([1.0], ">f4"), np.add], ids=["long", "order", "ufunc"]
+)
+def test_values_of_numpy_that_torch_lacks_are_refused_with_their_place(tmp_path, value):
+    with pytest.raises(TypeError, match="save: values/a"):
+        there_and_back(tmp_path, {"a": value})

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from packaging_tools import END_OF_RANK, PACKAGE, ROOT, environment, run
 
 PLAIN, TRAINER, DISTRIBUTED = re.findall(
@@ -89,10 +90,12 @@ def test_distributed_program_goes_on_with_the_same_and_with_another_number_of_pr
 
 @pytest.mark.slow
 def test_cpp_program_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "main.cpp").write_text(CPP)
+    # It removes its first checkpoint, and links libtorch.so first, as ${TORCH_LIBRARIES} does.
+    (tmp_path / "main.cpp").write_text(CPP.replace("keep(3)", "keep(2)"))
+    library = Path(torch.__path__[0]) / "lib" / "libtorch.so"
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.18)\nproject(train CXX)\nfind_package(ampfuse REQUIRED)\n"
-        "add_executable(train main.cpp)\ntarget_link_libraries(train ampfuse::ampfuse)\n"
+        f"add_executable(train main.cpp)\ntarget_link_libraries(train {library} ampfuse::ampfuse)\n"
     )
     headers = ROOT / ".venv" / "cpp-headers" / "usr" / "include"
     options = [f"-DCMAKE_PREFIX_PATH={PACKAGE}", f"-DCMAKE_CXX_FLAGS=-isystem {headers}"]
@@ -101,5 +104,6 @@ def test_cpp_program_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     program = tmp_path / "build" / "train"
     first, last = run(program, cwd=tmp_path, env=environment()).split()
     assert first == "0"
+    assert steps(tmp_path) == [40, 60]
     forget(tmp_path, 60)
     assert run(program, cwd=tmp_path, env=environment()).split() == ["40", last]

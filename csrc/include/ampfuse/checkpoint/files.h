@@ -139,7 +139,7 @@ inline void write_all_tensors(const fs::path& folder, const NamedTensors& tensor
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     if (size + bytes > kMostBytes) write();
     size += bytes;
-    batch.emplace_back(name, tensor.detach().cpu().contiguous());
+    batch.emplace_back(name, tensor.detach().resolve_conj().resolve_neg().cpu().contiguous());
   }
   write();
 }

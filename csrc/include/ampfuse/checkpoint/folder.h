@@ -63,10 +63,30 @@ inline std::optional<fs::path> latest_of(const fs::path& run) {
 /// Returns the checkpoint at a path: the path itself, or the newest one of a run.
 inline fs::path found(const fs::path& path) {
   const fs::path folder = fs::absolute(path);
-  if (fs::is_regular_file(folder / kIndex)) return folder;
-  const auto newest = latest_of(folder);
-  if (!newest) throw Error(folder.string() + ": there is no complete checkpoint here");
-  return *newest;
+  try {
+    if (fs::is_regular_file(folder / kIndex)) return folder;
+    if (const auto newest = latest_of(folder)) return *newest;
+  } catch (const fs::filesystem_error& error) {
+    throw Error(folder.string() + ": cannot be read: " + error.what());
+  }
+  throw Error(folder.string() + ": there is no complete checkpoint here");
+}
+
+/// Removes a file or a folder. fs::remove_all is not used: pip's libtorch.so exports a copy of it
+/// that crashes in programs that link libtorch.so before libtorch_cpu.so, as ${TORCH_LIBRARIES}
+/// does.
+inline void remove_tree(const fs::path& path, std::error_code& error) {
+  if (fs::is_directory(fs::symlink_status(path, error))) {
+    std::vector<fs::path> inside;
+    for (fs::directory_iterator entry(path, error); !error && entry != fs::directory_iterator();
+         entry.increment(error)) {
+      inside.push_back(entry->path());
+    }
+    for (const fs::path& one : inside) {
+      if (!error) remove_tree(one, error);
+    }
+  }
+  if (!error) fs::remove(path, error);
 }
 
 /// Removes a folder, or warns. A checkpoint is renamed first, so that it is never half there.
@@ -77,7 +97,7 @@ inline void remove_folder(const fs::path& folder) {
     doomed = folder.parent_path() / (std::string(kRemoved) + folder.filename().string());
     fs::rename(folder, doomed, error);
   }
-  if (!error) fs::remove_all(doomed, error);
+  if (!error) remove_tree(doomed, error);
   if (error) {
     TORCH_WARN("save: ", folder.string(), " cannot be removed: ", error.message());
   }
@@ -134,7 +154,7 @@ class Writing {
 
   ~Writing() {
     std::error_code ignored;
-    fs::remove_all(unfinished_, ignored);
+    remove_tree(unfinished_, ignored);
   }
 
   const fs::path& folder() const { return unfinished_; }

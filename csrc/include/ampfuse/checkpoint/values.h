@@ -193,6 +193,9 @@ inline at::IValue decoded_object(const std::string& kind, const Json& item,
 inline at::IValue decoded(const Json& value, const TensorOf& tensor_of) {
   if (value.is_null()) return {};
   if (value.is_boolean()) return value.get<bool>();
+  if (value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX) {
+    throw Error("a number of the checkpoint does not fit into int64: " + value.dump());
+  }
   if (value.is_number_integer()) return value.get<int64_t>();
   if (value.is_number()) return value.get<double>();
   if (value.is_string()) return value.get<std::string>();
