@@ -11,7 +11,8 @@ at::Tensor gradient_of_torch(const CrossEntropyArguments& arguments,
   at::Tensor target = arguments.target;
   if (!arguments.has_probabilities()) {
     target = target.to(at::kLong);
-    if (arguments.has_positions()) target = target.reshape_symint({input.sym_size(0), -1});
+    if (arguments.has_positions())
+      target = target.reshape_symint({input.sym_size(0), input.sym_size(2)});
   }
   at::Tensor loss = at::cross_entropy_loss_symint(
       input.to(loss_dtype(input)), target, arguments.weight, arguments.options.reduction,

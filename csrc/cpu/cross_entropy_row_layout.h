@@ -75,7 +75,6 @@ class RowWriter {
 /// A float or double tensor to write numbers to.
 class NumberWriter {
  public:
-  NumberWriter() = default;
   explicit NumberWriter(const at::Tensor& numbers)
       : data_(numbers.mutable_data_ptr()), is_double_(numbers.scalar_type() == at::kDouble) {}
 
@@ -88,8 +87,8 @@ class NumberWriter {
   }
 
  private:
-  void* data_ = nullptr;
-  bool is_double_ = false;
+  void* data_;
+  bool is_double_;
 };
 
 }  // namespace ampfuse

@@ -58,7 +58,9 @@ CrossEntropyTable<scalar_t> table_of(const CrossEntropyArguments& arguments,
   table.classes = static_cast<int>(input.size(1));
   table.is_shard = arguments.all_classes.has_value();
   if (arguments.has_probabilities()) {
-    converted = arguments.target.to(loss_dtype(input));
+    // Other formats keep strides: those of overlapping rows need not be those of a matrix.
+    converted = arguments.target.to(loss_dtype(input), /*non_blocking=*/false, /*copy=*/false,
+                                    at::MemoryFormat::Contiguous);
     table.probabilities = converted.const_data_ptr<acc_t>();
     table.probabilities_at = rows_at(converted);
   } else {

@@ -159,8 +159,8 @@ LinearCrossEntropyOutputs linear_cross_entropy_forward_by_chunk(
   kernels.weigh(arguments.loss(), weight_sum);
   const at::Tensor mean_denominator = denominator.value_or(weight_sum);
   OptionalTensor scale = grad_scale;
-  if (!scale && any(wanted_now) && arguments.dtype == at::kHalf)
-    scale = fp16_scale(arguments, mean_denominator);
+  const bool has_fp16 = arguments.dtype == at::kHalf || arguments.hidden.scalar_type() == at::kHalf;
+  if (!scale && any(wanted_now) && has_fp16) scale = fp16_scale(arguments, mean_denominator);
   if (arguments.chunk_classes && arguments.hidden.size(0) > 0) {
     set_divisor_and_scale(arguments, scale, mean_denominator, outputs);
     const at::Tensor losses = at::empty({arguments.hidden.size(0)}, divisor.options());

@@ -36,6 +36,8 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                                             const c10::SymInt& classes, at::ScalarType dtype,
                                             at::Device device) {
   if (!weight || !weight->defined()) return std::nullopt;
+  TORCH_CHECK_VALUE(weight->layout() == at::kStrided, op, ": ", name,
+                    ": expected a strided tensor, got layout ", weight->layout());
   TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == classes, op, ": ", name,
                     " tensor should be defined either for all ", classes,
                     " classes or no classes but got weight tensor of shape: ", weight->sym_sizes());

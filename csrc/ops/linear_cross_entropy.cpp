@@ -20,8 +20,10 @@ void check_matrix(const char* name, const at::Tensor& matrix, at::Device device)
   TORCH_CHECK_VALUE(matrix.layout() == at::kStrided && matrix.dim() == 2, kLinearCrossEntropy, ": ",
                     name, ": expected a strided matrix, got ", matrix.layout(), " of shape ",
                     matrix.sym_sizes());
-  TORCH_CHECK_TYPE(matrix.is_floating_point(), kLinearCrossEntropy, ": ", name,
-                   ": expected a floating dtype, got ", dtype_name(matrix.scalar_type()));
+  const at::ScalarType dtype = matrix.scalar_type();
+  TORCH_CHECK_TYPE(is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble,
+                   kLinearCrossEntropy, ": ", name,
+                   ": expected float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
   TORCH_CHECK_VALUE(matrix.device() == device, kLinearCrossEntropy, ": ", name,
                     ": expected hidden's device, ", device, ", got ", matrix.device());
 }

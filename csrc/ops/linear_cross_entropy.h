@@ -89,9 +89,9 @@ struct LinearCrossEntropyGradients {
 };
 
 /// `gradients` are those of the loss times baked_scale. With reduction none, statistics are
-/// computed instead, if a gradient is wanted. For fp16 products without a grad_scale, baked_scale
-/// is the divisor, divided by the largest |class weight| if that is above 1. With a baked_scale of
-/// 1, most gradients would round to 0.
+/// computed instead, if a gradient is wanted. For fp16 products or hidden states without a
+/// grad_scale, baked_scale is the divisor, divided by the largest |class weight| if that is above
+/// 1. With a baked_scale of 1, most gradients would round to 0.
 struct LinearCrossEntropyOutputs : LossOutputs {
   LinearCrossEntropyGradients gradients;
 

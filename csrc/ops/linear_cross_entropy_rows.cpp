@@ -117,6 +117,11 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
+void check_strided(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kLinearCrossEntropy, ": ", name,
+                    ": expected a strided tensor, got layout ", tensor.layout());
+}
+
 void check_accumulate_into(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype) {
   const OptionalTensor& buffer = call.accumulate_into;
   const at::Tensor& weight = call.arguments.weight;
@@ -127,8 +132,8 @@ void check_accumulate_into(const LinearCrossEntropyCall& call, at::ScalarType lo
                     " of shape ", weight.sym_sizes(), " on ", weight.device(), ", got ",
                     dtype_name(buffer->scalar_type()), " of shape ", buffer->sym_sizes(), " on ",
                     buffer->device());
-  TORCH_CHECK_VALUE(buffer->layout() == at::kStrided, kLinearCrossEntropy,
-                    ": accumulate_into: expected a strided tensor, got layout ", buffer->layout());
+  check_strided("accumulate_into", *buffer);
+  check_memory(kLinearCrossEntropy, "accumulate_into", *buffer);
   TORCH_CHECK_VALUE(at::has_internal_overlap(*buffer) != at::MemOverlap::Yes, kLinearCrossEntropy,
                     ": accumulate_into: expected elements that share no memory, got shape ",
                     buffer->sym_sizes(), " with strides ", buffer->sym_strides());
@@ -164,6 +169,10 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
   const c10::SymInt classes =
       arguments.shard ? c10::SymInt(arguments.shard->num_classes) : weight.sym_size(0);
+  check_strided("hidden", hidden);
+  check_strided("weight", weight);
+  if (arguments.bias) check_strided("bias", *arguments.bias);
+  check_memory(kLinearCrossEntropy, "hidden", hidden);
   check_memory(kLinearCrossEntropy, "target", arguments.target);
   arguments.target = rows_of_target(arguments, shape_, rows, loss_dtype);
   arguments.class_weight = loss_class_weight(kLinearCrossEntropy, "class_weight",

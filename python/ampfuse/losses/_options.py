@@ -1,5 +1,7 @@
 """Options that both losses have: their types, and their conversion to operator arguments."""
 
+from decimal import Decimal
+from fractions import Fraction
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -80,7 +82,7 @@ def grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
 
 
 def device_of(input: Tensor) -> torch.device | None:
-    """Return the tensor's device, or None for other types, which the operators refuse by name."""
+    """Return the tensor's device, or None for types that are refused later."""
     return getattr(input, "device", None)
 
 
@@ -118,7 +120,19 @@ def _number(
         return value
     _check_number(name, value)
     # torch.compile would recompile for each value of a constant, but not of a factor.
-    return torch.ones((), dtype=dtype, device=device_of(input)) * value
+    return torch.ones((), dtype=dtype, device=device_of(input)) * as_plain(value)
+
+
+def as_plain(value: float) -> float:
+    """Return a Fraction or a Decimal as a float: tensors cannot be multiplied by these."""
+    return float(value) if isinstance(value, Fraction | Decimal) else value
+
+
+def refuse_none(op: str, **tensors: Tensor) -> None:
+    """Raise for an argument that is None in place of a tensor, which operators take for empty."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{op}: {name}: expected a Tensor, got None")
 
 
 @eager_only

@@ -16,6 +16,7 @@ from ampfuse.losses._options import (
     checked_scaler,
     grad_scale_of,
     op_options,
+    refuse_none,
 )
 from ampfuse.losses._transforms import raise_if_refused, refusal
 
@@ -141,6 +142,7 @@ def cross_entropy(
                 [ 0.2500, -0.2500]]))
     """
     refuse_unknown(cross_entropy, unknown, REMEDIES)
+    refuse_none("cross_entropy", input=input, target=target)
     options = op_options(
         input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
     )
@@ -207,6 +209,7 @@ def cross_entropy_(
         (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
     """
     refuse_unknown(cross_entropy_, unknown, REMEDIES)
+    refuse_none("cross_entropy_", input=input, target=target)
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:  # torch refuses it only after `input` is overwritten
         raise refusal("cross_entropy_")

@@ -18,6 +18,7 @@ from ampfuse.losses._options import (
     checked_scaler,
     grad_scale_of,
     op_options,
+    refuse_none,
 )
 from ampfuse.losses._transforms import raise_if_refused
 from ampfuse.losses._vocab_shard import vocab_shard
@@ -165,6 +166,7 @@ def linear_cross_entropy(
         (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
     """
     refuse_unknown(linear_cross_entropy, unknown, REMEDIES)
+    refuse_none("linear_cross_entropy", hidden=hidden, weight=weight, target=target)
     _refuse_dtensors(
         hidden=hidden,
         weight=weight,

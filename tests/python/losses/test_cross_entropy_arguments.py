@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
 import ampfuse
 import pytest
@@ -262,3 +264,42 @@ def test_rows_of_zero_classes_give_results_of_the_right_shape(device, shape, pro
     loss, *metrics = torch.ops.ampfuse.cross_entropy.metrics(logits, target, reduction=0)
     for result in (loss, *metrics):
         assert result.shape == (shape[0], *shape[2:])
+
+
+@pytest.mark.parametrize("name", ["input", "target"])
+@pytest.mark.parametrize("function", [ampfuse.cross_entropy, ampfuse.cross_entropy_])
+def test_none_in_place_of_a_tensor_is_refused_by_name(function, name):
+    logits, target = batch("cpu", 6, 50)
+    given = {"input": logits * 1, "target": target} | {name: None}
+    message = f"{function.__name__}: {name}: expected a Tensor, got None"
+    with pytest.raises(TypeError, match=message):
+        function(**given)
+
+
+def test_denominator_may_be_a_fraction_or_a_decimal():
+    logits, target = batch("cpu", 6, 50)
+    expected = ampfuse.cross_entropy(logits, target, denominator=0.5)
+    for number in (Fraction(1, 2), Decimal("0.5")):
+        assert ampfuse.cross_entropy(logits, target, denominator=number) == expected
+
+
+def test_sparse_weight_is_refused_by_name():
+    logits, target = batch("cpu", 6, 50)
+    with pytest.raises(ValueError, match="weight: expected a strided tensor, got layout Sparse"):
+        ampfuse.cross_entropy(logits, target, torch.ones(50).to_sparse())
+
+
+def test_gradients_of_float8_are_not_rescaled():
+    memory = torch.ones(64).to(torch.float8_e4m3fn)
+    rescale = torch.ops.ampfuse.cross_entropy_rescale_
+    with pytest.raises(ValueError, match=r"expected floating-point rows .*, got float8_e4m3fn"):
+        rescale(memory[:8].view(2, 4), torch.ones(()), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_probabilities_may_be_sliding_windows(device, dtype):
+    logits, _ = batch(device, 3, 6)
+    windows = torch.rand(8, device=device).to(dtype).unfold(0, 6, 1)
+    torch.testing.assert_close(
+        ampfuse.cross_entropy(logits, windows), ampfuse.cross_entropy(logits, windows.contiguous())
+    )

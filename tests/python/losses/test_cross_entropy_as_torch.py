@@ -174,3 +174,11 @@ def test_targets_that_require_grad_are_refused(device):
         ValueError, match="target: gradients with respect to probabilities are not supported"
     ):
         as_torch(logits, target)
+
+
+def test_second_derivative_of_an_empty_batch_of_positions():
+    logits = torch.empty(0, 4, 32, requires_grad=True)
+    loss = as_torch(logits, torch.empty(0, 32, dtype=torch.long), reduction="sum")
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), logits)
+    assert second.shape == logits.shape

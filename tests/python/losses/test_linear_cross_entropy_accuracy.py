@@ -2,6 +2,7 @@
 
 import math
 
+import ampfuse
 import pytest
 import torch
 from linear_reference import Head, exactly, head, off
@@ -157,3 +158,19 @@ def test_float16_inputs_may_have_logits_beyond_the_range_of_float16(device):
     logits = functional.linear(batch.hidden.double(), batch.weight.double())
     assert logits.abs().max() > 65504
     assert off(batch.loss(), exactly(batch).loss) <= 1e-6
+
+
+def test_float16_hidden_states_keep_their_gradients_under_bfloat16_autocast(device):
+    """Without a scale of their own, gradients of means over many rows would round to 0."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 65536
+    hidden = torch.randn(rows, 64, generator=generator).to(device).half().requires_grad_()
+    weight = 0.02 * torch.randn(600, 64, generator=generator).to(device)
+    target = torch.randint(600, (rows,), generator=generator).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = ampfuse.linear_cross_entropy(hidden, weight, target)
+    (loss * rows).backward()
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ weight.double().T
+    torch.nn.functional.cross_entropy(logits, target, reduction="sum").backward()
+    assert (hidden.grad.double() - exact.grad).norm() < 0.01 * exact.grad.norm()

@@ -70,9 +70,9 @@ def test_wrong_dtypes_are_refused(batch):
         call(batch, bias=batch.bias.half())
     narrow = {name: getattr(batch, name).detach() for name in ("hidden", "weight", "bias")}
     narrow = {name: tensor.to(torch.float8_e5m2) for name, tensor in narrow.items()}
-    with pytest.raises(TypeError, match=r"hidden, weight and bias: expected .*, got float8_e5m2"):
+    with pytest.raises(TypeError, match=r"hidden: expected .*, got float8_e5m2"):
         call(batch, **narrow)
-    with pytest.raises(TypeError, match="hidden: expected a floating dtype, got int64"):
+    with pytest.raises(TypeError, match=r"hidden: expected float16, .*, got int64"):
         call(batch, **{name: getattr(batch, name).long() for name in ("hidden", "weight", "bias")})
     with pytest.raises(
         TypeError, match=r"target: expected indices .int64, int32 or uint8. or probabilities"
@@ -172,3 +172,39 @@ def test_vocab_shard_without_a_group_is_refused(batch):
 def test_process_group_of_a_wrong_type_is_refused(batch, group):
     with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.Pro"):
         call(batch, process_group=group)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "target"])
+def test_none_in_place_of_a_tensor_is_refused_by_name(batch, name):
+    with pytest.raises(TypeError, match=f"{name}: expected a Tensor, got None"):
+        call(batch, **{name: None})
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+def test_sparse_tensors_are_refused_by_name(batch, name):
+    sparse = getattr(batch, name).detach().to_sparse()
+    with pytest.raises(ValueError, match=f"{name}: expected a strided tensor, got layout Sparse"):
+        call(batch, **{name: sparse})
+
+
+def test_sparse_class_weight_is_refused_by_name(batch):
+    weight = torch.ones(len(batch.weight), device=batch.weight.device).to_sparse()
+    with pytest.raises(ValueError, match="class_weight: expected a strided tensor, got layout Spa"):
+        call(batch, class_weight=weight)
+
+
+def test_float8_is_refused_under_autocast_too(batch, device):
+    hidden = batch.hidden.detach().to(torch.float8_e4m3fn)
+    with (
+        torch.autocast(device.type, torch.bfloat16),
+        pytest.raises(TypeError, match=r"hidden: expected float16, .*, got float8_e4m3fn"),
+    ):
+        call(batch, hidden=hidden)
+
+
+def test_freed_hidden_states_of_three_dimensions_are_refused(device):
+    hidden = torch.randn(8, 3, 16, device=device).transpose(0, 1)
+    weight, target = torch.randn(7, 16, device=device), torch.zeros(3, 8, device=device).long()
+    hidden.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="hidden: its storage is empty"):
+        ampfuse.linear_cross_entropy(hidden, weight, target)
