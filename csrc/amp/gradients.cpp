@@ -41,9 +41,11 @@ Gradients collect_gradients(const torch::optim::Optimizer& optimizer, bool allow
     for (size_t index = 0; index < params.size(); ++index) {
       const at::Tensor& param = params[index];
       if (!param.grad().defined()) continue;
+      resolve_conjugate_grad(param);
       TORCH_CHECK_VALUE(allow_fp16 || param.grad().scalar_type() != at::kHalf,
                         "Attempting to unscale FP16 gradients. Parameter ", index, " of group ",
-                        group, " is ", dtype_name(param.scalar_type()), " of shape ", param.sizes(),
+                        group, ", whose gradient is float16, is ", dtype_name(param.scalar_type()),
+                        " of shape ", param.sizes(),
                         ": keep parameters in float32 under autocast, or set allow_fp16_grads for "
                         "an optimizer that has masters");
       const at::Tensor grad = dense_part(param);

@@ -117,6 +117,7 @@ std::vector<ScaleRecord> ScalerHistory::records() const {
 }
 
 void ScalerHistory::put_records(std::vector<ScaleRecord> records) {
+  first_counts_ = counts();
   const int64_t most = std::min(length_, first_counts_[math::kUpdates]);
   const int64_t extra = static_cast<int64_t>(records.size()) - most;
   if (extra > 0) records.erase(records.begin(), records.begin() + extra);

@@ -62,6 +62,8 @@ at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_i
 void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
                            const at::Tensor& total_norm) {
   const c10::NoGradGuard no_grad;
+  TORCH_CHECK_TYPE(total_norm.defined(), "clip_grads_with_norm_: total_norm: expected a tensor");
+  for (const at::Tensor& parameter : parameters) resolve_conjugate_grad(parameter);
   const std::vector<DeviceList> lists = by_device(gradients(parameters));
   for (const DeviceList& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
   for (const DeviceList& list : lists) {

@@ -66,14 +66,14 @@ Clips inspect_for_clipping(const std::vector<AdamGroup>& groups, std::optional<d
     if (!limit) {
       sharing.push_back(&groups[i]);
       any_shared = any_shared || !groups[i].lists.empty();
-    } else if (find_inf || !std::isinf(*limit)) {
+    } else if (!groups[i].lists.empty() && (find_inf || !std::isinf(*limit))) {
       const GradInspection inspection = inspect_groups({&groups[i]});
       clips.of_groups[i] = {inspection.total_norm, *limit, {}};
       flags.push_back(inspection.found_inf);
     }
   }
   if (grad_norm.defined() && !any_shared) grad_norm.zero_();  // no step will write it
-  if (shared_limit || (find_inf && any_shared)) {
+  if (any_shared && (shared_limit || find_inf)) {
     const GradInspection inspection = inspect_groups(sharing);
     flags.push_back(inspection.found_inf);
     for (size_t i = 0; i < groups.size() && shared_limit; ++i) {

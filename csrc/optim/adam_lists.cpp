@@ -2,6 +2,7 @@
 
 #include <ATen/ops/view_as_real.h>
 
+#include "../tensors/tensor_list.h"
 #include "adam_state.h"
 
 namespace ampfuse::optim {
@@ -38,6 +39,7 @@ AdamGroup read_group(const torch::optim::OptimizerParamGroup& group, const AdamS
   AdamGroup read = {settings, {}};
   for (const at::Tensor& param : group.params()) {
     if (!param.grad().defined()) continue;
+    resolve_conjugate_grad(param);
     AdamParamState& state = state_of(states, param);
     ensure_state(state, param, settings);
     const bool has_masters = state.master_param().defined();

@@ -130,6 +130,10 @@ bool is_lazy_clone(const at::Tensor& tensor) {
   return c10::impl::cow::is_cow_data_ptr(storage_of(tensor).data_ptr());
 }
 
+void resolve_conjugate_grad(const at::Tensor& parameter) {
+  if (parameter.grad().is_conj()) parameter.mutable_grad() = parameter.grad().resolve_conj();
+}
+
 bool is_aligned(const at::Tensor& tensor) {
   const uintptr_t below_size = c10::elementSize(tensor.scalar_type()) - 1;  // sizes are 2ⁿ
   return (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & below_size) == 0;

@@ -36,6 +36,10 @@ bool is_lazy_clone(const at::Tensor& tensor);
 /// or frombuffer may be misaligned. A complex tensor may be aligned for its real numbers only.
 bool is_aligned(const at::Tensor& tensor);
 
+/// Replaces a gradient that is a conjugate view, which no operator writes, by a tensor of its own.
+/// Autograd makes such gradients of complex parameters.
+void resolve_conjugate_grad(const at::Tensor& parameter);
+
 /// Throws, naming the index, unless all tensors are defined, strided, of a dtype that kernels
 /// support, and on the device of the first.
 void check_tensors(const char* op, at::TensorList tensors);

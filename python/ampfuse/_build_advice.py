@@ -68,8 +68,8 @@ def _why_no_gpu(found: Installation) -> str:
 def _is_served(gpu: tuple[int, int], cuda_archs: str) -> bool:
     """Return True if kernels for one of these architectures run on a GPU.
 
-    Machine code runs on the later GPUs of its major version, and PTX on all later ones. An
-    architecture with a letter, as in "90a", is for one GPU.
+    Machine code runs on the later GPUs of its major version, and PTX on all later ones. That of an
+    architecture with a letter, as in "90a", counts for one GPU only.
     """
     for arch in cuda_archs.split():
         match = re.fullmatch(r"(\d+)(\d)([a-z]?)(-real)?(?:-virtual)?", arch)

@@ -18,7 +18,7 @@ class HostCopy:
         if not tensor.is_cuda:
             self._copy = tensor.clone()
             return
-        if self._copy is None:
+        if self._copy is None or self._arrived is None:
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copy.copy_(tensor, non_blocking=True)

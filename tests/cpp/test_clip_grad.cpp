@@ -1,3 +1,4 @@
+#include <ampfuse/ampfuse.h>
 #include <ampfuse/clip_grad.h>
 
 #include <cmath>
@@ -47,4 +48,37 @@ TEST_CASE("clip_grad_norm_ with error_if_nonfinite throws before it changes grad
 
 TEST_CASE("clip_grad_norm_ without gradients returns 0") {
   CHECK(ampfuse::clip_grad_norm_({torch::zeros({2})}, 1.0).item<float>() == 0.0f);
+}
+
+TEST_CASE("clipping and steps take conjugate gradients, which autograd makes") {
+  const auto options = torch::TensorOptions().dtype(torch::kComplexFloat);
+  const auto make = [&](bool is_conjugate) {
+    torch::manual_seed(3);
+    const auto param = torch::ones({3}, options).requires_grad_(true);
+    const auto grad = torch::randn({3}, options).conj();
+    param.mutable_grad() = is_conjugate ? grad : grad.resolve_conj();
+    return param;
+  };
+  const auto ours = make(true);
+  const auto plain = make(false);
+  REQUIRE(ours.grad().is_conj());
+  SECTION("clip_grad_norm_") {
+    ampfuse::clip_grad_norm_({ours}, 0.1);
+    ampfuse::clip_grad_norm_({plain}, 0.1);
+    CHECK(torch::equal(ours.grad(), plain.grad()));
+  }
+  SECTION("AdamW") {
+    ampfuse::AdamW({ours}, ampfuse::AdamWOptions(1e-3)).step();
+    ampfuse::AdamW({plain}, ampfuse::AdamWOptions(1e-3)).step();
+    CHECK(torch::equal(ours, plain));
+  }
+  SECTION("GradScaler") {
+    for (const auto& param : {ours, plain}) {
+      torch::optim::SGD optimizer({param}, 0.1);
+      ampfuse::GradScaler scaler;
+      scaler.scale(torch::ones({}));
+      scaler.unscale_(optimizer);
+    }
+    CHECK(torch::equal(ours.grad(), plain.grad()));
+  }
 }

@@ -275,3 +275,18 @@ TEST_CASE("after a step throws, the optimizer has no scale and can step again") 
   scaler.step(optimizer);
   CHECK(param[0].item<float>() < 1);
 }
+
+TEST_CASE("records without their state do not become records of other updates") {
+  ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().history(4));
+  const auto param = torch::ones({2}).requires_grad_(true);
+  torch::optim::SGD optimizer({param}, 0.1);
+  for (int step = 0; step < 3; ++step) {
+    param.mutable_grad() = torch::ones({2});
+    scaler.scale(torch::ones({}));
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  scaler.load_history({{8, false, 1}});
+  REQUIRE(scaler.history().size() == 1);
+  CHECK(scaler.history()[0].scale == 8);
+}

@@ -86,9 +86,9 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
             if param.grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError(
                     "Attempting to unscale FP16 gradients. Parameter "
-                    f"{index} of group {group_index} is {param.dtype} of shape "
-                    f"{tuple(param.shape)}: keep parameters in float32 under autocast, or make "
-                    "the scaler with allow_fp16_grads=True for an optimizer that has masters"
+                    f"{index} of group {group_index}, whose gradient is float16, is {param.dtype} "
+                    f"of shape {tuple(param.shape)}: keep parameters in float32 under autocast, or "
+                    "make the scaler with allow_fp16_grads=True for an optimizer that has masters"
                 )
             grad = dense_part(param)
             found.add(grad.device, [param], [grad])
@@ -267,7 +267,8 @@ def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
     norms = list(inspection.total_norms.values())
     if not inspection.are_whole or not norms:
         return None
-    return rounded(total([on_device(norm, norms[0].device) for norm in norms]), params)
+    grads = [param.grad for param in params if param.grad is not None]
+    return rounded(total([on_device(norm, norms[0].device) for norm in norms]), grads)
 
 
 def flag_of_all_ranks(

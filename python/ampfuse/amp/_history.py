@@ -113,9 +113,9 @@ class ScalerHistory:
 
     def _with_first_records(self) -> Tensor:
         """Return a history on the CPU that holds only these records."""
-        rows = torch.zeros(self.length, 3, dtype=torch.float32)
+        rows = torch.zeros(self.length, 3, dtype=torch.float32, device="cpu")
         for index, record in enumerate(self._first_records, self._recorded_from):
-            rows[index % self.length] = torch.tensor(record)
+            rows[index % self.length] = torch.tensor(record, dtype=torch.float32, device="cpu")
         return rows
 
     def recorded_updates(self) -> int:

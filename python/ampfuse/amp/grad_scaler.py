@@ -136,6 +136,7 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         if not isinstance(device, str | torch.device):
             raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
+        device = device.type if isinstance(device, torch.device) else device
         TorchGradScaler.__init__(  # not super(), since derived classes may have other bases
             self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -227,13 +228,14 @@ class GradScaler(TorchGradScaler):
                 or `clip_grad_norm_` did so. `ampfuse.Adam` and `AdamW` leave them scaled in
                 `.grad`, unless `write_back_grads` is set.
             *args: Passed to `optimizer.step`.
-            **kwargs: Passed to `optimizer.step`. A `closure` is refused.
+            **kwargs: Passed to `optimizer.step`. The keyword `closure` is refused.
 
         Returns:
             The result of `optimizer.step`; None if the step was skipped by the host.
 
         Raises:
-            RuntimeError: `step` was already called since the last `update()`, or with a closure.
+            RuntimeError: `step` was already called since the last `update()`, or has the keyword
+                `closure`.
             AssertionError: No loss has been scaled; or no parameter has a gradient, and the
                 optimizer does not take scale and flag as tensors.
         """
@@ -318,7 +320,8 @@ class GradScaler(TorchGradScaler):
         params = [param for group in groups_of(optimizer) for param in group["params"]]
         if self._enabled and self._state_of(optimizer)["stage"] is not OptState.UNSCALED:
             self.unscale_(optimizer)
-            total_norm = norm_for(params, self._inspections[id(optimizer)])
+            inspection = self._inspections.get(id(optimizer))
+            total_norm = None if inspection is None else norm_for(params, inspection)
             if total_norm is not None:
                 clip_grads_with_norm_(params, max_norm, total_norm)
                 return total_norm
@@ -434,7 +437,7 @@ class GradScaler(TorchGradScaler):
 
     @property
     def step_skipped(self) -> Tensor:
-        """A 0-dim bool tensor on the device: True if the last step was skipped."""
+        """A 0-dim bool tensor, on the scale's device after a step: True if it was skipped."""
         return self._history.step_skipped() if self._enabled else torch.tensor(False)
 
     def was_skipped(self) -> bool:
@@ -498,8 +501,9 @@ class GradScaler(TorchGradScaler):
     def overflow_report(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the parameters with non-finite gradients in the last skipped step.
 
-        The last 16 steps are searched; the list is empty if all of them were taken. So call this if
-        `was_skipped()` returns True. The host waits for the result.
+        The last 16 steps are searched, or only the last one if it was compiled or captured; the
+        list is empty if all of them were taken. So call this if `was_skipped()` returns True. The
+        host waits for the result.
 
         Args:
             model: The model that names the parameters.
@@ -543,6 +547,7 @@ class GradScaler(TorchGradScaler):
         if self._enabled and state_dict:
             here = self._policy, self._history.counts(), self._history.norms()
             state = loaded(state_dict, *here)
+            state.policy.check_process_group(self.process_group)
             self._policy, torchs = state.policy, state.torchs
             self._history.set_counts(state.counts)
             self._history.set_norms(state.norms)
@@ -736,7 +741,9 @@ class GradScaler(TorchGradScaler):
         else:
             flags = self._inspect(optimizer, one, found_inf, True, known)
         self._state_of(optimizer)["found_inf_per_device"] = flags
-        self._inspections[id(optimizer)].is_scaled = True
+        inspection = self._inspections.get(id(optimizer))
+        if inspection is not None:  # a derived class may override _unscale_grads_
+            inspection.is_scaled = True
         return flags
 
     def _maybe_opt_step(

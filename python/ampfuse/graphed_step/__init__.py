@@ -229,7 +229,8 @@ class GraphedStep:
         """Copy assigned rates to the graph's tensors. Assigned tensors stay in their groups."""
         for group, own in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
             if group["lr"] is not own:
-                own.copy_(torch.as_tensor(group["lr"], dtype=torch.float64), non_blocking=True)
+                rate = torch.as_tensor(group["lr"], dtype=torch.float64).reshape(own.shape)
+                own.copy_(rate, non_blocking=True)
                 if not isinstance(group["lr"], Tensor):
                     group["lr"] = own
 

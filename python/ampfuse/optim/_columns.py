@@ -256,7 +256,11 @@ def localized(columns: Columns, write_back_grads: bool) -> Columns:
 def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     if not tensor.is_complex():
         return tensor
-    return _written_view(torch.view_as_real(tensor.resolve_conj()), copied)
+    resolved = tensor.resolve_conj()
+    view = _written_view(torch.view_as_real(resolved), copied)
+    if tensor.is_conj():
+        copied.append((tensor, resolved))
+    return view
 
 
 def _traced_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:

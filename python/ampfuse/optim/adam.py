@@ -41,8 +41,7 @@ class Adam(torch.optim.Adam):
     gradients, independently. float64 and complex parameters are stepped as in torch.
 
     The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
-    also be options of a group. The constructor's are not saved in state dicts, but those of a group
-    are.
+    also be options of a group. State dicts hold those of a group, but not the constructor's.
 
     Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
     for it, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. If only
@@ -438,8 +437,9 @@ class Adam(torch.optim.Adam):
         State that a captured or compiled step writes is copied into its tensors; otherwise the
         tensors are replaced. `master_weights` and `state_dtype` are not loaded: saved state is
         converted to the present ones. After a checkpoint without masters, for example torch's, the
-        next step makes them from the parameters; a checkpoint with masters sets the parameters too.
-        Options that the checkpoint lacks stay unchanged.
+        next step makes them from the parameters; a checkpoint with masters sets the parameters too,
+        except 16-bit ones with `master_weights=False`. Options that the checkpoint lacks stay
+        unchanged.
 
         Args:
             state_dict: The result of `state_dict()` of Adam or AdamW, ampfuse's or torch's.

@@ -23,9 +23,9 @@ class AdamW(Adam, torch.optim.AdamW):
     for a GPU.
 
     The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
-    also be options of a group. The constructor's are not saved in state dicts, but those of a group
-    are. This is `Adam` with decoupled weight decay; its documentation describes how the step works
-    with loss scaling, CUDA graphs, torch.compile, and other code that writes parameters.
+    also be options of a group. State dicts hold those of a group, but not the constructor's.
+    This is `Adam` with decoupled weight decay; its documentation describes how the step works with
+    loss scaling, CUDA graphs, torch.compile, and other code that writes parameters.
 
     Args:
         params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.

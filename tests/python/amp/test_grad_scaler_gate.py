@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import types
 
 import ampfuse
 import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
+from ampfuse._host_copy import HostCopy
 from ampfuse.amp import _gate
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
@@ -161,3 +163,23 @@ def test_host_does_not_wait(device):
         training.run([1.0] * 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_scheduler_may_step_before_the_first_step_of_the_optimizer(device):
+    training = Training(device)
+    training.scheduler.step()
+    training.run([1.0])
+    training.scheduler.wait()
+    assert training.rate() == 0.25
+
+
+def test_copy_of_a_tensor_on_the_cpu_is_not_used_for_a_gpu(monkeypatch):
+    """Without a GPU the copy fails later, where it makes an event."""
+    copy_to_host = HostCopy()
+    copy_to_host.send(torch.tensor(False))
+    flag = types.SimpleNamespace(is_cuda=True)
+    made = []
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: made.append(True))
+    with pytest.raises((RuntimeError, AttributeError)):
+        copy_to_host.send(flag)
+    assert made == [True]

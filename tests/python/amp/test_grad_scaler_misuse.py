@@ -1,5 +1,7 @@
 """Misuse of a scaler raises torch's errors; a disabled scaler only steps the optimizer."""
 
+from functools import partial
+
 import ampfuse
 import pytest
 import torch
@@ -99,3 +101,45 @@ def test_a_scaler_for_a_missing_gpu_warns_and_is_disabled(language):
     with pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available"):
         scaler = language.scaler(torch.device("cuda"))
     assert not scaler.is_enabled()
+
+
+class WithTorchsUnscaling(ampfuse.GradScaler):
+    """A scaler whose gradients are unscaled by torch's method."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        unscale = torch.amp.GradScaler._unscale_grads_
+        return unscale(self, optimizer, inv_scale, found_inf, True)
+
+
+@pytest.mark.parametrize(
+    "make", [ampfuse.Adam, partial(torch.optim.Adam, fused=True), torch.optim.SGD]
+)
+def test_derived_class_may_unscale_as_torch_does(make):
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = make([param], lr=0.1), WithTorchsUnscaling("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (param < 1).all()
+    param.grad = None
+    scaler.scale(param.sum()).backward()
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 2.0
+
+
+def test_device_may_be_an_object():
+    scaler = ampfuse.GradScaler(torch.device("cpu"))
+    scaler.scale(torch.ones(()))
+    scaler.update(torch.tensor(4.0))
+    assert scaler.get_scale() == 4.0
+
+
+def test_norm_for_clipping_has_one_dtype_whatever_is_called_before():
+    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())]
+    optimizer = torch.optim.SGD(params)
+    for unscales in (False, True):
+        scaler = ampfuse.GradScaler("cpu")
+        params[0].grad = None
+        scaler.scale(params[0].sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        assert scaler.clip_grad_norm_(optimizer, 1.0).dtype == torch.float32

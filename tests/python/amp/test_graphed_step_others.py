@@ -311,3 +311,14 @@ def test_replays_check_for_targets_out_of_range(device, monkeypatch):
     step(*batch(device, 1))
 
     assert looks == [1]
+
+
+def test_assigned_rate_may_have_one_dimension(device, graphs_on_cpu):
+    ours, eager = Side(device, monkeypatch=graphs_on_cpu), Side(device)
+    step = ours.graphed()
+    for side in (ours, eager):
+        side.optimizer.param_groups[0]["lr"] = torch.tensor([0.05], device=device)
+    for take in (step, eager.step):
+        torch.manual_seed(1)
+        take(*batch(device, 0))
+    ours.assert_same(eager)

@@ -1,6 +1,7 @@
 """Results of ampfuse do not depend on torch.set_default_dtype: its own tensors ignore it."""
 
 import ampfuse
+import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
 from torch.nn import functional
@@ -87,3 +88,18 @@ def test_loss_uses_the_scale_of_a_torch_scaler(device, default):
     loss = ampfuse.CrossEntropyLoss(scaler=scaler)(logits, target)
     scaler.scale(loss).backward()
     assert logits.grad[0].tolist() == pytest.approx([-4 / 3, 2 / 3, 2 / 3], rel=1e-2)
+
+
+def test_history_that_is_loaded_keeps_its_numbers(default, tmp_path):
+    scaler = ampfuse.GradScaler("cpu", init_scale=65536.0, history=3)
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float32))
+    optimizer = torch.optim.SGD([param])
+    scaler.scale((param * 1.23456).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    checkpoint.save(tmp_path, step=1, scaler=scaler)
+    other = ampfuse.GradScaler("cpu", history=3)
+    checkpoint.load(tmp_path, scaler=other)
+    other.scale(torch.ones(()))
+    assert other.history() == scaler.history()
+    assert other.history()[0].scale == 65536.0

@@ -198,3 +198,14 @@ def test_nan_gradient_without_a_scaler_makes_the_same_elements_nan_as_in_torch(d
 
     for param, other in zip(ours, theirs, strict=True):
         assert torch.equal(param.isnan(), other.isnan())
+
+
+def test_conjugate_gradients_are_written_back():
+    """Autograd makes them of complex parameters."""
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    weight = torch.tensor([1 - 2j, 2 + 1j, -3j])
+    (param.conj() * weight).real.sum().backward()
+    assert param.grad.is_conj()
+    expected = param.grad.resolve_conj() / torch.linalg.vector_norm(param.grad)
+    ampfuse.Adam([param], write_back_grads=True, max_grad_norm=1.0).step()
+    torch.testing.assert_close(param.grad.resolve_conj(), expected)

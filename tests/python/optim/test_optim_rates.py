@@ -42,3 +42,23 @@ def test_fraction_loads_into_groups_with_an_integer_rate_tensor(device):
     loaded = pair(ampfuse.AdamW, torch.tensor(1), device)
     loaded.load_state_dict(pair(ampfuse.AdamW, 0.5, device).state_dict())
     assert rates(loaded) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float16])
+def test_loaded_rate_keeps_all_digits_in_a_float64_tensor(device, default):
+    rate = torch.tensor(0.25, dtype=torch.float64, device=device)
+    loaded, saved = (pair(ampfuse.AdamW, lr, device) for lr in (rate, 3e-5))
+    torch.set_default_dtype(default)
+    try:
+        loaded.load_state_dict(saved.state_dict())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rate.item() == 3e-5
+
+
+def test_rate_of_one_element_loads_into_a_scalar(device):
+    saved = pair(ampfuse.AdamW, torch.tensor([0.5]), device)
+    loaded = pair(ampfuse.AdamW, torch.tensor(0.25), device)
+    loaded.load_state_dict(saved.state_dict())
+    assert rates(loaded) == [0.5, 0.5]
+    assert loaded.param_groups[0]["lr"].shape == ()
