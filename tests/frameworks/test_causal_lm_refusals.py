@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from ampfuse.integrations._deferred_logits import DeferredLogits
 from ampfuse.integrations.causal_lm import apply_to_model
 from causal_models import SIZES, batch, bfloat16_accelerator, model_of, pair_of
 from peft import LoraConfig, get_peft_model
@@ -196,11 +197,35 @@ def test_first_training_step_is_refused(model, message):
         model(**batch())
 
 
-def test_loss_function_that_was_set_later_meets_no_logits():
+def test_loss_function_that_was_set_later_gets_the_logits():
     model = apply_to_model(model_of())
     model.loss_function = own_loss().loss_function
-    with pytest.raises(AttributeError, match=r"this model reads \.sum"):
-        model(**batch())
+    model(**batch()).loss.backward()
+
+
+def test_other_objects_of_the_class_of_a_changed_model_train_as_before():
+    model = apply_to_model(model_of())
+    other = type(model)(model.config).train()
+    other.load_state_dict(model.state_dict())
+    found = other(**batch())
+    assert found.logits is not None
+    torch.testing.assert_close(found.loss, model.train()(**batch()).loss)
+    assert type(apply_to_model(other)) is type(model)
+    assert other(**batch()).logits is None
+
+
+def test_scaler_is_replaced_after_the_model_was_prepared():
+    model = apply_to_model(model_of())
+    prepared = bfloat16_accelerator().prepare(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert apply_to_model(prepared, scaler=scaler).loss_function.scaler is scaler
+
+
+@pytest.mark.parametrize("divisor", [0, "a"])
+def test_logits_are_divided_by_numbers_only(divisor):
+    logits = DeferredLogits(torch.ones(1, 4), torch.nn.Linear(4, 3))
+    with pytest.raises(TypeError, match="divides them by something else than a number other than"):
+        logits / divisor
 
 
 def test_refused_step_leaves_logits_to_other_calls():

@@ -258,3 +258,44 @@ def test_fabric_trains_as_with_torch(clipping):
     found = fabric_training(ampfuse.AdamW, ours, clipping)
     close(found[0], expected[0])
     assert found[1] == expected[1] == 1024.0
+
+
+class TwoOptimizers(LightningModule):
+    """Clips the gradients of two optimizers, and then steps both."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+        for layer in (self.first, self.second):
+            nn.init.zeros_(layer.weight)
+
+    def training_step(self, batch, index):
+        optimizers = self.optimizers()
+        loss = 100 * (self.first(batch[0]) + self.second(batch[0])).sum()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            self.clip_gradients(optimizer, 0.01, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self):
+        options = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1.0}
+        return [ampfuse.AdamW(layer.parameters(), **options) for layer in (self.first, self.second)]
+
+
+def test_each_optimizer_keeps_its_limit_until_its_own_step():
+    module = TwoOptimizers()
+    loader = DataLoader(TensorDataset(torch.ones(1, 4)))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        plugins=MixedPrecision("bf16-mixed", "cpu"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, loader)
+    assert module.second.weight.abs().max() < 0.01
+    assert torch.equal(module.first.weight, module.second.weight)
+    assert all(one.max_grad_norm is None for one in trainer.optimizers)

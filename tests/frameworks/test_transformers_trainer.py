@@ -125,3 +125,21 @@ def test_a_trainer_with_an_optimizer_is_refused(tmp_path):
     ours = use_ampfuse(trainer(tmp_path))
     with pytest.raises(ValueError, match="without an optimizer of its own"):
         use_ampfuse(ours)
+
+
+def test_a_refused_call_changes_nothing(tmp_path):
+    ours = trainer(tmp_path, fp16=True)
+    with pytest.raises(TypeError, match="grow"):
+        use_ampfuse(ours, scaler={"grow": 5})
+    ours.create_optimizer()
+    assert type(ours.optimizer) is torch.optim.AdamW
+    plain = trainer(tmp_path, bf16=True)
+    with pytest.raises(ValueError, match="scaler: expected"):
+        use_ampfuse(plain, scaler=SCALE)
+    use_ampfuse(plain)
+
+
+def test_a_disabled_scaler_logs_nothing(tmp_path):
+    ours = use_ampfuse(trainer(tmp_path, fp16=True), scaler={"enabled": False})
+    ours.train()
+    assert not any("loss_scale" in entry for entry in ours.state.log_history)

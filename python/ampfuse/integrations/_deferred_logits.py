@@ -44,6 +44,8 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> DeferredLogits:
+        if not isinstance(divisor, (int, float)) or divisor == 0:
+            _refuse("divides them by something else than a number other than 0")
         return self.__mul__(1 / divisor)
 
     def tanh(self) -> DeferredLogits:
@@ -55,7 +57,7 @@ class DeferredLogits:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.tanh:
+        if function is torch.tanh and args:
             return args[0].tanh()
         _refuse(f"calls {getattr(function, '__name__', function)}")
 

@@ -81,6 +81,9 @@ def _checked_loss(model: Any) -> Any:
             "model: expected a causal language model of Transformers, or a PeftModel of one, got "
             f"{name}; call apply_to_model before DDP, torch.compile and other wrappers"
         )
+    loss = getattr(model, "loss_function", None)
+    if isinstance(loss, _Loss):
+        return loss
     if "forward" in vars(model):
         raise TypeError(
             f"model: the forward of this {name} was replaced, for example by accelerator.prepare() "
@@ -92,8 +95,7 @@ def _checked_loss(model: Any) -> Any:
             f"model: expected a decoder with an output layer and labels, got {name}, which is an "
             "encoder-decoder, or has no get_output_embeddings(), or no `labels` in its forward"
         )
-    loss = getattr(model, "loss_function", None)
-    if not isinstance(loss, _Loss) and getattr(loss, "__name__", "") != "ForCausalLMLoss":
+    if getattr(loss, "__name__", "") != "ForCausalLMLoss":
         raise TypeError(
             f"model: expected Transformers' loss function of causal language models, "
             f"ForCausalLMLoss, got {loss}"
@@ -132,13 +134,16 @@ def _heads(model: Any) -> list[Head]:
 @functools.cache
 def _fused_class(base: Any) -> Any:
     """Return a subclass of a model's class, with the same name and the changed forward."""
+    if "is_fused" in vars(base):
+        return base
     signature = inspect.signature(base.forward)
     position = list(signature.parameters).index("labels") - 1  # without self
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[position] if len(args) > position else kwargs.get("labels")
-        if not self.training or labels is None:
+        is_ours = isinstance(self.loss_function, _Loss)  # not in a new object of this class
+        if not (self.training and is_ours) or labels is None:
             return base.forward(self, *args, **kwargs)
         heads = _heads(self)
         for head in heads:
@@ -158,7 +163,8 @@ def _fused_class(base: Any) -> Any:
         return _empty, (base,), self.__dict__
 
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": reduce})
+    changes = {"forward": forward, "is_fused": True, "__reduce_ex__": reduce}
+    return type(base.__name__, (base,), names | changes)
 
 
 def _empty(base: Any) -> Any:

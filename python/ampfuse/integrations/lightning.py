@@ -36,9 +36,9 @@ class MixedPrecision(trainers.MixedPrecision):
     It replaces `Trainer(precision="16-mixed")` or `"bf16-mixed"`.
 
     With `gradient_clip_val`, `ampfuse.AdamW` clips the norm inside its step, in place of its own
-    `max_grad_norm`. Clipping by value unscales the gradients first. Hooks such as
-    `on_before_optimizer_step` see gradients that are still scaled, unless the optimizer was made
-    with `unscale="before"`.
+    `max_grad_norm`. Groups with a `max_grad_norm` keep theirs. Clipping by value unscales the
+    gradients first. Hooks such as `on_before_optimizer_step` see gradients that are still scaled,
+    unless the optimizer was made with `unscale="before"`.
 
     Args:
         precision: `"16-mixed"`, or `"bf16-mixed"`, which needs no scaler.
@@ -54,12 +54,13 @@ class MixedPrecision(trainers.MixedPrecision):
         self, precision: str = "16-mixed", device: str = "cuda", **scaler_options: Any
     ) -> None:
         super().__init__(precision, device, _scaler(precision, device, scaler_options))
-        self._limits: list[tuple[Adam, float | None]] = []  # those before clip_gradients()
+        self._own_limits: dict[Adam, float | None] = {}  # of optimizers that are to be clipped
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step, as Lightning calls it; a limit that `clip_gradients` has set is for this step only.
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step, as Lightning calls it. The limit that `clip_gradients` has set is for this step.
 
         Args:
+            optimizer: The optimizer, which Lightning may have wrapped.
             *args: Passed to Lightning's method.
             **kwargs: Passed to Lightning's method.
 
@@ -67,11 +68,11 @@ class MixedPrecision(trainers.MixedPrecision):
             The result of Lightning's method.
         """
         try:
-            return super().optimizer_step(*args, **kwargs)
+            return super().optimizer_step(optimizer, *args, **kwargs)
         finally:
-            for optimizer, limit in reversed(self._limits):
-                optimizer.max_grad_norm = limit
-            self._limits = []
+            stepped = unwrapped(optimizer)
+            if stepped in self._own_limits:
+                stepped.max_grad_norm = self._own_limits.pop(stepped)
 
     def clip_gradients(
         self,
@@ -90,7 +91,7 @@ class MixedPrecision(trainers.MixedPrecision):
             return
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, Adam) and gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            self._limits.append((optimizer, optimizer.max_grad_norm))
+            self._own_limits.setdefault(optimizer, optimizer.max_grad_norm)
             optimizer.max_grad_norm = clip_val
             return
         if self.scaler is not None and takes_tensors(optimizer):  # Lightning leaves it to its step

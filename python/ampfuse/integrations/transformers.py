@@ -64,13 +64,14 @@ def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer
         }
         return AdamW, {**of_arguments, **optimizer_options}
 
+    is_scaled = inside.accelerator.mixed_precision == "fp16"
+    if scaler is not None and not is_scaled:
+        raise ValueError("scaler: expected TrainingArguments(fp16=True)")
+    metrics = ScaleMetrics(use_scaler(inside.accelerator, **scaler or {})) if is_scaled else None
     # The Trainer calls these again in each trial of a search for hyperparameters.
     inside.get_optimizer_cls_and_kwargs = class_and_options
-    if inside.accelerator.mixed_precision != "fp16":
-        if scaler is not None:
-            raise ValueError("scaler: expected TrainingArguments(fp16=True)")
+    if metrics is None:
         return trainer
-    metrics = ScaleMetrics(use_scaler(inside.accelerator, **scaler or {}))
     create, log = inside.create_accelerator_and_postprocess, inside.log
 
     def create_with_scaler() -> None:
@@ -80,8 +81,8 @@ def use_ampfuse(trainer: T, *, scaler: dict[str, Any] | None = None, **optimizer
 
     def log_with_scale(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:  # of training
-            read = metrics.read()
-            logs |= {name: read[name] for name in ("loss_scale", "skipped_steps")}
+            read = metrics.read()  # nothing if the scaler is disabled
+            logs |= {name: read[name] for name in ("loss_scale", "skipped_steps") if name in read}
         log(logs, *args, **kwargs)
 
     inside.create_accelerator_and_postprocess = create_with_scaler

@@ -46,8 +46,10 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     ampfuse's options; a program cannot use them for itself.
 
     `isinstance` works with torch's classes, and classes may derive from them, also with the
-    metaclass `ABCMeta`. Objects of torch's classes cannot be pickled while these are replaced;
-    state dicts load into torch's objects and ours. A second call changes nothing.
+    metaclass `ABCMeta`; others, such as that of `typing.Protocol`, conflict. Objects of torch's
+    classes, and references to torch's functions and classes, cannot be pickled while these are
+    replaced, and references to the replacements not after `unpatch()`. State dicts load into
+    torch's objects and ours. A second call changes nothing.
 
     Args:
         *parts: Names of parts in the list above; all parts if no name is given.
