@@ -33,6 +33,11 @@ def have_own_operators(tensors: Iterable[Tensor]) -> bool:
     return any(type(tensor).__torch_dispatch__ is not PLAIN for tensor in tensors)
 
 
+def states_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the states of an optimizer's parameters. It may keep other values beside them."""
+    return [state for state in optimizer.state.values() if isinstance(state, dict)]
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]

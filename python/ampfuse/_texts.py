@@ -12,10 +12,10 @@ def size_text(size: float) -> str:
     return f"{size / 1024:,.1f} GiB"
 
 
-def bytes_of(size: int | str) -> int:
+def bytes_of(size: float | str) -> int:
     """Return a number of bytes, which may be given as a text like `"24GiB"` or `"500 MB"`."""
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return int(size)
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMGT])(?:iB|B)?", size, re.IGNORECASE)
     if match is None:
         raise ValueError(f"expected a size like 24GiB, got {size}")

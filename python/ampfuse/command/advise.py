@@ -51,11 +51,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
         advice = advise(chosen.program, say)
     except NoAdviceError as error:
         refuse(f"advise: {error}")
-    print(_show.text(advice, chosen.program.words[0]))
+    # Files are written first: a terminal may lack characters of the text.
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(in_json(advice.as_dict()), indent=2) + "\n")
     if chosen.plot is not None:
         _show.plot(advice, chosen.plot)
+    print(_show.text(advice, chosen.program.words[0]))
     sys.exit(0)
 
 

@@ -113,6 +113,16 @@ def run(chosen: Options) -> Account:
     )
 
 
+def has_whole_batch(arguments: dict[str, Any]) -> bool:
+    """Return False if a loader with these arguments has fewer samples than a batch."""
+    sampler = arguments.get("sampler")
+    try:
+        samples = len(arguments["dataset"] if sampler is None else sampler)
+    except TypeError:  # an iterable dataset
+        return True
+    return samples >= int(arguments.get("batch_size", 1))
+
+
 @contextmanager
 def loaders(batch: int | None) -> Iterator[list[int]]:
     """Make loaders load in this process, with another batch size if one is given.
@@ -133,7 +143,8 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
         if makes_batches and batch is not None:
             given["batch_size"] = batch
         if makes_batches:
-            given["drop_last"] = True  # a smaller batch would have another account
+            # A smaller batch would have another account.
+            given["drop_last"] = has_whole_batch(given)
         original(**given)
 
     def begin(self: Any) -> Any:
@@ -185,7 +196,7 @@ def largest_batch(chosen: Options, account: Account, batches: list[int], folder:
     largest = search(peak_of, chosen.fit, TRIALS, peaks)
     room = size_text(chosen.fit)
     if largest == 0:
-        return f"no batch fits in {room}"
+        return "\n".join([f"no batch fits in {room}", *failures[:1]])
     at_least = "at least " if failures else ""  # something else than memory was the limit
     found = f"{at_least}{largest}, which takes {size_text(peaks[largest])}"
     return "\n".join([f"largest batch in {room}: {found}", *failures[:1]])

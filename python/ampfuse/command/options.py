@@ -1,6 +1,7 @@
 """The command line of `python -m ampfuse`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,10 @@ def check_files(json: Path | None, plot: Path | None, html: Path | None = None) 
     for name, file in (("--json", json), ("--plot", plot), ("--html", html)):
         if file is not None and not file.parent.is_dir():
             refuse(f"{name}: there is no folder {file.parent}")
+        if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
+            refuse(f"{name}: {file} cannot be written")
+        if file is not None and file.is_dir():
+            refuse(f"{name}: {file} is a folder")
     if plot is not None and (why := why_no_plot(plot)):
         refuse(f"--plot: {why}")
 

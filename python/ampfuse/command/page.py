@@ -42,7 +42,8 @@ code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: any
 
 def write(report: dict[str, Any], path: Path) -> None:
     """Write a report."""
-    path.write_text(page(report), encoding="utf-8")
+    # Names of files may hold bytes that are not UTF-8.
+    path.write_text(page(report), encoding="utf-8", errors="xmlcharrefreplace")
 
 
 def page(report: dict[str, Any]) -> str:

@@ -127,19 +127,20 @@ def saved_in_memory() -> Iterator[None]:
     load: Any = torch.load
     files: dict[str, bytes] = {}
 
-    def save_in_memory(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(file, str | os.PathLike):
-            save(value, file, *args, **kwargs)
+    # Parameters have torch's names, since programs may pass them by name.
+    def save_in_memory(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, str | os.PathLike):
+            save(obj, f, *args, **kwargs)
             return
         written = io.BytesIO()
-        save(value, written, *args, **kwargs)
-        files[os.path.abspath(file)] = written.getvalue()
+        save(obj, written, *args, **kwargs)
+        files[os.path.abspath(f)] = written.getvalue()
 
-    def load_from_memory(file: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, str | os.PathLike) and os.path.abspath(file) in files:
+    def load_from_memory(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike) and os.path.abspath(f) in files:
             kwargs["mmap"] = False
-            file = io.BytesIO(files[os.path.abspath(file)])
-        return load(file, *args, **kwargs)
+            f = io.BytesIO(files[os.path.abspath(f)])
+        return load(f, *args, **kwargs)
 
     with ExitStack() as exits:
         replace(exits, torch, "save", save_in_memory)

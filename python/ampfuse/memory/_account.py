@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse._nested import params_of
+from ampfuse._nested import params_of, states_of
 from ampfuse.memory._as_on_gpu import as_on_gpu
 from ampfuse.memory._record import ACTIVATIONS, KINDS, Record
 from ampfuse.memory._recorder import Recorder
@@ -119,7 +119,7 @@ def recorded(
             f"model: expected parameters on the CPU, got them on {min(devices)}; build the "
             "model on the CPU"
         )
-    if any(isinstance(param, nn.parameter.UninitializedParameter) for param in model.parameters()):
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
         raise ValueError("model: expected initialized parameters: call the model once before")
     stance = torch.compiler.set_stance("force_eager")  # else torch.compile gives up on the model
     with stance, unchanged(model, optimizer) as exits, recording(device) as recorder:
@@ -231,12 +231,14 @@ def kept_attributes(module: nn.Module) -> Callable[[], None]:
 
 
 def kept_parameter(param: Tensor) -> Callable[[], None]:
-    """Return a function that restores the data and the gradient of a parameter."""
-    data, gradient = param.data, param.grad
+    """Return a function that restores a parameter's data, its gradient, and whether it has one."""
+    data, gradient, is_trained = param.data, param.grad, param.requires_grad
 
     def restore() -> None:
         if param.data_ptr() != data.data_ptr():
             param.data = data
+        if param.requires_grad != is_trained:
+            param.requires_grad_(is_trained)
         param.grad = gradient
 
     return restore
@@ -244,11 +246,13 @@ def kept_parameter(param: Tensor) -> Callable[[], None]:
 
 def kept_optimizer(optimizer: Optimizer) -> Callable[[], None]:
     """Return a function that restores the state and the options of an optimizer."""
-    state = {param: dict(entries) for param, entries in optimizer.state.items()}
+    state = {
+        key: dict(entries) if isinstance(entries, dict) else entries
+        for key, entries in optimizer.state.items()
+    }
     groups = [dict(group) for group in optimizer.param_groups]
-    numbers = kept_numbers(
-        [value for entries in (*state.values(), *groups) for value in entries.values()]
-    )
+    dicts = [*states_of(optimizer), *groups]
+    numbers = kept_numbers([value for entries in dicts for value in entries.values()])
 
     def restore() -> None:
         numbers()

@@ -82,7 +82,10 @@ def largest_batch(
     """
     if effective is not None and effective < 1:
         raise ValueError(f"effective: expected at least 1, got {effective}")
-    model_device = next(model.parameters()).device
+    parameter = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    if parameter is None:
+        raise ValueError(f"model: expected a module with parameters, got {type(model).__name__}")
+    model_device = parameter.device
     if model_device.type == "cpu":
         if memory is None:
             raise ValueError("memory: expected bytes, since the model is on the CPU")

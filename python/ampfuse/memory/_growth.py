@@ -42,9 +42,9 @@ class Suspect(NamedTuple):
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the allocations of two steps: call `end_step()` after each of them.
 
-    Begin it only if `may_begin()`. Later modes are left before it: it ends only when it is the
-    innermost one again. Compiled functions run without the compiler meanwhile. The compiler would
-    otherwise give up these functions for good.
+    Begin it only if `may_begin()`. Modes that are entered later must be left first: `stop` returns
+    False until this one is the innermost. Compiled functions run without the compiler meanwhile.
+    The compiler would otherwise give up these functions for good.
     """
 
     supports_higher_order_operators = True
@@ -130,7 +130,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules.append(type(module).__name__)
 
     def _leave_module(self, *_: Any) -> None:
-        self._modules.pop()
+        if self._modules:  # the look may begin inside a module
+            self._modules.pop()
 
 
 def program_line(frame: FrameType | None) -> str:

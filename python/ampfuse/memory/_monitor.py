@@ -2,7 +2,6 @@
 
 import csv
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -63,7 +62,6 @@ class Monitor(StepMemory):
 
     def __enter__(self) -> "Monitor":
         """Begin to sample."""
-        self._start = time.perf_counter()
         self._thread_of_program = threading.get_ident()
         hook_steps(self._exits, self._before_step, self._after_step)
         replace(self._exits, torch.autograd, "backward", self._marked(torch.autograd.backward))

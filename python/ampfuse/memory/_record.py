@@ -40,6 +40,7 @@ class Allocation:
     output_of: str = ""  # name of the outermost module that returned it
     inputs_of: set[str] = field(default_factory=set)  # names of the modules that took it
     is_trained: bool = False  # True for a parameter of an optimizer
+    used: int | None = None  # the moment of its first use in a backward pass
     is_sent: bool = False  # True if the program has moved the tensor to a device
 
 

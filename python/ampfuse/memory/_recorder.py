@@ -1,5 +1,6 @@
 """Records a training step, while its operators run dry."""
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._measuring import hook_steps, only_measures
-from ampfuse._nested import have_own_operators, params_of, stored_tensors_in
+from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
+from ampfuse._replacing import replace
 from ampfuse.memory import _scratch
 from ampfuse.memory._dry_run import DryRun
 from ampfuse.memory._record import (
@@ -62,7 +65,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._all: list[Allocation] = []
         self._phases: list[tuple[int, str]] = []
-        self._stack: list[str] = []  # names of the modules that are running
+        self._thread = threading.get_ident()
+        self._stack: list[str] = []  # names of the modules that are running in this thread
         self._names: dict[int, str] = {}
         self._blocks: list[str] = []
         self._operations: Counter[str] = Counter()
@@ -79,6 +83,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for handle in handles:
             self._exits.callback(handle.remove)
         hook_steps(self._exits, self._enter_step, self._leave_step)
+        replace(self._exits, Distribution, "_validate_args", False)  # zeros are often not valid
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -149,6 +154,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now += 1
         self._note_phase()
         inputs = [self._seen(tensor) for tensor in given]
+        if self._phases[-1][1] == BACKWARD:
+            for one in inputs:
+                one.used = self._now if one.used is None else one.used
         results = self._dry_run.run(operator, args, kwargs)
         self._note_scratch(operator, args, results)
         self._count_operations(operator, args, kwargs, results)
@@ -213,6 +221,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phases.append((self._now, phase))
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if not self._stack and id(module) not in self._names:
             self.note_model(module)
         name = self._names.get(id(module), type(module).__name__)
@@ -221,6 +231,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen(tensor).inputs_of.add(name)
 
     def _leave_module(self, module: nn.Module, _: Any, outputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         name = self._stack.pop()
         for tensor in stored_tensors_in(outputs):
             self._seen(tensor).output_of = name
@@ -241,7 +253,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @only_measures
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping -= 1
-        for state in optimizer.state.values():
+        for state in states_of(optimizer):
             self._is_adam |= "exp_avg_sq" in state
             for name, value in state.items():
                 if isinstance(value, Tensor):

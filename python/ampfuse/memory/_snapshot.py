@@ -56,7 +56,10 @@ def read_snapshot(path: str | Path, device: int = 0) -> Snapshot:
         pickle.UnpicklingError: The file contains code, or is not a pickle.
     """
     with Path(path).open("rb") as file:
-        content = _PlainUnpickler(file).load()
+        try:
+            content = _PlainUnpickler(file).load()
+        except (EOFError, ValueError) as error:
+            raise pickle.UnpicklingError(f"{path} is not a pickle ({error})") from None
     try:
         return _at_peak(content, device)
     except (AttributeError, IndexError, KeyError, TypeError) as error:

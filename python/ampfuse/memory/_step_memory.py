@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._graphs import uses_gpu
-from ampfuse._nested import params_of
+from ampfuse._nested import params_of, states_of
 from ampfuse.memory._growth import Look, Suspect, storages_of
 from ampfuse.memory._process import gpu_process_memory, host_memory
 from ampfuse.memory._record import FORWARD
@@ -165,6 +165,6 @@ def slope(steps: list[int], sizes: list[int]) -> float | None:
 def _kept(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors that stay from step to step: parameters, gradients and state."""
     params = params_of(optimizer)
-    state = (value for entries in optimizer.state.values() for value in entries.values())
+    state = (value for entries in states_of(optimizer) for value in entries.values())
     grads = (param.grad for param in params)
     return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]

@@ -143,7 +143,7 @@ def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
             batches.setdefault(record.backward_after(one.born), []).append(one)
         for batch in batches.values():
             forward_end = max(one.born for one in batch) + 1
-            backward_begin = min(one.died or record.end for one in batch) - 1
+            backward_begin = min(one.used or one.died or record.end for one in batch)
             for one in batch:
                 result += [replace(one, died=forward_end), replace(one, born=backward_begin)]
             end = max(one.died or record.end for one in batch)

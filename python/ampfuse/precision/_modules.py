@@ -83,7 +83,7 @@ class Modules:
 
     def _noted(self, original: Any) -> Any:
         @wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or os.getpid() != self._process:
                 return original(module, *args, **kwargs)
             # A part that is checkpointed runs again in backward.

@@ -46,6 +46,11 @@ class Operators:
     """The module that computed it."""
 
 
+def is_examined(tensor: Tensor) -> bool:
+    """Return True for floating-point tensors, but not for float8, which few operators take."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at each operator in a block of code.
 
@@ -100,7 +105,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_backward = is_in_backward()
         kind = self._kind(name, given, is_backward)
         results = self._timed(operator, args, kwargs, kind, name, given)
-        floats = [one for one in stored_tensors_in(results) if one.is_floating_point()]
+        floats = list(filter(is_examined, stored_tensors_in(results)))
         if kind == "casts":
             self.found.casts += 1
             self.found.cast_bytes += sum(one.nbytes for one in (*given, *floats))
@@ -170,7 +175,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_16bit and not is_backward:
                 self._note_largest([end for end in ends if end.dtype in DTYPES_16_BIT])
             return
-        if any(one.is_floating_point() and not bool(one.isfinite().all()) for one in given):
+        if any(is_examined(one) and not bool(one.isfinite().all()) for one in given):
             return
         node = torch._C._current_autograd_node() if is_backward else None
         module = self._modules.behind(node._sequence_nr()) if node else self._modules.running

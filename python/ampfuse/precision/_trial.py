@@ -145,6 +145,7 @@ class Trial(Listener):
 
         @wraps(call)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             is_elsewhere = threading.get_ident() != self._thread
             if torch.compiler.is_compiling() or is_in_backward() or is_elsewhere:
                 call(tensors, grad_tensors, *args, **kwargs)
@@ -171,8 +172,7 @@ class Trial(Listener):
         return backward
 
     def _note_loss(self, tensors: Any, scale: float) -> None:
-        loss = tensors if isinstance(tensors, Tensor) else tensors[0]
-        self.losses.append(loss.detach().sum(dtype=torch.float32) / scale)
+        self.losses.append(tensors[0].detach().sum(dtype=torch.float32) / scale)
 
     def _after_backward(self, scale: float) -> None:
         if self._last_untimed is not None:
@@ -181,7 +181,7 @@ class Trial(Listener):
         self.modules.forget()
 
     def _end_analysis(self) -> None:
-        # Not in backward, which torch calls by a mode that has to end later than this.
+        # Not in backward: torch has entered a mode for it, which must be left before this one.
         is_due = self._last_untimed is None and len(self.losses) >= ANALYSED
         if is_due and not is_in_backward():
             self._analysis.close()

@@ -50,11 +50,13 @@ def verdict(judge: Judge) -> Verdict:
     if fastest is not None:
         sentences = [no_gain(judge, fastest), reason(judge, fastest), accuracy(judge, fastest)]
     else:
-        sentences = [
-            "Stay with float32: 16 bits are not accurate enough for this program.",
-            inaccuracy(judge),
-            origin(judge),
-        ]
+        fails = all(one.failure for one in judge.outcomes.values())
+        why = "16 bits are not accurate enough for this program"
+        if fails:
+            why = "the program fails in 16 bits"
+        sentences = [f"Stay with float32: {why}.", inaccuracy(judge)]
+        if judge.outcomes[BFLOAT16].failure is None:
+            sentences.append(origin(judge))
     return Verdict(FLOAT32, sentences, lines_to_change(base, FLOAT32, 1.0))
 
 

@@ -128,3 +128,47 @@ def test_nothing_of_the_dry_run_stays_in_the_model_or_in_other_optimizers():
     assert all(param.grad is None for param in other.parameters())
     assert optimizer.param_groups[0]["lr"] == torch.tensor(1e-3)
     assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_that_a_step_freezes_are_trained_again():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters())
+    step = stepper(model, optimizer)
+
+    def freeze():
+        step()
+        next(model.parameters()).requires_grad_(False)
+
+    account(model, optimizer, freeze, device="cpu")
+    assert all(param.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_optimizer_may_keep_other_values_beside_its_states(steps_before):
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["calls"] = 1
+    step = stepper(model, optimizer)
+    for _ in range(steps_before):
+        step()
+    assert account(model, optimizer, step, device="cpu").peak > 0
+    assert optimizer.state["calls"] == 1
+
+
+def test_distributions_of_zeros_are_accepted_in_a_dry_run():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step():
+        mean = model(torch.ones(2, 4))
+        torch.distributions.Normal(mean, torch.ones(2, 4)).rsample().sum().backward()
+        optimizer.step()
+
+    assert account(model, optimizer, step, device="cpu").peak > 0
+
+
+def test_buffers_must_be_initialized():
+    model = nn.LazyBatchNorm1d(affine=False)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="expected initialized parameters"):
+        account(model, optimizer, lambda: None, device="cpu")

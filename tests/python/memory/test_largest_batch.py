@@ -172,3 +172,9 @@ def test_step_that_does_not_depend_on_the_batch_is_refused():
 def test_model_that_does_not_fit_raises_an_out_of_memory_error():
     with pytest.raises(torch.OutOfMemoryError, match="a step with one sample does not fit"):
         largest_batch(*model_and_step(), memory=MIB)
+
+
+@pytest.mark.parametrize("model", [nn.Tanh(), 3])
+def test_models_without_parameters_are_refused(model):
+    with pytest.raises(ValueError, match="model: expected a module with parameters, got"):
+        largest_batch(model, None, lambda batch: None, memory=2**20)

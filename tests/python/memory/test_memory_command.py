@@ -239,3 +239,11 @@ def test_batch_fits_also_where_the_optimizer_decides_the_peak_of_small_ones(prog
     found = re.search(r"largest batch in 64.0 MiB: (\d+), which takes ([\d.]+) MiB", done.stdout)
     assert int(found[1]) > 32
     assert 0.8 * 64 < float(found[2]) <= 64
+
+
+def test_dataset_may_be_smaller_than_a_batch(programs):
+    small = PROGRAM.replace("(4096, 33)", "(5, 33)")
+    programs.write("train.py", small)
+    done = memory(programs, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "peak of a training step on a GPU: " in done.stdout

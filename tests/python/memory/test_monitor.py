@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ampfuse.memory import Monitor, Suspect
+from ampfuse.memory._growth import Look
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -323,3 +324,36 @@ def test_monitor_can_be_used_twice_and_counts_the_next_optimizer():
     monitor.steps, monitor.ends = 18, monitor.ends * 3
     assert "18 steps are too few to tell whether memory grows" in str(monitor)
     assert str(Monitor()) == "no samples yet"
+
+
+def test_monitor_that_is_entered_again_goes_on():
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param])
+    monitor = Monitor(interval=10, find_leaks=False)
+    for _ in range(2):
+        with monitor:
+            before = len(monitor.ends)
+            for _ in range(3):
+                param.grad = torch.ones(2)
+                optimizer.step()
+                time.sleep(0.06)
+            assert len(monitor.ends) > before
+
+
+def test_look_may_begin_inside_a_module_with_hooks():
+    class Trainer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, batch):
+            self.layer(batch).sum().backward()
+            optimizer.step()
+
+    trainer = Trainer()
+    trainer.register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(trainer.parameters())
+    look = []
+    optimizer.register_step_post_hook(lambda *_: look.append(Look()) if not look else None)
+    trainer(torch.ones(2, 4))
+    assert look[0].stop()

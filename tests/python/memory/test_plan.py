@@ -142,3 +142,34 @@ def test_checkpoints_that_save_nothing_are_left_out():
 def test_unknown_change_is_refused():
     with pytest.raises(ValueError, match=r"allow: expected names of .*, got 'checkpoints'"):
         planned(1, allow=["checkpoints"])
+
+
+def test_sizes_may_be_floats():
+    assert bytes_of(24e9) == 24_000_000_000
+
+
+@pytest.mark.parametrize("activation", [torch.nn.Tanh, torch.nn.ReLU])
+@pytest.mark.parametrize("budget", ["20MiB", "32MiB"])
+def test_activations_that_are_computed_again_live_until_backward_ends(activation, budget):
+    """Their memory is taken when backward first reads them, not when it first frees one."""
+    linear = torch.nn.Linear
+
+    def made():
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(linear(64, 256), activation(), linear(256, 64)) for _ in range(8))
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            model(torch.zeros(4096, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    model, optimizer, step = made()
+    found = plan(model, optimizer, step, budget, device="cpu")
+    found.apply(model)
+    peak = account(model, optimizer, step, device="cpu").peak
+    assert found.peak == pytest.approx(peak, rel=0.02)
+    assert found.fits == (peak <= bytes_of(budget))

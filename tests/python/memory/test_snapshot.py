@@ -111,3 +111,10 @@ def test_other_content_is_refused(tmp_path):
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(ValueError, match="is not a snapshot of torch's memory"):
         read_snapshot(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"Import numpy", b"Footer"])
+def test_files_that_are_no_pickles_are_refused(tmp_path, content):
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError):
+        read_snapshot(tmp_path / "text")

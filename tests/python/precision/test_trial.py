@@ -33,6 +33,23 @@ BACKWARD = """
 import torch
 torch.ones(1, requires_grad=True).sum().backward()
 """
+UNUSUAL = """
+import torch
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, x, module):
+        return super().forward(x)
+model = Model(8, 4)
+torch.save(obj=model.state_dict(), f="start.pt")
+model.load_state_dict(torch.load(f="start.pt"))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(20):
+    x = torch.randn(16, 8).to(torch.float8_e4m3fn).float()
+    loss = model(x=x, module=None).square().mean()
+    torch.autograd.backward(one for one in [loss])
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 DEFAULTS = {"optimizer": "AdamW", "steps": 100, "parts": 1, "before": "pass"}
 
 pytestmark = pytest.mark.slow
@@ -305,3 +322,8 @@ def test_command_prints_a_table_a_verdict_and_lines(programs, program):
     assert (programs.folder / "a.json").stat().st_size > 1000
     assert (programs.folder / "a.png").stat().st_size > 1000
     assert "python -m ampfuse: running it in bfloat16" in done.stderr
+
+
+def test_programs_may_call_torch_in_other_ways(program):
+    """By names of parameters, with a generator, with float8, and a parameter named module."""
+    assert run(program(UNUSUAL), FLOAT32).failure is None
