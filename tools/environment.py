@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / os.environ.get("VENV", ".venv")
+VENV = ROOT / (os.environ.get("VENV") or ".venv")
 CPP_HEADERS = ROOT / ".venv" / "cpp-headers"
 FRAMEWORKS = ROOT / f"{VENV.name}-frameworks"
 DOCS = ROOT / f"{VENV.name}-docs"
@@ -73,10 +73,12 @@ def make_venv() -> Path:
     python = VENV / "bin" / "python"
     if not python.exists():
         say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
+        is_new = not VENV.exists()
         try:
             run(sys.executable, "-m", "venv", VENV)
         except subprocess.CalledProcessError:
-            shutil.rmtree(VENV, ignore_errors=True)
+            if is_new:
+                shutil.rmtree(VENV, ignore_errors=True)
             sys.exit("Python's venv module does not work: install python3-venv (Debian, Ubuntu)")
     if REQUESTED_TORCH:
         return python

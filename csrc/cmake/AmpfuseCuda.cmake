@@ -117,6 +117,12 @@ if(NOT _ampfuse_refusal)
   include(AmpfuseCudaArchitectures)
 endif()
 if(NOT _ampfuse_refusal)
+  if(CMAKE_CUDA_COMPILER AND NOT CMAKE_CUDA_COMPILER STREQUAL AMPFUSE_NVCC)
+    # CMake would keep the compiler of the option, or of an earlier configuration.
+    message(FATAL_ERROR
+      "CMAKE_CUDA_COMPILER: expected ${AMPFUSE_NVCC} (CUDA ${AMPFUSE_CUDA_VERSION}), got "
+      "${CMAKE_CUDA_COMPILER}; remove the option, or the build folder")
+  endif()
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
   if(NOT EXISTS "${_ampfuse_toolkit}/lib64" AND EXISTS "${_ampfuse_toolkit}/lib")
