@@ -57,6 +57,12 @@ def described(turn: Turn) -> str:
     return f"{turn.instructions / turn.counted:.0f} ({'+'.join(moves)})"
 
 
+def adds_blocks(turn: Turn) -> bool:
+    """Return True for a loop over numbers of blocks, which runs once per launch."""
+    text = "\n".join(turn.loop)
+    return "DADD" in text and not re.search(r"\b(MUFU|FFMA|STG)", text)
+
+
 def cells(name: str, code: MachineCode) -> list[str]:
     """Return what the table says about a kernel."""
     body = code.sass[name]
@@ -69,7 +75,11 @@ def cells(name: str, code: MachineCode) -> list[str]:
         return [str(registers), str(threads), turns, f"{16 * packs * threads / 1024:.0f}"]
     loops: dict[tuple[str, ...], str] = {}
     for pattern in (rf"\bSTG{WIDE}", rf"\bLDG{WIDE}"):  # the latter decides if a loop has both
-        loops |= {tuple(turn.loop): described(turn) for turn in shortest_turns(body, pattern)}
+        loops |= {
+            tuple(turn.loop): described(turn)
+            for turn in shortest_turns(body, pattern)
+            if not ("cross_entropy_forward" in name and adds_blocks(turn))
+        }
     requested: Counter[tuple[str, ...]] = Counter()  # bytes per turn, by loop
     for width, bits in ((8, "64"), (16, "128")):
         for turn in shortest_turns(body, rf"\bLDG\.E\.{bits}"):
