@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -113,14 +114,13 @@ def run(chosen: Options) -> Account:
     )
 
 
-def has_whole_batch(arguments: dict[str, Any]) -> bool:
-    """Return False if a loader with these arguments has fewer samples than a batch."""
-    sampler = arguments.get("sampler")
+def first_batch(arguments: dict[str, Any]) -> int:
+    """Return the size of the first batch of a loader with these arguments."""
+    sampler, batch = arguments.get("sampler"), int(arguments.get("batch_size", 1))
     try:
-        samples = len(arguments["dataset"] if sampler is None else sampler)
+        return min(batch, len(arguments["dataset"] if sampler is None else sampler))
     except TypeError:  # an iterable dataset
-        return True
-    return samples >= int(arguments.get("batch_size", 1))
+        return batch
 
 
 @contextmanager
@@ -133,6 +133,7 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
     iterate: Any = DataLoader.__iter__
     signature = inspect.signature(original)
     seen: list[int] = []
+    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
@@ -143,13 +144,16 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
         if makes_batches and batch is not None:
             given["batch_size"] = batch
         if makes_batches:
-            # A smaller batch would have another account.
-            given["drop_last"] = has_whole_batch(given)
+            # A smaller batch would have another account. Only a program's own batch may be larger
+            # than its dataset, since a trial must not count samples that are not there.
+            size = int(given.get("batch_size", 1)) if batch is not None else first_batch(given)
+            given["drop_last"] = size == given.get("batch_size", 1)
+            sizes[self] = size
         original(**given)
 
     def begin(self: Any) -> Any:
         if self.batch_size is not None:
-            seen.append(self.batch_size)
+            seen.append(sizes.get(self, self.batch_size))
         return iterate(self)
 
     with ExitStack() as exits:

@@ -54,7 +54,7 @@ def largest_batch(
     Args:
         model: The model. Call this before it is wrapped for several GPUs.
         optimizer: The optimizer that `step` steps.
-        step: A function that makes a training step with so many samples.
+        step: A function that makes a training step with so many samples. It must work with one.
         memory: Bytes that may be used, also as a text like `"24GiB"`; needed if the model is on the
             CPU, otherwise by default those of the GPU.
         effective: Number of samples of a whole step, which are divided into micro-batches.
@@ -65,8 +65,8 @@ def largest_batch(
         The largest number of samples, and how to divide `effective`.
 
     Raises:
-        ValueError: `memory` is needed, `effective` is below 1, or memory does not depend on the
-            batch.
+        ValueError: `memory` is needed, `effective` is below 1, the model has no parameters, or
+            memory does not depend on the batch.
         torch.OutOfMemoryError: A step with one sample does not fit.
 
     Examples:

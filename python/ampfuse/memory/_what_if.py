@@ -146,9 +146,11 @@ def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
             backward_begin = min(one.used or one.died or record.end for one in batch)
             for one in batch:
                 result += [replace(one, died=forward_end), replace(one, born=backward_begin)]
+            begin = min(one.born for one in batch)
             end = max(one.died or record.end for one in batch)
             for one in record.allocations:
-                if block in one.inputs_of and one.born < forward_end and one.died is not None:
+                is_input = block in one.inputs_of and one.born < forward_end
+                if is_input and one.died is not None and one.died > begin:
                     kept_until[id(one)] = max(kept_until.get(id(one), one.died), end)
     return [
         replace(one, died=kept_until.get(id(one), one.died))

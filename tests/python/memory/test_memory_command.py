@@ -247,3 +247,11 @@ def test_dataset_may_be_smaller_than_a_batch(programs):
     done = memory(programs, "train.py")
     assert done.returncode == 0, done.stderr
     assert "peak of a training step on a GPU: " in done.stdout
+
+
+def test_fit_counts_no_samples_that_are_not_there(programs):
+    programs.write("train.py", PROGRAM.replace("(4096, 33)", "(20, 33)"))
+    done = memory(programs, "--fit", "200MiB", "train.py")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-2:]
+    assert re.match(r"largest batch in 200 MiB: at least (8|16|17|18|19|20), ", last[0]), last

@@ -173,3 +173,29 @@ def test_activations_that_are_computed_again_live_until_backward_ends(activation
     peak = account(model, optimizer, step, device="cpu").peak
     assert found.peak == pytest.approx(peak, rel=0.02)
     assert found.fits == (peak <= bytes_of(budget))
+
+
+def test_inputs_of_a_micro_batch_are_kept_until_its_own_backward_ends():
+    linear = torch.nn.Linear
+
+    def made():
+        blocks = [
+            torch.nn.Sequential(linear(64, 256), torch.nn.GELU(), linear(256, 64)) for _ in range(8)
+        ]
+        model = torch.nn.Sequential(*blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            for _ in range(3):
+                model(torch.zeros(4096, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    model, optimizer, step = made()
+    found = plan(model, optimizer, step, "1MiB", device="cpu")
+    assert len(found.blocks) == 8
+    found.apply(model)
+    peak = account(model, optimizer, step, device="cpu").peak
+    assert found.peak == pytest.approx(peak, rel=0.02)
