@@ -59,7 +59,8 @@ py::tuple ordinary_grads(const py::list& params, bool allow_fp16) {
   for_each_tensor(params, [&](const at::Tensor& param, size_t i) {
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) return;
-    if (grad.layout() != at::kStrided || grad.key_set().has(c10::DispatchKey::Python) ||
+    if (grad.layout() != at::kStrided || grad.is_conj() ||
+        grad.key_set().has(c10::DispatchKey::Python) ||
         (grad.scalar_type() == at::kHalf && !allow_fp16)) {
       others.append(i);
       return;

@@ -122,8 +122,8 @@ def mean_of_ranks(count: Tensor | float, model: Any, group: Any) -> Tensor:
     device = count.device if isinstance(count, Tensor) else torch.device("cpu")
     if model is not None:
         device = next(model.parameters()).device
-    elif device.type == "cpu":
-        device = device_of([], group)  # NCCL has no collectives on a CPU
+    elif device.type == "cpu" and device not in group._device_types:  # as with NCCL
+        device = device_of([], group)
     total = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
     torch.distributed.all_reduce(total, group=group)
     return total / torch.distributed.get_world_size(group)

@@ -116,6 +116,8 @@ def dense_part(param: Tensor) -> Tensor:
         if grad.dtype == torch.float16:
             param.grad = grad = grad.coalesce()
         return grad._values()
+    if grad.is_conj():  # a view, which operators do not write
+        param.grad = grad = grad.resolve_conj()
     return local(grad)
 
 

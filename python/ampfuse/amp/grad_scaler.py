@@ -540,7 +540,8 @@ class GradScaler(TorchGradScaler):
         Raises:
             KeyError: An entry of torch's is missing.
             TypeError: An entry has a wrong type.
-            ValueError: An entry is out of range.
+            ValueError: An entry is out of range, or `skip_outliers` is set, which a scaler with a
+                process group cannot have.
             RuntimeError: The state dict is empty, as that of a disabled scaler is.
         """
         torchs = state_dict

@@ -19,7 +19,7 @@ from torch import Tensor
 from ampfuse import _C
 from ampfuse._devices import on_device
 from ampfuse._dtensors import Sharding, is_dtensor, local, place_gradient, sharding_of
-from ampfuse._graphs import traced_as
+from ampfuse._graphs import eager_only, traced_as
 from ampfuse.optim._options import check_params, option, state_options
 from ampfuse.optim._state import Spares, ensure
 
@@ -259,8 +259,13 @@ def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     resolved = tensor.resolve_conj()
     view = _written_view(torch.view_as_real(resolved), copied)
     if tensor.is_conj():
-        copied.append((tensor, resolved))
+        _note_copy(copied, tensor, resolved)
     return view
+
+
+@eager_only  # the compiler's graphs cannot write conjugate views
+def _note_copy(copied: list[tuple[Tensor, Tensor]], tensor: Tensor, copy: Tensor) -> None:
+    copied.append((tensor, copy))
 
 
 def _traced_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -317,3 +317,14 @@ def test_a_compiled_iteration_equals_an_eager_one(device, make):
     expected_weight, expected_state = train(lambda iteration: iteration)
     assert torch.equal(weight, expected_weight)
     assert state == expected_state
+
+
+def test_conjugate_gradients_are_unscaled():
+    """Autograd makes them of complex parameters."""
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer, scaler = torch.optim.SGD([param]), ampfuse.GradScaler("cpu", init_scale=4.0)
+    weight = torch.tensor([1 - 2j, 2 + 1j, -3j])
+    scaler.scale((param.conj() * weight).real.sum()).backward()
+    assert param.grad.is_conj()
+    scaler.unscale_(optimizer)
+    assert torch.equal(param.grad.resolve_conj(), weight)
