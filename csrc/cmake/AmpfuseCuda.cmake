@@ -117,11 +117,19 @@ if(NOT _ampfuse_refusal)
   include(AmpfuseCudaArchitectures)
 endif()
 if(NOT _ampfuse_refusal)
-  if(CMAKE_CUDA_COMPILER AND NOT CMAKE_CUDA_COMPILER STREQUAL AMPFUSE_NVCC)
-    # CMake would keep the compiler of the option, or of an earlier configuration.
-    message(FATAL_ERROR
-      "CMAKE_CUDA_COMPILER: expected ${AMPFUSE_NVCC} (CUDA ${AMPFUSE_CUDA_VERSION}), got "
-      "${CMAKE_CUDA_COMPILER}; remove the option, or the build folder")
+  if(CMAKE_CUDA_COMPILER)
+    # CMake keeps the compiler of the option, or of an earlier configuration.
+    execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version
+                    OUTPUT_VARIABLE _ampfuse_text ERROR_QUIET)
+    string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${_ampfuse_text}")
+    set(_ampfuse_version "${CMAKE_MATCH_1}")
+    if(_ampfuse_version MATCHES "^${AMPFUSE_CUDA_MAJOR}\\.")
+      set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
+    elseif(_ampfuse_version)
+      message(FATAL_ERROR
+        "CMAKE_CUDA_COMPILER: expected CUDA ${AMPFUSE_CUDA_MAJOR}, as torch's, got "
+        "${CMAKE_CUDA_COMPILER} with CUDA ${_ampfuse_version}; remove the option, or the build folder")
+    endif()
   endif()
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")

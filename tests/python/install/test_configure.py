@@ -70,6 +70,25 @@ def test_option_on_with_a_torch_without_cuda_fails_and_reports_it(tmp_path: Path
 
 
 @needs_nvcc
+@pytest.mark.parametrize("release", ["12.8", "13.1"])
+def test_option_of_a_compiler_is_refused_only_if_its_major_version_differs(
+    tmp_path: Path, release: str
+) -> None:
+    nvcc = tmp_path / "other" / "nvcc"
+    nvcc.parent.mkdir()
+    answer = f'[ "$1" = --version ] && echo "release {release}, V0" && exit'
+    nvcc.write_text(f'#!/bin/sh\n{answer}\nexec {NVCC} "$@"\n')
+    nvcc.chmod(0o755)
+    options = ["-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'13.0'")]
+    done = configure(tmp_path, *options, f"-DCMAKE_CUDA_COMPILER={nvcc}", gpus="9.0")
+    if release == "12.8":
+        assert done.returncode != 0
+        assert f"expected CUDA 13, as torch's, got {nvcc} with CUDA 12.8" in error_text(done)
+    else:
+        assert "CUDA 13.1 kernels" in done.stderr
+
+
+@needs_nvcc
 def test_option_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> None:
     done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'99.1'"))
     assert done.returncode != 0
