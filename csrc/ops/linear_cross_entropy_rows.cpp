@@ -171,6 +171,7 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
       arguments.shard ? c10::SymInt(arguments.shard->num_classes) : weight.sym_size(0);
   check_strided("hidden", hidden);
   check_strided("weight", weight);
+  check_strided("target", arguments.target);
   if (arguments.bias) check_strided("bias", *arguments.bias);
   check_memory(kLinearCrossEntropy, "hidden", hidden);
   check_memory(kLinearCrossEntropy, "target", arguments.target);

@@ -134,7 +134,7 @@ def _heads(model: Any) -> list[Head]:
 @functools.cache
 def _fused_class(base: Any) -> Any:
     """Return a subclass of a model's class, with the same name and the changed forward."""
-    if "is_fused" in vars(base):
+    if getattr(base.forward, "is_fused", False):
         return base
     signature = inspect.signature(base.forward)
     position = list(signature.parameters).index("labels") - 1  # without self
@@ -163,7 +163,8 @@ def _fused_class(base: Any) -> Any:
         return _empty, (base,), self.__dict__
 
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    changes = {"forward": forward, "is_fused": True, "__reduce_ex__": reduce}
+    forward.is_fused = True  # type: ignore[attr-defined]
+    changes = {"forward": forward, "__reduce_ex__": reduce}
     return type(base.__name__, (base,), names | changes)
 
 

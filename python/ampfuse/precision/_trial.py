@@ -1,7 +1,7 @@
 """Measures the first steps of a program in one precision."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, NoReturn
@@ -145,11 +145,14 @@ class Trial(Listener):
 
         @wraps(call)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             is_elsewhere = threading.get_ident() != self._thread
             if torch.compiler.is_compiling() or is_in_backward() or is_elsewhere:
                 call(tensors, grad_tensors, *args, **kwargs)
                 return
+            if isinstance(tensors, Tensor):
+                tensors = [tensors]
+            elif not isinstance(tensors, Sequence):
+                tensors = list(tensors)
             if len(self.losses) == self._backwards:
                 self._finish()
             self.forcing.end()

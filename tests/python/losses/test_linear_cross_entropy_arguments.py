@@ -180,7 +180,7 @@ def test_none_in_place_of_a_tensor_is_refused_by_name(batch, name):
         call(batch, **{name: None})
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "target"])
 def test_sparse_tensors_are_refused_by_name(batch, name):
     sparse = getattr(batch, name).detach().to_sparse()
     with pytest.raises(ValueError, match=f"{name}: expected a strided tensor, got layout Sparse"):

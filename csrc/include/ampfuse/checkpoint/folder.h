@@ -87,6 +87,7 @@ inline void remove_tree(const fs::path& path, std::error_code& error) {
     }
   }
   if (!error) fs::remove(path, error);
+  if (error == std::errc::no_such_file_or_directory) error.clear();  // another process was faster
 }
 
 /// Removes a folder, or warns. A checkpoint is renamed first, so that it is never half there.
