@@ -55,8 +55,6 @@ AdamTensor described(const FusedAdamArguments& arguments, size_t t) {
     tensor.data[column] = own_data(arguments.tensor(column, t), param);
   }
   check_memory(kFusedAdam, "state_steps", t, step);
-  TORCH_CHECK_VALUE(is_aligned(step), kFusedAdam, ": state_steps[", t,
-                    "]: expected an aligned tensor; clone() it first");
   tensor.step = static_cast<float*>(own_data(step, step));
   return tensor;
 }

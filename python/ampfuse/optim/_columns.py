@@ -258,14 +258,14 @@ def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
         return tensor
     resolved = tensor.resolve_conj()
     view = _written_view(torch.view_as_real(resolved), copied)
-    if tensor.is_conj():
-        _note_copy(copied, tensor, resolved)
+    _note_resolved(tensor, resolved, copied)
     return view
 
 
 @eager_only  # the compiler's graphs cannot write conjugate views
-def _note_copy(copied: list[tuple[Tensor, Tensor]], tensor: Tensor, copy: Tensor) -> None:
-    copied.append((tensor, copy))
+def _note_resolved(tensor: Tensor, resolved: Tensor, copied: list[tuple[Tensor, Tensor]]) -> None:
+    if tensor.is_conj():
+        copied.append((tensor, resolved))
 
 
 def _traced_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:

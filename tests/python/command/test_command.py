@@ -340,11 +340,19 @@ def test_json_is_valid_after_an_overflow_and_uncounted_code_is_reported(programs
     assert "inside torch.compile are not counted" in done.stderr
 
 
-def test_summary_that_cannot_be_written_changes_no_exit_code(programs, tmp_path):
-    programs.write("ends.py", "import sys; sys.exit(3)")
-    (tmp_path / "told.json").mkdir()
+def test_summary_that_cannot_be_written_changes_no_exit_code(programs):
+    programs.write("ends.py", "import os, sys; os.mkdir('told.json'); sys.exit(3)")
     done = programs.run("-m", "ampfuse", "--json", "told.json", "ends.py")
     assert done.returncode == 3
     assert "python -m ampfuse: " in done.stderr
     assert "told.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_program_runs(programs, tmp_path):
+    programs.write("ends.py", "print('ran')")
+    (tmp_path / "told.json").mkdir()
+    done = programs.run("-m", "ampfuse", "--json", "told.json", "ends.py")
+    assert done.returncode == 2
+    assert "--json: told.json is a folder" in done.stderr
+    assert done.stdout == ""

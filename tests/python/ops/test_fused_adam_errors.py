@@ -3,7 +3,6 @@
 Errors of autograd are in test_fused_adam_compile.py.
 """
 
-import ampfuse
 import pytest
 import torch
 from adam_reference import OPTIONS
@@ -347,12 +346,3 @@ def test_incomplete_arguments_for_the_norm_are_refused(device, missing, message)
 )
 def test_option_out_of_range_is_refused(device, name, value):
     assert_refused(good(device) | {name: value}, ValueError, rf"{name}: expected .*, got ")
-
-
-def test_misaligned_step_counts_are_refused():
-    step = torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1, count=1).view(())
-    options = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
-    options |= {"maximize": False, "decoupled_weight_decay": True, "lr": torch.tensor(0.1)}
-    lists = [[torch.ones(2)] for _ in range(4)]
-    with pytest.raises(ValueError, match=r"state_steps\[0\]: expected an aligned tensor; clone"):
-        ampfuse.ops.fused_adam(*lists, [], [step], **options)
