@@ -15,6 +15,7 @@ from ampfuse._devices import largest, on_device
 from ampfuse._dtensors import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse._graphs import traced_as
 from ampfuse.optim._backward_norms import BackwardNorms, total
+from ampfuse.optim._columns import resolve_conjugate_grad
 from ampfuse.optim._grad_norm import found_by_any, norm_of_shards, rounded
 from ampfuse.optim._traced import groups_of
 
@@ -109,6 +110,7 @@ def ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
 
 def dense_part(param: Tensor) -> Tensor:
     """Return this rank's elements of a gradient as a dense tensor."""
+    resolve_conjugate_grad(param)
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -116,8 +118,6 @@ def dense_part(param: Tensor) -> Tensor:
         if grad.dtype == torch.float16:
             param.grad = grad = grad.coalesce()
         return grad._values()
-    if grad.is_conj():  # a view, which operators do not write
-        param.grad = grad = grad.resolve_conj()
     return local(grad)
 
 

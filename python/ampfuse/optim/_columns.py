@@ -124,6 +124,8 @@ class GroupColumns:
         """
         if self._is_plain:
             return _C.grads_and_kinds(self._params)
+        for param in self._params:
+            resolve_conjugate_grad(param)
         grads = [param.grad for param in self._params]
         return grads, [(p.dtype, g is None) for p, g in zip(self._params, grads, strict=True)]
 
@@ -231,6 +233,16 @@ def is_plain(param: Tensor) -> bool:
     return type(param) in (Tensor, torch.nn.Parameter) and not param.is_complex()
 
 
+@eager_only  # the compiler cannot trace is_conj()
+def resolve_conjugate_grad(param: Tensor) -> None:
+    """Replace a gradient that is a conjugate view, which no operator writes, by its own tensor.
+
+    Autograd makes such gradients of complex parameters.
+    """
+    if param.grad is not None and param.grad.is_conj():
+        param.grad = param.grad.resolve_conj()
+
+
 def refuse_sparse(param: Tensor) -> None:
     """Raise torch's error if the gradient is sparse."""
     if param.grad is not None and param.grad.is_sparse:
@@ -256,16 +268,7 @@ def localized(columns: Columns, write_back_grads: bool) -> Columns:
 def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     if not tensor.is_complex():
         return tensor
-    resolved = tensor.resolve_conj()
-    view = _written_view(torch.view_as_real(resolved), copied)
-    _note_resolved(tensor, resolved, copied)
-    return view
-
-
-@eager_only  # the compiler's graphs cannot write conjugate views
-def _note_resolved(tensor: Tensor, resolved: Tensor, copied: list[tuple[Tensor, Tensor]]) -> None:
-    if tensor.is_conj():
-        copied.append((tensor, resolved))
+    return _written_view(torch.view_as_real(tensor.resolve_conj()), copied)
 
 
 def _traced_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
