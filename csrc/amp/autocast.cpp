@@ -2,7 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <ampfuse/autocast.h>
 
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 
 namespace ampfuse {
 

@@ -15,6 +15,13 @@ option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages if none has torch's
 set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
 
+# Sets _ampfuse_version to the CUDA version of a compiler; empty if it reports none.
+macro(_ampfuse_ask_version compiler)
+  execute_process(COMMAND "${compiler}" --version OUTPUT_VARIABLE _ampfuse_text ERROR_QUIET)
+  string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${_ampfuse_text}")
+  set(_ampfuse_version "${CMAKE_MATCH_1}")
+endmacro()
+
 # Sets AMPFUSE_NVCC and AMPFUSE_CUDA_VERSION to the first nvcc of torch's CUDA version, else to the
 # first one of the same major version (minor releases are compatible). _ampfuse_seen lists every
 # nvcc that was examined.
@@ -37,9 +44,7 @@ macro(_ampfuse_find_nvcc)
       if(NOT _ampfuse_nvcc OR AMPFUSE_CUDA_VERSION)
         continue()
       endif()
-      execute_process(COMMAND "${_ampfuse_nvcc}" --version OUTPUT_VARIABLE _ampfuse_text ERROR_QUIET)
-      string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${_ampfuse_text}")
-      set(_ampfuse_version "${CMAKE_MATCH_1}")
+      _ampfuse_ask_version("${_ampfuse_nvcc}")
       list(APPEND _ampfuse_seen "${_ampfuse_nvcc} has CUDA ${_ampfuse_version}")
       if(_ampfuse_version MATCHES "${_ampfuse_wanted}")
         set(AMPFUSE_NVCC "${_ampfuse_nvcc}")
@@ -119,10 +124,7 @@ endif()
 if(NOT _ampfuse_refusal)
   if(CMAKE_CUDA_COMPILER)
     # CMake keeps the compiler of the option, or of an earlier configuration.
-    execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version
-                    OUTPUT_VARIABLE _ampfuse_text ERROR_QUIET)
-    string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${_ampfuse_text}")
-    set(_ampfuse_version "${CMAKE_MATCH_1}")
+    _ampfuse_ask_version("${CMAKE_CUDA_COMPILER}")
     if(_ampfuse_version MATCHES "^${AMPFUSE_CUDA_MAJOR}\\.")
       set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
     elseif(_ampfuse_version)

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "../cpu/bfloat16_product.h"
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 
 // MKL's product. torch's CPU library contains it on x86, but has no operator for it. On Intel
 // processors with bfloat16 instructions it is many times as fast as a product that widens the

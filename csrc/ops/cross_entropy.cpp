@@ -7,7 +7,7 @@
 
 #include "../math/cross_entropy.h"
 #include "../tensors/dtype_name.h"
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
 #include "registration.h"
 
@@ -62,7 +62,7 @@ void check_target(const char* op, const CrossEntropyArguments& arguments) {
 void check_cross_entropy(const char* op, const CrossEntropyArguments& arguments) {
   const at::Tensor& input = arguments.input;
   const at::ScalarType dtype = input.scalar_type();
-  TORCH_CHECK_TYPE(is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble, op,
+  TORCH_CHECK_TYPE(has_float_kernels(dtype), op,
                    ": input: expected dtype float16, bfloat16, float32 or float64, got ",
                    dtype_name(dtype));
   TORCH_CHECK_VALUE(

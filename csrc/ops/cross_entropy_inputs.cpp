@@ -21,8 +21,7 @@ std::optional<at::Tensor> loss_scalar(const char* op, const char* name,
                                       const std::optional<at::Tensor>& scalar, at::ScalarType dtype,
                                       at::Device device) {
   if (!scalar || !scalar->defined()) return std::nullopt;
-  TORCH_CHECK_VALUE(scalar->layout() == at::kStrided, op, ": ", name,
-                    ": expected a strided tensor, got layout ", scalar->layout());
+  check_strided(op, name, *scalar);
   TORCH_CHECK_VALUE(scalar->sym_numel() == 1 && !scalar->is_complex(), op, ": ", name,
                     ": expected one number, got ", dtype_name(scalar->scalar_type()), " of shape ",
                     scalar->sym_sizes());
@@ -36,8 +35,7 @@ std::optional<at::Tensor> loss_class_weight(const char* op, const char* name,
                                             const c10::SymInt& classes, at::ScalarType dtype,
                                             at::Device device) {
   if (!weight || !weight->defined()) return std::nullopt;
-  TORCH_CHECK_VALUE(weight->layout() == at::kStrided, op, ": ", name,
-                    ": expected a strided tensor, got layout ", weight->layout());
+  check_strided(op, name, *weight);
   TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == classes, op, ": ", name,
                     " tensor should be defined either for all ", classes,
                     " classes or no classes but got weight tensor of shape: ", weight->sym_sizes());

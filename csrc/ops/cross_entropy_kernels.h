@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "../tensors/dtype_name.h"
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 #include "cross_entropy.h"
 #include "registration.h"
 
@@ -74,7 +74,7 @@ template <const CrossEntropyKernels& kKernels>
 void rescale(const at::Tensor& grad, const at::Tensor& baked_scale, const at::Tensor& grad_output) {
   const at::ScalarType dtype = grad.scalar_type();
   TORCH_CHECK_VALUE(
-      can_be_overwritten(grad) && (is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble),
+      can_be_overwritten(grad) && has_float_kernels(dtype),
       "cross_entropy_rescale_: grad: expected floating-point rows that share no memory, got ",
       dtype_name(dtype), " of shape ", grad.sym_sizes(), " and strides ", grad.sym_strides());
   check_cross_entropy_scalar("cross_entropy_rescale_", "baked_scale", baked_scale, at::kFloat,

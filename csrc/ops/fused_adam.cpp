@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "../tensors/dtype_name.h"
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
 #include "fused_adam_kernels.h"
 
@@ -24,9 +24,7 @@ constexpr std::array<const char*, math::kAdamColumns> kNames = {
 const char* wanted_dtype(int column, at::ScalarType param, at::ScalarType dtype) {
   switch (column) {
     case math::kParam:
-      return is_16bit(param) || param == at::kFloat || param == at::kDouble
-                 ? ""
-                 : "float16, bfloat16, float32 or float64";
+      return has_float_kernels(param) ? "" : "float16, bfloat16, float32 or float64";
     case math::kGrad:
       if (param == at::kDouble) return dtype == at::kDouble ? "" : "float64, as the parameter is";
       return is_16bit(dtype) || dtype == at::kFloat ? "" : "float16, bfloat16 or float32";

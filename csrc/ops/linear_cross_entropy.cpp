@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../tensors/dtype_name.h"
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 #include "registration.h"
 
 namespace ampfuse {
@@ -21,8 +21,7 @@ void check_matrix(const char* name, const at::Tensor& matrix, at::Device device)
                     name, ": expected a strided matrix, got ", matrix.layout(), " of shape ",
                     matrix.sym_sizes());
   const at::ScalarType dtype = matrix.scalar_type();
-  TORCH_CHECK_TYPE(is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble,
-                   kLinearCrossEntropy, ": ", name,
+  TORCH_CHECK_TYPE(has_float_kernels(dtype), kLinearCrossEntropy, ": ", name,
                    ": expected float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
   TORCH_CHECK_VALUE(matrix.device() == device, kLinearCrossEntropy, ": ", name,
                     ": expected hidden's device, ", device, ", got ", matrix.device());
@@ -119,7 +118,7 @@ void check_linear_cross_entropy(const LinearCrossEntropyArguments& arguments,
                     dtype_name(bias->scalar_type()), " of shape ", bias->sym_sizes(), " on ",
                     bias->device());
   TORCH_CHECK_TYPE(
-      is_16bit(dtype) || dtype == at::kFloat || dtype == at::kDouble, kLinearCrossEntropy,
+      has_float_kernels(dtype), kLinearCrossEntropy,
       ": hidden, weight and bias: expected float16, bfloat16, float32 or float64, or autocast to "
       "one of these, got ",
       dtype_name(dtype));

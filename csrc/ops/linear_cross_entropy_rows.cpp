@@ -117,11 +117,6 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-void check_strided(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kLinearCrossEntropy, ": ", name,
-                    ": expected a strided tensor, got layout ", tensor.layout());
-}
-
 void check_accumulate_into(const LinearCrossEntropyCall& call, at::ScalarType loss_dtype) {
   const OptionalTensor& buffer = call.accumulate_into;
   const at::Tensor& weight = call.arguments.weight;
@@ -132,7 +127,7 @@ void check_accumulate_into(const LinearCrossEntropyCall& call, at::ScalarType lo
                     " of shape ", weight.sym_sizes(), " on ", weight.device(), ", got ",
                     dtype_name(buffer->scalar_type()), " of shape ", buffer->sym_sizes(), " on ",
                     buffer->device());
-  check_strided("accumulate_into", *buffer);
+  check_strided(kLinearCrossEntropy, "accumulate_into", *buffer);
   check_memory(kLinearCrossEntropy, "accumulate_into", *buffer);
   TORCH_CHECK_VALUE(at::has_internal_overlap(*buffer) != at::MemOverlap::Yes, kLinearCrossEntropy,
                     ": accumulate_into: expected elements that share no memory, got shape ",
@@ -169,10 +164,10 @@ LinearCrossEntropyRows::LinearCrossEntropyRows(LinearCrossEntropyCall as_passed)
   const c10::SymInt rows = c10::multiply_integers(shape_.begin(), shape_.end());
   const c10::SymInt classes =
       arguments.shard ? c10::SymInt(arguments.shard->num_classes) : weight.sym_size(0);
-  check_strided("hidden", hidden);
-  check_strided("weight", weight);
-  check_strided("target", arguments.target);
-  if (arguments.bias) check_strided("bias", *arguments.bias);
+  check_strided(kLinearCrossEntropy, "hidden", hidden);
+  check_strided(kLinearCrossEntropy, "weight", weight);
+  check_strided(kLinearCrossEntropy, "target", arguments.target);
+  if (arguments.bias) check_strided(kLinearCrossEntropy, "bias", *arguments.bias);
   check_memory(kLinearCrossEntropy, "hidden", hidden);
   check_memory(kLinearCrossEntropy, "target", arguments.target);
   arguments.target = rows_of_target(arguments, shape_, rows, loss_dtype);

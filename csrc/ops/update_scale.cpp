@@ -18,8 +18,7 @@ namespace {
 void check_state(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
                  const c10::SymInt& size, const at::Tensor& scale) {
   TORCH_CHECK_TYPE(tensor.defined(), kUpdateScale, ": ", name, ": expected a tensor, got none");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kUpdateScale, ": ", name,
-                    ": expected a strided tensor, got layout ", tensor.layout());
+  check_strided(kUpdateScale, name, tensor);
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kUpdateScale, ": ", name, ": expected dtype ",
                    dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(tensor.sym_numel() == size && tensor.is_contiguous(), kUpdateScale, ": ", name,

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
 
-#include "../tensors/is_16bit.h"
+#include "../tensors/float_dtypes.h"
 
 namespace ampfuse {
 

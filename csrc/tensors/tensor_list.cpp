@@ -130,6 +130,11 @@ bool is_lazy_clone(const at::Tensor& tensor) {
   return c10::impl::cow::is_cow_data_ptr(storage_of(tensor).data_ptr());
 }
 
+void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": ", argument,
+                    ": expected a strided tensor, got layout ", tensor.layout());
+}
+
 void resolve_conjugate_grad(const at::Tensor& parameter) {
   if (parameter.grad().is_conj()) parameter.mutable_grad() = parameter.grad().resolve_conj();
 }
@@ -187,8 +192,7 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
                   std::initializer_list<at::ScalarType> dtypes, at::TensorList tensors,
                   const char* list) {
   TORCH_CHECK_TYPE(scalar.defined(), op, ": ", argument, ": expected a tensor, got none");
-  TORCH_CHECK_VALUE(scalar.layout() == at::kStrided, op, ": ", argument,
-                    ": expected a strided tensor, got layout ", scalar.layout());
+  check_strided(op, argument, scalar);
   TORCH_CHECK_VALUE(scalar.sym_numel() == 1, op, ": ", argument,
                     ": expected a tensor with one element, got shape ", scalar.sym_sizes());
   check_memory(op, argument, scalar);

@@ -21,6 +21,9 @@ void check_device(const char* op, const char* list, size_t index, const at::Tens
 /// False for a tensor whose storage was freed.
 bool has_memory(const at::Tensor& tensor);
 
+/// Throws for a sparse tensor, or one of another layout that is not strided.
+void check_strided(const char* op, const char* argument, const at::Tensor& tensor);
+
 /// Throws for a tensor whose storage was freed. For example, FSDP1 resizes storages to 0.
 void check_memory(const char* op, const char* argument, const at::Tensor& tensor);
 void check_memory(const char* op, const char* list, size_t index, const at::Tensor& tensor);

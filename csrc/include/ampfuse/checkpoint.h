@@ -83,6 +83,10 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
   if (options.rng()) parts["rng"] = encode(random_states(), "rng");
   parts["values"] = encode(options.values(), "values");
   const std::filesystem::path folder = std::filesystem::absolute(run);
+  const auto failed = [&](const std::exception& error) {
+    return Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
+                 " could not be written: " + error.what());
+  };
   try {
     Writing writing(folder, step);
     Json index = {{"step", step}, {"parts", std::move(parts)}};
@@ -90,11 +94,9 @@ inline std::filesystem::path save(const std::filesystem::path& run, int64_t step
     write_index(writing.folder(), index);
     return writing.finish(options.keep());
   } catch (const fs::filesystem_error& error) {
-    throw Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
-                " could not be written: " + error.what());
+    throw failed(error);
   } catch (const Json::exception& error) {  // of a text that is not UTF-8
-    throw Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
-                " could not be written: " + error.what());
+    throw failed(error);
   }
 }
 

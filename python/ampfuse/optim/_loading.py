@@ -329,10 +329,11 @@ def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> No
     for sharing in indices.values():
         rate = groups[sharing[0]]["lr"]
         values = [
-            torch.as_tensor(loaded[index]["lr"], dtype=torch.float64, device=rate.device)
+            torch.as_tensor(loaded[index]["lr"], dtype=torch.float64, device=rate.device).reshape(
+                rate.shape
+            )
             for index in sharing
         ]
-        values = [value.reshape(rate.shape) for value in values]
         numbers = {value.item() for value in values} if len(values) > 1 else set()
         if rate.is_floating_point() and len(numbers) <= 1:
             rate.copy_(values[0])

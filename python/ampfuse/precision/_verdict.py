@@ -51,9 +51,8 @@ def verdict(judge: Judge) -> Verdict:
         sentences = [no_gain(judge, fastest), reason(judge, fastest), accuracy(judge, fastest)]
     else:
         fails = all(one.failure for one in judge.outcomes.values())
-        why = "16 bits are not accurate enough for this program"
-        if fails:
-            why = "the program fails in 16 bits"
+        inaccurate = "16 bits are not accurate enough for this program"
+        why = "the program fails in 16 bits" if fails else inaccurate
         sentences = [f"Stay with float32: {why}.", inaccuracy(judge)]
         if judge.outcomes[BFLOAT16].failure is None:
             sentences.append(origin(judge))

@@ -274,6 +274,7 @@ def test_forked_child_prints_no_report(programs):
         (["--js", "f", "x.py"], "--js"),
         (["--json", "none/x.json", "x.py"], "--json: there is no folder none"),
         (["--plot", "none/x.png", "x.py"], "--plot: there is no folder none"),
+        (["--json", ".", "x.py"], "--json: . is a folder"),
         (["--json"], "--json"),
         (["env", "--all"], "env takes no arguments, got --all"),
     ],
@@ -347,12 +348,3 @@ def test_summary_that_cannot_be_written_changes_no_exit_code(programs):
     assert "python -m ampfuse: " in done.stderr
     assert "told.json" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_files_that_cannot_be_written_are_refused_before_the_program_runs(programs, tmp_path):
-    programs.write("ends.py", "print('ran')")
-    (tmp_path / "told.json").mkdir()
-    done = programs.run("-m", "ampfuse", "--json", "told.json", "ends.py")
-    assert done.returncode == 2
-    assert "--json: told.json is a folder" in done.stderr
-    assert done.stdout == ""

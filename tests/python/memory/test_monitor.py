@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from ampfuse.memory import Monitor, Suspect
-from ampfuse.memory._growth import Look
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -338,22 +337,3 @@ def test_monitor_that_is_entered_again_goes_on():
                 optimizer.step()
                 time.sleep(0.06)
             assert len(monitor.ends) > before
-
-
-def test_look_may_begin_inside_a_module_with_hooks():
-    class Trainer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, batch):
-            self.layer(batch).sum().backward()
-            optimizer.step()
-
-    trainer = Trainer()
-    trainer.register_forward_hook(lambda *_: None)
-    optimizer = torch.optim.SGD(trainer.parameters())
-    look = []
-    optimizer.register_step_post_hook(lambda *_: look.append(Look()) if not look else None)
-    trainer(torch.ones(2, 4))
-    assert look[0].stop()

@@ -148,54 +148,40 @@ def test_sizes_may_be_floats():
     assert bytes_of(24e9) == 24_000_000_000
 
 
+def mlp_step(activation, micro_batches):
+    """Return a model of eight blocks, its optimizer and a step."""
+    linear = torch.nn.Linear
+    blocks = [torch.nn.Sequential(linear(64, 256), activation(), linear(256, 64)) for _ in range(8)]
+    model = torch.nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        for _ in range(micro_batches):
+            model(torch.zeros(4096, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def applied(budget, activation, micro_batches=1):
+    """Return a plan, and the peak of a step after it was applied."""
+    model, optimizer, step = mlp_step(activation, micro_batches)
+    found = plan(model, optimizer, step, budget, device="cpu")
+    found.apply(model)
+    return found, account(model, optimizer, step, device="cpu").peak
+
+
 @pytest.mark.parametrize("activation", [torch.nn.Tanh, torch.nn.ReLU])
 @pytest.mark.parametrize("budget", ["20MiB", "32MiB"])
 def test_activations_that_are_computed_again_live_until_backward_ends(activation, budget):
     """Their memory is taken when backward first reads them, not when it first frees one."""
-    linear = torch.nn.Linear
-
-    def made():
-        model = torch.nn.Sequential(
-            *(torch.nn.Sequential(linear(64, 256), activation(), linear(256, 64)) for _ in range(8))
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step():
-            model(torch.zeros(4096, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    model, optimizer, step = made()
-    found = plan(model, optimizer, step, budget, device="cpu")
-    found.apply(model)
-    peak = account(model, optimizer, step, device="cpu").peak
+    found, peak = applied(budget, activation)
     assert found.peak == pytest.approx(peak, rel=0.02)
     assert found.fits == (peak <= bytes_of(budget))
 
 
 def test_inputs_of_a_micro_batch_are_kept_until_its_own_backward_ends():
-    linear = torch.nn.Linear
-
-    def made():
-        blocks = [
-            torch.nn.Sequential(linear(64, 256), torch.nn.GELU(), linear(256, 64)) for _ in range(8)
-        ]
-        model = torch.nn.Sequential(*blocks)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step():
-            for _ in range(3):
-                model(torch.zeros(4096, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    model, optimizer, step = made()
-    found = plan(model, optimizer, step, "1MiB", device="cpu")
+    found, peak = applied("1MiB", torch.nn.GELU, micro_batches=3)
     assert len(found.blocks) == 8
-    found.apply(model)
-    peak = account(model, optimizer, step, device="cpu").peak
     assert found.peak == pytest.approx(peak, rel=0.02)
