@@ -32,6 +32,7 @@ MODULES = {
     "torch.amp.grad_scaler": ["_refresh_per_optimizer_state"],
     "torch.autograd.Variable": ["_execution_engine"],
     "torch.autograd.forward_ad": ["_current_level"],
+    "torch.distributed.ProcessGroup": ["_device_types"],
     "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
     "torch.overrides": ["_get_current_function_mode_stack"],
     "torch.utils._device": ["DeviceContext"],
