@@ -33,8 +33,8 @@ CrossEntropyWorkspace launch_weigh(const LaunchStream& stream,
   const bool is_needed = table.target != nullptr && !arguments.are_targets_checked;
   const CrossEntropyWorkspace workspace(is_needed ? weight_blocks(table.rows) : 0, doubles);
   if (is_needed) {  // the kernel sets `finished` to 0
-    stream.launch_blocks(cross_entropy_weigh_kernel<scalar_t>, workspace.weight_blocks(), kThreads,
-                         0, table, workspace.weights(), workspace.finished());
+    stream.launch(cross_entropy_weigh_kernel<scalar_t>, LaunchShape{workspace.weight_blocks()},
+                  table, workspace.weights(), workspace.finished());
   } else if (!arguments.options.is_per_row()) {
     workspace.memory().zero_();
   }
@@ -68,8 +68,9 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
     at::Tensor converted;
     const auto table = table_of<scalar_t>(arguments, converted);
     const auto workspace = launch_weigh(stream, arguments, table, total.options());
-    stream.launch_blocks(cross_entropy_total_kernel<scalar_t>, 1, kThreads, 0, table,
-                         reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
+    stream.launch(cross_entropy_total_kernel<scalar_t>,
+                  LaunchShape{.blocks = 1, .starts_early = workspace.weight_blocks() > 0}, table,
+                  reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
   });
 }
 
@@ -118,14 +119,10 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
-        const auto kernel = cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>;
-        if constexpr (Team::kMostBlocks > 1) {
-          stream.launch_clusters(kernel, cluster, blocks, Team::kBlock, shared, table, reduction,
-                                 results, kept);
-        } else {
-          stream.launch_blocks(kernel, blocks, Team::kBlock, shared, table, reduction, results,
-                               kept);
-        }
+        stream.launch(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
+                      LaunchShape{blocks, Team::kBlock, shared, cluster,
+                                  /*starts_early=*/workspace.weight_blocks() > 0},
+                      table, reduction, results, kept);
       });
     };
     if (has_positions) return for_positions(plain, launch);

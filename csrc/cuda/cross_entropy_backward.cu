@@ -18,11 +18,11 @@ void cross_entropy_backward_cuda(const CrossEntropyArguments& arguments,
       const int blocks =
           resident_blocks<scalar_t, Team, kWork>(stream.multiprocessors(), table.rows);
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
-        stream.launch_blocks(
-            cross_entropy_backward_kernel<scalar_t, Team, kWork, grad_t>, blocks, Team::kBlock, 0,
-            table, static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
-            divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
-            grad_output.dim() == 1, grad.mutable_data_ptr<grad_t>(), rows_at(grad));
+        stream.launch(cross_entropy_backward_kernel<scalar_t, Team, kWork, grad_t>,
+                      LaunchShape{blocks, Team::kBlock}, table,
+                      static_cast<const math::RowStatistics*>(statistics.const_data_ptr()),
+                      divisor.const_data_ptr<double>(), grad_output.const_data_ptr<double>(),
+                      grad_output.dim() == 1, grad.mutable_data_ptr<grad_t>(), rows_at(grad));
       });
     };
     const bool plain = is_plain(arguments);

@@ -109,10 +109,11 @@ DeviceRoom device_room(const LaunchStream& stream, int64_t classes, bool plain) 
   if constexpr (sizeof(scalar_t) == 2) {
     using Held = HeldRow<scalar_t, RowCluster>;
     if (plain && classes > Held::kMostOfBlock && classes <= Held::kMostClasses) {
+      const int cluster = blocks_of_cluster<scalar_t>(classes);
       room.clusters = stream.resident_clusters(
           cross_entropy_forward_kernel<scalar_t, RowCluster, RowWork::kHeld, scalar_t>,
-          blocks_of_cluster<scalar_t>(classes), RowCluster::kBlock,
-          static_cast<int>(Held::kMostOfBlock * sizeof(scalar_t)));
+          LaunchShape{cluster, RowCluster::kBlock,
+                      static_cast<int>(Held::kMostOfBlock * sizeof(scalar_t)), cluster});
     }
   }
   return room;

@@ -36,8 +36,8 @@ void reduce(const CrossEntropyArguments& arguments, const ShardOutputs& outputs)
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const int blocks =
           resident_blocks<scalar_t, Team, kWork>(stream.multiprocessors(), table.rows);
-      stream.launch_blocks(cross_entropy_shards_reduce_kernel<scalar_t, Team, kWork>, blocks,
-                           Team::kBlock, 0, table, partials, argmax);
+      stream.launch(cross_entropy_shards_reduce_kernel<scalar_t, Team, kWork>,
+                    LaunchShape{blocks, Team::kBlock}, table, partials, argmax);
     };
     for_rows_not_kept(table.classes * int64_t{sizeof(scalar_t)},
                       is_plain(arguments) && argmax == nullptr, launch);

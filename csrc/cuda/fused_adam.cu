@@ -74,7 +74,9 @@ void launch_update(const LaunchStream& stream, const math::AdamOptions& options,
                    const AdamPlan<typename Types::acc_t>& plan) {
   const auto constants = math::adam_constants<typename Types::acc_t>(options);
   auto builder = build_tables<AdamTable>([&](const AdamTable& table) {
-    stream.launch(fused_adam_kernel<Types>, table.chunks(), table, first, plan, constants);
+    LaunchShape shape = stream.shape(table.chunks());
+    shape.starts_early = true;
+    stream.launch(fused_adam_kernel<Types>, shape, table, first, plan, constants);
     first += table.count;
   });
   for (const AdamTensor& tensor : tensors) builder.add(tensor.data, tensor.size);

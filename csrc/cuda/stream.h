@@ -11,29 +11,53 @@
 
 namespace ampfuse {
 
-/// The attributes of a launch in clusters. Blocks of a cluster go to different multiprocessors if
-/// possible: on one, they would read and write at the same time, instead of in turns.
-class ClusterAttributes {
- public:
-  explicit ClusterAttributes(int blocks) {
-    attributes_[0].id = cudaLaunchAttributeClusterDimension;
-    attributes_[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    attributes_[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
-    attributes_[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
-  }
+struct LaunchShape {
+  int blocks;
+  int threads = kThreads;
+  int shared = 0;   // bytes of dynamic shared memory per block
+  int cluster = 1;  // blocks per cluster
+  /// Starts before the previous launch has finished, if the device can do so. The kernel must call
+  /// wait_for_kernel_before() (early_start.cuh), and the previous launch must be of the same call.
+  bool starts_early = false;
+};
 
-  /// Returns a configuration that points to this object.
-  cudaLaunchConfig_t config(int blocks, int threads, int shared, cudaStream_t stream) {
-    return {static_cast<unsigned>(blocks),
-            static_cast<unsigned>(threads),
-            static_cast<size_t>(shared),
-            stream,
-            attributes_,
-            2};
+/// The configuration of a launch, and the attributes to which it points.
+class LaunchConfig {
+ public:
+  LaunchConfig(const LaunchShape& shape, bool starts_early, cudaStream_t stream) {
+    config_ = {static_cast<unsigned>(shape.blocks),
+               static_cast<unsigned>(shape.threads),
+               static_cast<size_t>(shape.shared),
+               stream,
+               attributes_,
+               0};
+    if (shape.cluster > 1) {
+      add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(shape.cluster),
+                                                             1, 1};
+      // Blocks of a cluster go to different multiprocessors if possible: on one, they would read
+      // and write at the same time, instead of in turns.
+      add(cudaLaunchAttributeClusterSchedulingPolicyPreference).clusterSchedulingPolicyPreference =
+          cudaClusterSchedulingPolicySpread;
+    }
+    if (starts_early) {
+      add(cudaLaunchAttributeProgrammaticStreamSerialization)
+          .programmaticStreamSerializationAllowed = 1;
+    }
   }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  const cudaLaunchConfig_t* get() const { return &config_; }
 
  private:
-  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchAttributeValue& add(cudaLaunchAttributeID id) {
+    cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+    attribute.id = id;
+    return attribute.val;
+  }
+
+  cudaLaunchAttribute attributes_[3] = {};
+  cudaLaunchConfig_t config_;
 };
 
 class LaunchStream {
@@ -46,15 +70,14 @@ class LaunchStream {
   /// Launches kernel(arguments...) with a warp for each unit of work, or as many warps as fit.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t warps, Arguments&&... arguments) const {
-    launch_blocks(kernel, grid_size(warps, multiprocessors_), kThreads, 0,
-                  std::forward<Arguments>(arguments)...);
+    launch(kernel, shape(warps), std::forward<Arguments>(arguments)...);
   }
 
-  /// Launches kernel(arguments...); `shared` is in bytes of dynamic shared memory per block.
+  /// Launches kernel(arguments...).
   template <typename... Parameters, typename... Arguments>
-  void launch_blocks(void (*kernel)(Parameters...), int blocks, int threads, int shared,
-                     Arguments&&... arguments) const {
-    if (must_ask_for_shared(shared)) {
+  void launch(void (*kernel)(Parameters...), const LaunchShape& shape,
+              Arguments&&... arguments) const {
+    if (must_ask_for_shared(shape.shared)) {
       // The limit belongs to the kernel, not to the launch. So it is always raised to the maximum:
       // another thread may launch the same kernel with more shared memory.
       const auto most =
@@ -62,38 +85,27 @@ class LaunchStream {
       C10_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
-    kernel<<<blocks, threads, shared, stream_>>>(std::forward<Arguments>(arguments)...);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    const LaunchConfig config(shape, shape.starts_early && can_start_early(kernel), stream_);
+    C10_CUDA_CHECK(cudaLaunchKernelEx(config.get(), kernel, std::forward<Arguments>(arguments)...));
   }
 
-  /// Returns how many clusters of blocks can be resident at a time. A cluster runs on one group of
-  /// multiprocessors, so a few blocks of each group may be left over. Returns 0 if the kernel
+  /// Returns the shape of a launch with a warp for each unit of work, or as many warps as fit.
+  LaunchShape shape(int64_t warps) const { return {grid_size(warps, multiprocessors_)}; }
+
+  /// Returns how many clusters of this shape can be resident at a time. A cluster runs on one group
+  /// of multiprocessors, so a few blocks of each group may be left over. Returns 0 if the kernel
   /// cannot be launched in clusters: the device has none, or the kernel was compiled for older
   /// devices, or this process may use only parts of the device. GeForce 50 (12.x) has clusters, but
   /// they are not used before somebody has tried it: its drivers are said to reserve gigabytes for
   /// them.
   template <typename... Parameters>
-  int resident_clusters(void (*kernel)(Parameters...), int cluster, int threads, int shared) const {
+  int resident_clusters(void (*kernel)(Parameters...), const LaunchShape& shape) const {
     const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-    if (major != 9 && major != 10) return 0;
-    cudaFuncAttributes code;
-    C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-    if (code.ptxVersion < 90) return 0;
-    ClusterAttributes attributes(cluster);
-    const cudaLaunchConfig_t config = attributes.config(cluster, threads, shared, stream_);
+    if ((major != 9 && major != 10) || !is_compiled_for_hopper(kernel)) return 0;
+    const LaunchConfig config(shape, /*starts_early=*/false, stream_);
     int clusters = 0;
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get()));
     return clusters;
-  }
-
-  /// Launches kernel(arguments...) in clusters of `cluster` blocks. `shared` must need no higher
-  /// limit.
-  template <typename... Parameters, typename... Arguments>
-  void launch_clusters(void (*kernel)(Parameters...), int cluster, int blocks, int threads,
-                       int shared, Arguments&&... arguments) const {
-    ClusterAttributes attributes(cluster);
-    const cudaLaunchConfig_t config = attributes.config(blocks, threads, shared, stream_);
-    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
   }
 
   int multiprocessors() const { return multiprocessors_; }
@@ -105,6 +117,25 @@ class LaunchStream {
   }
 
  private:
+  /// Returns whether the code of the kernel that runs on this device has the instructions of
+  /// compute capability 9.0. It has not if the device's driver compiled it from code for older
+  /// devices.
+  template <typename... Parameters>
+  static bool is_compiled_for_hopper(void (*kernel)(Parameters...)) {
+    cudaFuncAttributes code;
+    C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+    return code.ptxVersion >= 90;
+  }
+
+  /// Drivers capture such launches in CUDA graphs from CUDA 12.3 on.
+  template <typename... Parameters>
+  bool can_start_early(void (*kernel)(Parameters...)) const {
+    int driver = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    return attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && driver >= 12030 &&
+           is_compiled_for_hopper(kernel);
+  }
+
   c10::cuda::CUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
   int multiprocessors_;

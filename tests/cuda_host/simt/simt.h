@@ -32,6 +32,7 @@
 
 #include "simt/atomics.h"
 #include "simt/cluster_operations.h"
+#include "simt/early_start.h"
 #include "simt/intrinsics.h"
 #include "simt/keywords.h"
 #include "simt/launch.h"

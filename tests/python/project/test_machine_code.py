@@ -95,6 +95,23 @@ def test_the_table_of_kernels_has_a_row_for_each_kernel_asked_for(code: MachineC
     assert all("(LDG+STG)" in row for row in rows)
 
 
+# Kernels that may start before the previous kernel has finished (early_start.cuh), and the short
+# ones that let them. ACQBULK waits for the previous kernel, and PREEXIT lets the next one start.
+EARLY = r"(cross_entropy_forward|cross_entropy_total|fused_adam|multi_tensor_norm_finish)_kernelI"
+SHORT = r"(cross_entropy_weigh|fused_adam_prepare)_kernelI"
+
+
+def test_a_kernel_that_starts_early_waits_before_it_uses_memory(code: MachineCode) -> None:
+    has_early_start = code.arch >= "sm_90"
+    for name, body in code.sass.items():
+        waits = re.findall(r"\bACQBULK\b", body)
+        assert len(waits) == (has_early_start and re.search(EARLY, name) is not None), name
+        assert ("PREEXIT" in body) == (has_early_start and re.search(SHORT, name) is not None), name
+        if waits:
+            before = body[: body.index("ACQBULK")]
+            assert not re.search(r"\b(LD|LDG|ST|STG|ATOM|ATOMG|RED|REDG|EXIT|BRA)\b", before), name
+
+
 PLACES = "LaneTeamILi1E"  # one thread per row, for rows whose classes are far apart in memory
 
 
