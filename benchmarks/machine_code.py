@@ -15,8 +15,9 @@ class MachineCode:
 
     def __init__(self, cuobjdump: str, library: Path, arch: str) -> None:
         self.arch = arch
+        self.number = int(arch.removeprefix("sm_"))
         # Before sm_90 there are no clusters of blocks, and their kernels are stubs.
-        left_out = "ClusterTeam" if int(arch.removeprefix("sm_")) < 90 else None
+        left_out = "ClusterTeam" if self.number < 90 else None
         self.resources, self.sass = (
             _dump([cuobjdump, what, "-arch", arch, str(library)], left_out)
             for what in ("-res-usage", "-sass")

@@ -41,6 +41,12 @@ CrossEntropyWorkspace launch_weigh(const LaunchStream& stream,
   return workspace;
 }
 
+// Returns whether the next kernel may start while cross_entropy_weigh_kernel runs. It may if this
+// was launched, and is short: each thread reads one target.
+bool starts_early(const CrossEntropyWorkspace& workspace, int64_t rows) {
+  return workspace.weight_blocks() > 0 && rows <= int64_t{kThreads} * kThreads;
+}
+
 CrossEntropyReduction reduction_of(bool is_mean, const CrossEntropyWorkspace& workspace,
                                    const BadTargets& bad_targets, const at::Tensor& divisor) {
   return {nullptr,
@@ -69,8 +75,8 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
     const auto table = table_of<scalar_t>(arguments, converted);
     const auto workspace = launch_weigh(stream, arguments, table, total.options());
     stream.launch(cross_entropy_total_kernel<scalar_t>,
-                  LaunchShape{.blocks = 1, .starts_early = workspace.weight_blocks() > 0}, table,
-                  reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
+                  LaunchShape{.blocks = 1, .starts_early = starts_early(workspace, table.rows)},
+                  table, reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
   });
 }
 
@@ -91,21 +97,21 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     using acc_t = RowAcc<scalar_t>;
     at::Tensor converted;
     const auto table = table_of<scalar_t>(arguments, converted);
-    const auto doubles = divisor.options();
-    const auto workspace = launch_weigh(stream, arguments, table, doubles);
-    CrossEntropyReduction reduction =
-        reduction_of(arguments.options.is_mean(), workspace, bad_targets, divisor);
-    if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
-    if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
-    reduction.limit = arguments.gradient_limit;
-    reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
     const bool plain = is_plain(arguments) && !with_metrics;
     const bool has_positions = arguments.has_positions();
     const DeviceRoom room = device_room<scalar_t>(stream, input.size(1), plain && !has_positions);
     const auto launch = [&]<typename Team, RowWork kWork>() {
       const auto [blocks, cluster, kept, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
-      const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, doubles);
+      const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, divisor.options());
+      // From here on the stream gets these two kernels, and nothing between them.
+      const auto workspace = launch_weigh(stream, arguments, table, divisor.options());
+      CrossEntropyReduction reduction =
+          reduction_of(arguments.options.is_mean(), workspace, bad_targets, divisor);
+      if (grad_scale) reduction.grad_scale = grad_scale->const_data_ptr<float>();
+      if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
+      reduction.limit = arguments.gradient_limit;
+      reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
         const CrossEntropyResults<scalar_t, grad_t> results = {
             is_per_row ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
@@ -119,10 +125,10 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
-        stream.launch(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
-                      LaunchShape{blocks, Team::kBlock, shared, cluster,
-                                  /*starts_early=*/workspace.weight_blocks() > 0},
-                      table, reduction, results, kept);
+        stream.launch(
+            cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
+            LaunchShape{blocks, Team::kBlock, shared, cluster, starts_early(workspace, rows)},
+            table, reduction, results, kept);
       });
     };
     if (has_positions) return for_positions(plain, launch);

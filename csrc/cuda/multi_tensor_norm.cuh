@@ -10,7 +10,6 @@
 #pragma once
 
 #include "../math/multi_tensor_norm.h"
-#include "early_start.cuh"
 #include "multi_tensor.cuh"
 #include "reduce.cuh"
 #include "vectorized.cuh"
@@ -110,7 +109,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                                     NormResults<out_t> results) {
   AMPFUSE_SHARED(double, scratch, kWarpsPerBlock);
   const BlockWorkers block(scratch);
-  wait_for_kernel_before();
 
   for (int64_t t = blockIdx.x; t < tensors; t += gridDim.x) {
     const NormRange range = workspace.ranges[t];

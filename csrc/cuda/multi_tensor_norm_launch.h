@@ -90,10 +90,9 @@ void launch_norm_finish(const LaunchStream& stream, const NormScratch& scratch,
         total_norm.template mutable_data_ptr<out_t>(), norms.template mutable_data_ptr<out_t>(),
         found_inf.mutable_data_ptr<float>(),           clear_found_inf,
         first_nonfinite.mutable_data_ptr<int64_t>(),   nonfinite_count.mutable_data_ptr<int64_t>()};
-    LaunchShape shape = stream.shape(norms.numel() * kWarpsPerBlock);  // a block per tensor
-    shape.starts_early = true;
-    stream.launch(multi_tensor_norm_finish_kernel<kNorm, out_t>, shape, norms.numel(), workspace,
-                  results);
+    // One block per tensor.
+    stream.launch(multi_tensor_norm_finish_kernel<kNorm, out_t>, norms.numel() * kWarpsPerBlock,
+                  norms.numel(), workspace, results);
   };
   total_norm.scalar_type() == at::kDouble ? launch.template operator()<double>()
                                           : launch.template operator()<float>();

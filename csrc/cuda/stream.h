@@ -17,7 +17,8 @@ struct LaunchShape {
   int shared = 0;   // bytes of dynamic shared memory per block
   int cluster = 1;  // blocks per cluster
   /// Starts before the previous launch has finished, if the device can do so. The kernel must call
-  /// wait_for_kernel_before() (early_start.cuh), and the previous launch must be of the same call.
+  /// wait_for_kernel_before() (early_start.cuh). What comes before it in the stream must be a
+  /// kernel of the same call that waits, too, or was not started early.
   bool starts_early = false;
 };
 
@@ -95,13 +96,10 @@ class LaunchStream {
   /// Returns how many clusters of this shape can be resident at a time. A cluster runs on one group
   /// of multiprocessors, so a few blocks of each group may be left over. Returns 0 if the kernel
   /// cannot be launched in clusters: the device has none, or the kernel was compiled for older
-  /// devices, or this process may use only parts of the device. GeForce 50 (12.x) has clusters, but
-  /// they are not used before somebody has tried it: its drivers are said to reserve gigabytes for
-  /// them.
+  /// devices, or this process may use only parts of the device.
   template <typename... Parameters>
   int resident_clusters(void (*kernel)(Parameters...), const LaunchShape& shape) const {
-    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-    if ((major != 9 && major != 10) || !is_compiled_for_hopper(kernel)) return 0;
+    if (!runs_as_hopper_code(kernel)) return 0;
     const LaunchConfig config(shape, /*starts_early=*/false, stream_);
     int clusters = 0;
     C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get()));
@@ -117,11 +115,15 @@ class LaunchStream {
   }
 
  private:
-  /// Returns whether the code of the kernel that runs on this device has the instructions of
-  /// compute capability 9.0. It has not if the device's driver compiled it from code for older
-  /// devices.
+  /// Returns whether the kernel can use what GPUs have since compute capability 9.0: clusters and
+  /// early starts. Code that the driver compiled from code for older devices lacks their
+  /// instructions; `ptxVersion` is the compute capability that it was written for. GeForce 50
+  /// (12.x) has both, but they are not used before somebody has tried it: its drivers are said to
+  /// reserve gigabytes for clusters.
   template <typename... Parameters>
-  static bool is_compiled_for_hopper(void (*kernel)(Parameters...)) {
+  bool runs_as_hopper_code(void (*kernel)(Parameters...)) const {
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+    if (major != 9 && major != 10) return false;
     cudaFuncAttributes code;
     C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
     return code.ptxVersion >= 90;
@@ -132,8 +134,7 @@ class LaunchStream {
   bool can_start_early(void (*kernel)(Parameters...)) const {
     int driver = 0;
     C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    return attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && driver >= 12030 &&
-           is_compiled_for_hopper(kernel);
+    return driver >= 12030 && runs_as_hopper_code(kernel);
   }
 
   c10::cuda::CUDAGuard guard_;
