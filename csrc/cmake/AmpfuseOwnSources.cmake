@@ -4,11 +4,10 @@
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 
 # Replaces a target's C++ and CUDA sources with batches: files that include up to eight sources of
-# one language each. Torch's headers take 6 s of the 7 s that a small C++ file takes to compile, 12 s
-# in a file that includes optimizers or autograd, and 16 s of the 21 s of a small CUDA file. The
-# sources of a batch share one anonymous namespace, so the names in it
-# must differ. CMake's own UNITY_BUILD includes by absolute path, which makes ccache miss the
-# batches of another checkout.
+# one language each. Torch's headers take 6 of the 7 seconds that a small C++ file takes to compile,
+# 12 in a file that includes optimizers or autograd, and 16 of the 21 of a small CUDA file. The
+# sources of a batch share one anonymous namespace, so the names in it must differ. CMake's own
+# UNITY_BUILD includes by absolute path, which makes ccache miss the batches of another checkout.
 function(ampfuse_in_batches target)
   get_target_property(sources ${target} SOURCES)
   set(cpp_sources "")

@@ -135,8 +135,8 @@ struct PlainTotal {
 
 // `pass(start, add)` calls start(), and then add(index of the first class, pack, keep) for each
 // pack. If the target's logit is too far from the row's largest one to be the reference, the team
-// repeats the pass with the largest one. The choice depends on
-// the row alone, so equal rows get the same bits.
+// repeats the pass with the largest one. The choice depends on the row alone, so equal rows get the
+// same bits.
 template <typename scalar_t, typename Team, typename Pass>
 __device__ __forceinline__ PlainTotal<scalar_t> plain_total(const Team& team, int target,
                                                             scalar_t target_logit,

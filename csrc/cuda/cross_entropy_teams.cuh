@@ -115,10 +115,9 @@ bool for_held_rows(int64_t classes, const Launch& launch) {
 /// logits are held in registers, and on GPUs with clusters of blocks rows of up to 131,072. A block
 /// of 1024 threads could hold more than 16,384, but it would fill a multiprocessor, which then
 /// reads no row while it writes another. Rows of floats go to a few lanes, to a warp, or to a block
-/// of 256 threads that keeps all of its row in shared memory. Longer
-/// rows, and 16-bit rows that are not held, go to a block of 512 threads, or of 1024 if the L2
-/// cache could not hold what blocks of 512 do not keep. Rows of doubles go to a warp or to a block
-/// of 256 threads.
+/// of 256 threads that keeps all of its row in shared memory. Longer rows, and 16-bit rows that are
+/// not held, go to a block of 512 threads, or of 1024 if the L2 cache could not hold what blocks of
+/// 512 do not keep. Rows of doubles go to a warp or to a block of 256 threads.
 template <typename scalar_t, typename Launch>
 void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launch) {
   using Block = BlockTeam<kThreads>;

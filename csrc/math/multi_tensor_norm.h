@@ -52,9 +52,8 @@ AMPFUSE_HOST_DEVICE double norm_finish(double sum) {
 // every element is finite. An overflowed sum is not accurate and proves nothing. A sum of squares
 // is inaccurate if squares underflowed: each of kNormChunk squares may lose up to 2⁻¹⁴⁹ in fp32
 // (2⁻¹⁰⁷⁴ in fp64). This is negligible in sums of at least 2⁻¹⁰⁰ (2⁻¹⁰⁰⁰). Smaller sums, also 0,
-// are out of range. A double sum of narrower elements
-// has no such limit, since a double holds their squares exactly. If the sum is out of range,
-// norm_exact reads the elements again.
+// are out of range. A double sum of narrower elements has no such limit, since a double holds their
+// squares exactly. If the sum is out of range, norm_exact reads the elements again.
 template <NormType kNorm, typename scalar_t, typename acc_t>
 AMPFUSE_HOST_DEVICE bool norm_in_range(double sum) {
   if (!is_finite(sum)) return false;

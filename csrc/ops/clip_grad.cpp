@@ -15,20 +15,6 @@ namespace ampfuse {
 
 namespace {
 
-struct DeviceList {
-  c10::Device device;
-  std::vector<at::Tensor> tensors = {};
-};
-
-// Returns one list per device, in order of first appearance.
-std::vector<DeviceList> by_device(at::TensorList tensors) {
-  std::vector<DeviceList> lists;
-  for (const at::Tensor& tensor : tensors) {
-    entry_for_device(lists, tensor.device()).tensors.push_back(tensor);
-  }
-  return lists;
-}
-
 std::vector<at::Tensor> gradients(at::TensorList parameters) {
   std::vector<at::Tensor> grads;
   grads.reserve(parameters.size());
@@ -40,7 +26,7 @@ std::vector<at::Tensor> gradients(at::TensorList parameters) {
 
 at::Tensor total_norm_of(at::TensorList tensors, double norm_type) {
   std::vector<at::Tensor> norms;
-  for (const DeviceList& list : by_device(tensors)) {
+  for (const DeviceTensors& list : by_device(tensors)) {
     norms.push_back(multi_tensor_norm(list.tensors, norm_type).total_norm);
   }
   if (norms.empty()) return at::zeros({});
@@ -64,9 +50,9 @@ void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
   const c10::NoGradGuard no_grad;
   TORCH_CHECK_TYPE(total_norm.defined(), "clip_grads_with_norm_: total_norm: expected a tensor");
   for (const at::Tensor& parameter : parameters) resolve_conjugate_grad(parameter);
-  const std::vector<DeviceList> lists = by_device(gradients(parameters));
-  for (const DeviceList& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
-  for (const DeviceList& list : lists) {
+  const std::vector<DeviceTensors> lists = by_device(gradients(parameters));
+  for (const DeviceTensors& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
+  for (const DeviceTensors& list : lists) {
     // torch's norm of 16-bit gradients is 16-bit, which the op does not accept.
     const auto dtype = total_norm.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     multi_tensor_clip(list.tensors, total_norm.to(list.device, dtype), max_norm);

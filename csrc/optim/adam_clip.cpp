@@ -16,29 +16,18 @@ struct GradInspection {
   at::Tensor found_inf;
 };
 
-struct DeviceGrads {
-  at::Device device;
-  std::vector<at::Tensor> grads = {};
-};
-
-// Returns one list per device, in order of first appearance.
-std::vector<DeviceGrads> grads_by_device(const std::vector<const AdamGroup*>& groups) {
-  std::vector<DeviceGrads> all;
+// Inspects all gradients as one vector. The results are on the device of the first gradient.
+GradInspection inspect(const std::vector<const AdamGroup*>& groups) {
+  std::vector<at::Tensor> grads;
   for (const AdamGroup* group : groups) {
     for (const AdamLists& lists : group->lists) {
-      std::vector<at::Tensor>& grads = entry_for_device(all, lists.device).grads;
       grads.insert(grads.end(), lists.grads.begin(), lists.grads.end());
     }
   }
-  return all;
-}
-
-// Inspects all gradients as one vector. The results are on the device of the first gradient.
-GradInspection inspect(const std::vector<const AdamGroup*>& groups) {
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> flags;
-  for (const DeviceGrads& part : grads_by_device(groups)) {
-    const MultiTensorNorm norm = multi_tensor_norm(part.grads, /*ord=*/2, at::kDouble);
+  for (const DeviceTensors& part : by_device(grads)) {
+    const MultiTensorNorm norm = multi_tensor_norm(part.tensors, /*ord=*/2, at::kDouble);
     norms.push_back(norm.total_norm);
     flags.push_back(norm.found_inf);
   }

@@ -5,6 +5,14 @@
 
 namespace ampfuse {
 
+std::vector<DeviceTensors> by_device(at::TensorList tensors) {
+  std::vector<DeviceTensors> lists;
+  for (const at::Tensor& tensor : tensors) {
+    entry_for_device(lists, tensor.device()).tensors.push_back(tensor);
+  }
+  return lists;
+}
+
 at::Tensor joined_norm(std::vector<at::Tensor> norms, double ord) {
   if (norms.size() == 1) return norms[0];
   for (at::Tensor& norm : norms) norm = on_device(norm, norms[0].device());

@@ -24,6 +24,14 @@ OfDevice& entry_for_device(std::vector<OfDevice>& all, at::Device device) {
   return all.emplace_back(OfDevice{device});
 }
 
+struct DeviceTensors {
+  at::Device device;
+  std::vector<at::Tensor> tensors = {};
+};
+
+/// Returns one list per device, in order of first appearance.
+std::vector<DeviceTensors> by_device(at::TensorList tensors);
+
 /// Combines norms of order `ord` into the norm of all their tensors together, on the device of the
 /// first norm. `norms` must not be empty.
 at::Tensor joined_norm(std::vector<at::Tensor> norms, double ord = 2);

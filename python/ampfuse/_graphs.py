@@ -79,9 +79,14 @@ def uses_gpu() -> bool:
     return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
 
 
+def backward_pass() -> int:
+    """Return autograd's number of the backward pass that runs on this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
 def is_in_backward() -> bool:
     """Return True if autograd runs a backward pass on this thread."""
-    return torch._C._current_graph_task_id() >= 0
+    return backward_pass() >= 0
 
 
 def is_capturing() -> bool:

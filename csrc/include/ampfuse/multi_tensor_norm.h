@@ -22,10 +22,10 @@ struct MultiTensorNorm {
 /// pass.
 ///
 /// Squares may overflow or underflow float32 without harm: a norm is infinite only if it is too
-/// large for its dtype or an element is infinite. If any
-/// element is NaN, the norm is NaN. The bits of a norm depend on the tensor's values in memory
-/// order, its dtype and, on CUDA, its alignment to 16 bytes, but not on threads, launches or the
-/// rest of the list. An empty list has norm 0, on the CPU.
+/// large for its dtype or an element is infinite. If any element is NaN, the norm is NaN. The bits
+/// of a norm depend on the tensor's values in memory order, its dtype and, on CUDA, its alignment
+/// to 16 bytes, but not on threads, launches or the rest of the list. An empty list has norm 0, on
+/// the CPU.
 ///
 /// \param tensors Tensors of any shapes and strides, in any mix of half, bfloat16, float, double,
 ///     complex float and complex double, all on one device.

@@ -35,7 +35,7 @@ class BatchTime(NamedTuple):
 
     all: float
     computing: float
-    """Without those in which it waits, for a disk or a network, say."""
+    """The seconds in which it computes, without waits for a disk or a network."""
 
 
 @dataclass

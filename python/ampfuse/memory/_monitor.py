@@ -53,7 +53,7 @@ class Monitor(StepMemory):
         super().__init__(find_leaks=find_leaks)
         self.interval = interval
         self.samples: list[Sample] = []
-        """All samples, or every second, fourth, … of those that are older, if there are many."""
+        """All samples. If there are many, only every second, fourth, … of the older ones."""
         self._writer = writer
         self._first: weakref.ref[Optimizer] | None = None
         self._device_of_program = 0

@@ -113,7 +113,7 @@ class Judge:
     def best(self) -> Precision | None:
         """Return the best precision that is accurate and worth it, or None.
 
-        Among those that are about as fast as the fastest, the first is the simplest.
+        Several may be about as fast as the fastest. The first of them is returned, the simplest.
         """
         able = [
             one

@@ -19,10 +19,10 @@
 // of a cluster take turns. ASan and UBSan detect out-of-bounds, misaligned and overflowing
 // accesses. TSan treats the fibers as threads that only barriers, __syncwarp, fenced atomics, and
 // sync_cluster and the inboxes of a cluster put in order. Shuffles do not order memory, and nothing
-// else orders blocks. So TSan finds races in global and shared memory even if
-// the result is right. The runtime itself reports divergent barriers and wrong warp masks (sync.h)
-// and fills shared memory with NaNs. simt::launch throws the runtime's error, or an exception from
-// the kernel; the frames of the other threads are then dropped without unwinding.
+// else orders blocks. So TSan finds races in global and shared memory even if the result is right.
+// The runtime itself reports divergent barriers and wrong warp masks (sync.h) and fills shared
+// memory with NaNs. simt::launch throws the runtime's error, or an exception from the kernel; the
+// frames of the other threads are then dropped without unwinding.
 //
 // The runtime cannot show speed, occupancy, spills, real contention, memory-ordering effects,
 // progress of blocks that wait for each other, approximate arithmetic, or the effects of a launch
