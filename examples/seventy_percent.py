@@ -38,6 +38,7 @@ RUNS = (
     "+ checkpoints",
     "+ micro-batches",
 )
+BETAS = (0.9, 0.95)  # moments in bfloat16 need a second one of at most 0.99
 AVERAGED = 3  # number of losses in a mean, since those of single batches vary
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,12 +59,16 @@ def trained(level: int, given: Any, device: str) -> tuple[LanguageModel, Optimiz
     autocast = torch.autocast(device, torch.bfloat16, enabled=level >= AUTOCAST)
     optimizer: Optimizer
     if level < WEIGHTS:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, betas=BETAS)
     else:
         model.to(torch.bfloat16)
         moments = torch.bfloat16 if level >= MOMENTS else torch.float32
         optimizer = ampfuse.AdamW(
-            model.parameters(), lr=given.lr, master_weights="remainder", state_dtype=moments
+            model.parameters(),
+            lr=given.lr,
+            betas=BETAS,
+            master_weights="remainder",
+            state_dtype=moments,
         )
 
     def loss_of(batch: tuple[Tensor, Tensor], denominator: Tensor | None = None) -> Tensor:

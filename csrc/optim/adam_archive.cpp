@@ -6,6 +6,7 @@
 #include <torch/serialize/archive.h>
 
 #include "../tensors/dtype_name.h"
+#include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
 #include "adam_lists.h"
 #include "adam_state.h"
@@ -97,9 +98,17 @@ SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
   return saved;
 }
 
-AdamParamState with_whole_master(AdamParamState state, const at::Tensor& param) {
-  if (state.master_param().defined()) {
-    state.master_param(optim::whole_master(param, state.master_param()));
+// Returns a parameter's state as it is saved. Instead of a remainder it has the master that this
+// represents. A master has adopted what other code wrote to the parameter; the present one stays,
+// as the program may write the old values back.
+AdamParamState as_saved(AdamParamState state, const at::Tensor& param) {
+  const at::Tensor& master = state.master_param();
+  if (!master.defined()) return state;
+  if (master.scalar_type() == at::kFloat && is_16bit(param.scalar_type()) && !param.is_meta()) {
+    const at::Tensor copy = master.clone();
+    if (optim::adopt_param(param, copy).item<bool>()) state.master_param(copy);
+  } else {
+    state.master_param(optim::whole_master(param, master));
   }
   return state;
 }
@@ -122,7 +131,7 @@ void Adam::save(OutputArchive& archive) const {
       const auto* of_param = optim::find_state(state_, param);
       if (!of_param) continue;
       OutputArchive state(archive.compilation_unit());
-      with_whole_master(*of_param, param).serialize(state);
+      as_saved(*of_param, param).serialize(state);
       states.write(key, state);
     }
     OutputArchive options(archive.compilation_unit());

@@ -28,7 +28,4 @@ PYBIND11_MODULE(_C, m) {
         py::arg("hidden"), py::arg("weight"), py::kw_only(), py::arg("dtype"),
         py::arg("logits_dtype"), py::arg("weight_grad_dtype"), py::arg("chunk_rows"),
         py::arg("chunk_classes"), py::arg("with_gradient"), py::arg("on_gpu"));
-  py::class_<ampfuse::WeakTensors>(m, "WeakTensors")
-      .def(py::init<const py::list&>())
-      .def("alive", &ampfuse::WeakTensors::alive);
 }

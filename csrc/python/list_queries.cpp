@@ -76,22 +76,6 @@ py::tuple ordinary_grads(const py::list& params, bool allow_fp16) {
   return py::make_tuple(by_device, others);
 }
 
-WeakTensors::WeakTensors(const py::list& tensors) {
-  tensors_.reserve(tensors.size());
-  for_each_tensor(tensors, [this](const at::Tensor& tensor, size_t) {
-    tensors_.emplace_back(tensor.getIntrusivePtr());
-  });
-}
-
-py::list WeakTensors::alive() const {
-  py::list alive;
-  for (const auto& tensor : tensors_) {
-    auto locked = tensor.lock();
-    alive.append(locked ? py::cast(at::Tensor(std::move(locked))) : py::object(py::none()));
-  }
-  return alive;
-}
-
 std::pair<int64_t, uint64_t> writes(const py::list& tensors) {
   std::pair<int64_t, uint64_t> writes = {0, 0};
   for_each_tensor(tensors, [&writes](const at::Tensor& tensor, size_t) {

@@ -19,17 +19,6 @@ pybind11::tuple grads_and_kinds(const pybind11::list& params);
 /// `allow_fp16`.
 pybind11::tuple ordinary_grads(const pybind11::list& params, bool allow_fp16);
 
-class WeakTensors {
- public:
-  explicit WeakTensors(const pybind11::list& tensors);
-
-  /// Returns the tensors that are still alive, and None in place of the others.
-  pybind11::list alive() const;
-
- private:
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors_;
-};
-
 /// Returns the sum of the tensors' version counters, and a hash of their addresses. Throws for
 /// tensors made in inference mode, which have no version counter.
 std::pair<int64_t, uint64_t> writes(const pybind11::list& tensors);

@@ -86,7 +86,7 @@ def targets_in(micro_batch: Any) -> Tensor:
     if isinstance(micro_batch, list | tuple) and len(micro_batch) == 2:
         target = micro_batch[1]
         if isinstance(target, Tensor) and not target.is_floating_point():
-            return (target != IGNORED).sum()
+            return (target.long() != IGNORED).sum()  # in uint8, -100 would be 156
     kind = kind_in_words(micro_batch)
     raise TypeError(
         "accumulate: expected micro-batches (inputs, integer targets), got "

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfuse._dtensors import local
 from ampfuse._graphs import eager_only
@@ -56,7 +55,9 @@ class ClipRecord(NamedTuple):
 _lock = threading.Lock()  # guards the next three: each thread may train its own model
 _first_steps: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers in their first steps
 _only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers that have taken no step yet
-_clips = WeakTensorKeyDictionary()  # the ClipRecord of each live gradient that was clipped
+# By the ids of gradients that were clipped since the last scaled loss. Weak references would keep
+# torch from moving or casting a model of DTensors.
+_clips: dict[int, ClipRecord] = {}
 
 
 @eager_only
@@ -67,7 +68,7 @@ def note_clip(grads: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> N
     with _lock:
         for grad in grads:
             if not grad.is_inference():
-                _clips[grad] = ClipRecord(grad._version, max_norm, local(total_norm))
+                _clips[id(grad)] = ClipRecord(grad._version, max_norm, local(total_norm))
 
 
 @eager_only
@@ -133,6 +134,8 @@ class Watch:
             _only_scaled.discard(self)
             if self._steps > STEPS_WATCHED:
                 _first_steps.discard(self)
+                if len(_first_steps) == 0:
+                    _clips.clear()
         is_looking = self._steps <= STEPS_WATCHED and self._clipped is None
         if is_looking and not self.is_scale_known and has_number(scale):
             clip = first_clip(grads)
@@ -176,8 +179,8 @@ def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:
     """Return the record of the first gradient that was clipped and not written since, or None."""
     with _lock:
         for grad in grads:
-            if grad in _clips and _clips[grad].version == grad._version:
-                clip: ClipRecord = _clips[grad]
+            clip = _clips.get(id(grad))
+            if clip is not None and clip.version == grad._version:
                 return clip
     return None
 

@@ -188,6 +188,37 @@ TEST_CASE("a checkpoint of another model or optimizer is refused", "[checkpoint]
   CHECK_THAT(load({{"model", model}}), ContainsSubstring("torch.float16 of shape [2, 3] in the"));
 }
 
+TEST_CASE("objects under each other's names are refused", "[checkpoint]") {
+  const Folder folder;
+  torch::nn::Linear model(3, 2);
+  AdamW optimizer(model->parameters());
+  GradScaler scaler(GradScalerOptions().device(at::kCPU));
+  checkpoint::save(folder.path, 1,
+                   {{"model", model}, {"optimizer", optimizer}, {"scaler", scaler}});
+  const auto error = [&](const checkpoint::Objects& objects) {
+    return error_of([&] { checkpoint::load(folder.path, objects); });
+  };
+  CHECK_THAT(error({{"model", optimizer}}), ContainsSubstring("LinearImpl, not of AdamW"));
+  CHECK_THAT(error({{"scaler", optimizer}}), ContainsSubstring("of GradScaler, not of AdamW"));
+  CHECK_THAT(error({{"optimizer", scaler}}), ContainsSubstring("of AdamW, not of GradScaler"));
+  CHECK_THAT(error({{"optimizer", model}}), ContainsSubstring("which the model lacks"));
+}
+
+TEST_CASE("the state of a disabled scaler is refused before anything is loaded", "[checkpoint]") {
+  const Folder folder;
+  torch::nn::Linear model(3, 2);
+  AdamW optimizer(model->parameters(), AdamWOptions(0.5));
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  checkpoint::save(folder.path, 1, {{"optimizer", optimizer}, {"scaler", disabled}});
+  AdamW other(model->parameters(), AdamWOptions(0.1));
+  GradScaler scaler(GradScalerOptions().device(at::kCPU));
+  CHECK_THAT(
+      error_of([&] { checkpoint::load(folder.path, {{"optimizer", other}, {"scaler", scaler}}); }),
+      ContainsSubstring("the state of a disabled scaler"));
+  CHECK(other.param_groups()[0].options().get_lr() == 0.1);
+  checkpoint::load(folder.path, {{"scaler", disabled}});
+}
+
 TEST_CASE("names that are taken, and the folder of a checkpoint, are refused", "[checkpoint]") {
   const Folder folder;
   torch::nn::Linear model(3, 2);
@@ -286,6 +317,8 @@ TEST_CASE("texts that are not UTF-8 and paths that cannot be read are errors", "
   CHECK(run.names().empty());
   const std::string name(5000, 'x');  // longer than a name may be
   CHECK(error_of([&] { checkpoint::load(run.path / name, {}); }).find("cannot be read") !=
+        std::string::npos);
+  CHECK(error_of([&] { checkpoint::latest(run.path / name); }).find("cannot be read") !=
         std::string::npos);
 }
 

@@ -182,6 +182,26 @@ TEST_CASE("masters that an archive lacks are created from the parameters") {
   CHECK(same_bits(state.master_param().to(torch::kBFloat16), params[0]));
 }
 
+TEST_CASE("saved masters have what was written to the parameters after the last step") {
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  ampfuse::AdamW optimizer(params);
+  train(optimizer, params, 1, 2);
+  const torch::Tensor before = state_of(optimizer, params[0]).master_param().clone();
+  {
+    const torch::NoGradGuard no_grad;
+    params[0].select(0, 0).fill_(3);
+  }
+  const auto loaded = copies(params, torch::kBFloat16);
+  ampfuse::AdamW other(loaded);
+  move_state(optimizer, other);
+
+  const torch::Tensor master = state_of(other, loaded[0]).master_param();
+  CHECK(same_bits(loaded[0], params[0]));
+  CHECK(master.select(0, 0).eq(3).all().item<bool>());
+  CHECK(same_bits(master.slice(0, 1), before.slice(0, 1)));
+  CHECK(same_bits(state_of(optimizer, params[0]).master_param(), before));
+}
+
 TEST_CASE("AdamW loads an archive of Adam, but Adam refuses one of AdamW") {
   const auto params = parameters(torch::kCPU);
   ampfuse::Adam adam(params);

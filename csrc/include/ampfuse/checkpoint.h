@@ -41,8 +41,14 @@ struct Loaded {
 
 /// Returns the complete checkpoint with the highest step in the folder of a run, or nothing if
 /// the folder has no complete checkpoint.
+///
+/// \throws Error for a folder that cannot be read.
 inline std::optional<std::filesystem::path> latest(const std::filesystem::path& run) {
-  return detail::latest_of(run);
+  try {
+    return detail::latest_of(run);
+  } catch (const std::filesystem::filesystem_error& error) {
+    throw Error(run.string() + ": cannot be read: " + error.what());
+  }
 }
 
 /// Writes a checkpoint into the folder of a run. Optimizers are saved with masters, scalers with
@@ -137,9 +143,9 @@ inline Loaded load(const std::filesystem::path& path, const Objects& objects,
     parts[name] = of_one_process(stored[name]);
     if (!parts[name]) throw Error(folder + name + " was saved by several ranks");
     Mistakes mistakes;
-    std::visit(
-        [&](const auto* one) { check(*one, *parts[name], reader.content()["tensors"], mistakes); },
-        object.get());
+    const Json& part = *parts[name];
+    std::visit([&](const auto* one) { check(*one, part, reader.content()["tensors"], mistakes); },
+               object.get());
     if (!mistakes.empty()) throw Error(folder + name + ": " + text_of(mistakes));
     add_tensors_of(*parts[name], needed);
     resumes |= std::holds_alternative<Adam*>(object.get());

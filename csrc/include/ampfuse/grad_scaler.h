@@ -180,8 +180,8 @@ class AMPFUSE_API GradScaler {
   bool is_enabled() const;
   /// Returns the options.
   const GradScalerOptions& options() const;
-  /// Returns the options. Factors, interval, limits, hysteresis and `dynamic` may be changed; the
-  /// next update() uses them.
+  /// Returns the options. Factors, interval, limits and `dynamic` may be changed; the next update()
+  /// uses them. A changed `hysteresis` is used when the overflows that are left are refilled.
   GradScalerOptions& options();
 
   /// Returns whether the last step was skipped, as a tensor on the device: bool, 0-dim.

@@ -61,7 +61,7 @@ class Gradients:
 class Inspection:
     """The result of inspecting an optimizer's gradients, in tensors on their devices."""
 
-    params: "_C.WeakTensors | TracedWeakTensors"  # weak, so that a model can be deleted
+    params: "list[int] | list[weakref.ref[Tensor]]"  # identities(), so that a model can be deleted
     norms: list[Tensor]  # norms of the gradients, in the order of `params`
     total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
     are_whole: bool  # True if the total norms cover every element of every gradient
@@ -172,7 +172,7 @@ def inspect(
     if gradients.meshes or process_group is not None:
         flag = flag_of_all_ranks(found_inf, flags, gradients.meshes, process_group)
         flags = {found_inf.device: flag}
-    return flags, Inspection(weak(params), norms, total_norms, are_whole)
+    return flags, Inspection(identities(params), norms, total_norms, are_whole)
 
 
 class OfBackward(NamedTuple):
@@ -206,25 +206,17 @@ def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.
     return ops.multi_tensor_unscale_norm(part.grads, found_inf, inv_scale, dtype=torch.float64)
 
 
-@dataclass
-class TracedWeakTensors:
-    """A `_C.WeakTensors` that the compiler can create."""
-
-    references: "list[weakref.ref[Tensor]]"
-
-    def alive(self) -> list[Tensor | None]:
-        """Return the tensors, with None in place of deleted ones."""
-        return [reference() for reference in self.references]
+def _traced_identities(tensors: list[Tensor]) -> list[int] | list[weakref.ref[Tensor]]:
+    return [weakref.ref(tensor) for tensor in tensors]  # torch.compile knows no id()
 
 
-def _traced_weak(tensors: list[Tensor]) -> _C.WeakTensors | TracedWeakTensors:
-    return TracedWeakTensors([weakref.ref(tensor) for tensor in tensors])
+@traced_as(_traced_identities)
+def identities(tensors: list[Tensor]) -> list[int] | list[weakref.ref[Tensor]]:
+    """Return what identifies the tensors without keeping them alive.
 
-
-@traced_as(_traced_weak)
-def weak(tensors: list[Tensor]) -> _C.WeakTensors | TracedWeakTensors:
-    """Return references that do not keep the tensors alive."""
-    return _C.WeakTensors(tensors)
+    torch refuses to move or cast a model of DTensors to whose parameters there are weak references.
+    """
+    return list(map(id, tensors))
 
 
 def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -208,19 +208,20 @@ class ScalerHistory:
         numbers = (rows[i % self.length] for i in range(oldest, updates))
         return [ScaleRecord(scale, bool(skipped), norm) for scale, skipped, norm in numbers]
 
-    def offenders(self) -> list[Tensor]:
-        """Return the parameters with non-finite gradients in the last skipped step on record."""
+    def on_host(self) -> "ScalerHistory":
+        """Return a copy for pickle and deepcopy, without the parameters of the last steps."""
+        copied = ScalerHistory(self.counts(), self.length, self.norms())
+        copied.put_records(self.records())
+        copied._found_inf = torch.tensor(float(self.step_skipped().item()), device="cpu")
+        return copied
+
+    def offenders(self) -> set[int]:
+        """Return the ids of parameters with non-finite gradients in the last skipped step known."""
         steps = [*self._steps, *([] if self._graph_step is None else [self._graph_step])]
         for found_inf, inspection in reversed(steps):
             if inspection is not None and found_inf.item() != 0:
                 norms = [norm for norms in inspection.norms for norm in norms.tolist()]
-                pairs = zip(inspection.params.alive(), norms, strict=True)
-                found = [param for param, norm in pairs if not math.isfinite(norm)]
-                return [param for param in found if param is not None]
-        return []
-
-
-def names_of(params: Iterable[Tensor], model: torch.nn.Module) -> list[str]:
-    """Return the model's names of those parameters that it contains, in its order."""
-    found = set(params)
-    return [name for name, param in model.named_parameters() if param in found]
+                ids = [one if isinstance(one, int) else id(one()) for one in inspection.params]
+                pairs = zip(ids, norms, strict=True)
+                return {param for param, norm in pairs if not math.isfinite(norm)}
+        return set()

@@ -26,7 +26,7 @@ from ampfuse.amp._gradients import (
     norm_or_refuse,
     unscaled_norm,
 )
-from ampfuse.amp._history import ScaleRecord, ScalerHistory, names_of
+from ampfuse.amp._history import ScaleRecord, ScalerHistory
 from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, NORMS, check_pickled, loaded
 from ampfuse.amp._tensor_step import (
@@ -510,7 +510,10 @@ class GradScaler(TorchGradScaler):
         Returns:
             Names as in `model.named_parameters()`.
         """
-        return names_of(self._history.offenders(), model) if self._enabled else []
+        if not self._enabled:
+            return []
+        found = self._history.offenders()
+        return [name for name, param in model.named_parameters() if id(param) in found]
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -559,9 +562,7 @@ class GradScaler(TorchGradScaler):
             return super().__getstate__()
         with self._watch.unnoticed():
             state = super().__getstate__()
-            state["_history"] = ScalerHistory(
-                self._history.counts(), self._history.length, self._history.norms()
-            )
+            state["_history"] = self._history.on_host()
             state["_inspections"] = {}
             del state["_watch"]
         return state
@@ -596,12 +597,17 @@ class GradScaler(TorchGradScaler):
         return on_device(self._scale, device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Create the scale like torch's method of this name, unless it exists already."""
+        """Create the scale like torch's method of this name, unless it exists already.
+
+        The first to need it may be a loss that is evaluated in inference mode. Autograd could not
+        save a scale that was created there.
+        """
         if self._scale is None:
-            super()._lazy_init_scale_growth_tracker(dev)
-            assert self._scale is not None
-            self._history.tensors(self._scale.device)
-            self._norm_statistics(self._scale.device)
+            with torch.inference_mode(False):
+                super()._lazy_init_scale_growth_tracker(dev)
+                assert self._scale is not None
+                self._history.tensors(self._scale.device)
+                self._norm_statistics(self._scale.device)
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return torch's record of what was done with the optimizer since the last update."""

@@ -14,6 +14,8 @@ from ampfuse.amp._gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
+# Entries of optimizers' states that have the shape of the parameter.
+SHAPED_LIKE_PARAMS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer"}
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 
 
@@ -120,8 +122,8 @@ def mistakes(value: Any, kinds: dict[str, Any], parts: dict[str, Any]) -> Iterat
         yield from _mistakes_of_gradients(value, kinds, parts.get("gradients", {}))
     elif class_of(value) != parts["class"]:
         yield f"the checkpoint has the state of {parts['class']}, not of {class_of(value)}"
-    elif hasattr(value, "param_groups"):
-        yield from _mistakes_of_optimizer(value.param_groups, parts["state"])
+    elif has_torchs_state(value, parts["state"]):
+        yield from _mistakes_of_optimizer(value.param_groups, kinds, parts["state"])
     elif isinstance(value, TorchGradScaler) and value.is_enabled() and not parts["state"]:
         yield "the checkpoint has the state of a disabled scaler, and this one is enabled"
 
@@ -157,11 +159,36 @@ def _mistakes_of_gradients(
             yield f"the gradient of {name} is {dtype} in the checkpoint, and {own} in the model"
 
 
-def _mistakes_of_optimizer(groups: list[Any], stored: dict[str, Any]) -> Iterator[str]:
+def has_torchs_state(value: Any, stored: dict[str, Any]) -> bool:
+    """Return True for an optimizer whose state dict is not of a form of its own."""
+    return hasattr(value, "param_groups") and stored.keys() >= {"param_groups", "state"}
+
+
+def _states_of_params(
+    groups: list[Any], stored: dict[str, Any]
+) -> Iterator[tuple[Tensor, int, dict[str, Any]]]:
+    """Yield each parameter with its number and its encoded state."""
+    params = [param for group in groups for param in group["params"]]
+    for number, state in stored["state"].get("$dict", ()):
+        if isinstance(number, int) and number < len(params) and isinstance(state, dict):
+            yield params[number], number, state
+
+
+def _mistakes_of_optimizer(
+    groups: list[Any], kinds: dict[str, Any], stored: dict[str, Any]
+) -> Iterator[str]:
     sizes = [len(group["params"]) for group in groups]
     stored_sizes = [len(group["params"]) for group in stored["param_groups"]]
     if sizes != stored_sizes:
         yield f"its groups have {sizes} parameters, those in the checkpoint {stored_sizes}"
+    for param, number, state in _states_of_params(groups, stored):
+        for name in SHAPED_LIKE_PARAMS & state.keys():
+            shape = kind_of(state[name], kinds)[1] if is_tensor(state[name]) else list(param.shape)
+            if shape != list(param.shape):
+                yield (
+                    f"{name} of parameter {number} has shape {shape} in the checkpoint, and the "
+                    f"parameter has {list(param.shape)}"
+                )
 
 
 def shardings(
@@ -178,11 +205,9 @@ def shardings(
         pairs = [(current, state.get(name)) for name, current in value.state_dict().items()]
         grads = parts.get("gradients", {})
         pairs += [(param, grads.get(name)) for name, param in value.named_parameters()]
-    elif hasattr(value, "param_groups"):
-        params = [param for group in value.param_groups for param in group["params"]]
-        for number, state in parts["state"]["state"].get("$dict", ()):
-            if isinstance(number, int):
-                pairs += [(params[number], entry) for entry in state.values()]
+    elif has_torchs_state(value, parts["state"]):
+        for param, _, state in _states_of_params(value.param_groups, parts["state"]):
+            pairs += [(param, entry) for entry in state.values()]
     likes = {}
     for like, stored in pairs:
         if isinstance(like, Tensor) and is_dtensor(like) and is_tensor(stored):

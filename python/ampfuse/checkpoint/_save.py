@@ -107,7 +107,8 @@ def save(
     Args:
         path: The folder of the run, which is made if needed.
         step: The number of the step; a checkpoint of the same step is replaced.
-        values: Numbers, texts, tensors, and lists, tuples and dicts of them; `load` returns them.
+        values: Numbers, texts, tensors, and lists, tuples and dicts of them; `load` returns those
+            of rank 0.
         rng: Store the states of the random number generators of Python, NumPy and torch.
         gradients: Store the gradients of models, too, for a save between two micro-batches.
         keep: Number of checkpoints that are left: this one and the others with the highest steps;

@@ -21,7 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ampfuse import checkpoint
 from ampfuse._replacing import replace
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.command import program
@@ -127,13 +129,15 @@ def first_batch(arguments: dict[str, Any]) -> int:
 def loaders(batch: int | None) -> Iterator[list[int]]:
     """Make loaders load in this process, with another batch size if one is given.
 
-    Return a list to which the batch size of a loader is added when the program begins to use it.
+    Return a list to which the batch size of a loader is added for each batch that it gives.
     """
     original: Any = DataLoader.__init__
     iterate: Any = DataLoader.__iter__
     signature = inspect.signature(original)
     seen: list[int] = []
-    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    follow: Any = _BaseDataLoaderIter.__next__
+    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of loaders
+    size_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of their iterators
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
@@ -152,21 +156,30 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
         original(**given)
 
     def begin(self: Any) -> Any:
+        batches = iterate(self)
         if self.batch_size is not None:
-            seen.append(sizes.get(self, self.batch_size))
-        return iterate(self)
+            size_of[batches] = sizes.get(self, self.batch_size)
+        return batches
+
+    def following(self: Any) -> Any:
+        batch = follow(self)
+        if self in size_of:
+            seen.append(size_of[self])
+        return batch
 
     with ExitStack() as exits:
         replace(exits, DataLoader, "__init__", init)
         replace(exits, DataLoader, "__iter__", begin)
+        replace(exits, _BaseDataLoaderIter, "__next__", following)
         yield seen
 
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
-    """Make `torch.save` do nothing: weights have no meaning, and would overwrite others."""
+    """Make functions that save do nothing: weights have no meaning, and would overwrite others."""
     with ExitStack() as exits:
         replace(exits, torch, "save", lambda *_, **__: None)
+        replace(exits, checkpoint, "save", lambda path, **_: checkpoint.Saving(Path(path)))
         yield
 
 

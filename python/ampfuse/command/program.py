@@ -6,15 +6,17 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 import torch
 
+from ampfuse import checkpoint
 from ampfuse._replacing import replace
 
 # True if Python was started with -P, which keeps the script's folder off sys.path (3.11 and newer).
@@ -145,6 +147,31 @@ def saved_in_memory() -> Iterator[None]:
     with ExitStack() as exits:
         replace(exits, torch, "save", save_in_memory)
         replace(exits, torch, "load", load_from_memory)
+        yield
+
+
+@contextmanager
+def checkpoints_in(folder: Path) -> Iterator[None]:
+    """Let `ampfuse.checkpoint` save runs into this folder, and find these there again.
+
+    The runs of the program itself stay as they are, and are found until it saves.
+    """
+    save, runs = checkpoint.save, dict[str, Path]()
+
+    def save_there(path: str | os.PathLike[str], **kwargs: Any) -> checkpoint.Saving:
+        run = runs.setdefault(os.path.abspath(path), folder / f"run{len(runs)}")
+        return save(run, **kwargs)
+
+    def from_there(function: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+            return function(runs.get(os.path.abspath(path), path), **kwargs)
+
+        return read
+
+    with ExitStack() as exits:
+        replace(exits, checkpoint, "save", save_there)
+        for name in ("latest", "load", "verify"):
+            replace(exits, checkpoint, name, from_there(getattr(checkpoint, name)))
         yield
 
 

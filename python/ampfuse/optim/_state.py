@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ampfuse._dtensors import local, sharded_like
 from ampfuse._graphs import is_capturing
 from ampfuse.optim._options import STATE_DTYPES, StateOptions, state_dtype_name
 from ampfuse.optim._remainders import join, split
@@ -48,7 +50,7 @@ def ensure_master(
             state["master_param"] = fresh
     elif master is not None and master.dtype != dtype:
         # The model was cast, or the group's `master_weights` was changed.
-        numbers = master
+        numbers = as_written(param, master) if master.dtype == torch.float32 else master
         if master.dtype == torch.int16:
             numbers = join(param, master) if param.dtype == torch.bfloat16 else param.detach()
         del state["master_param"]
@@ -102,6 +104,12 @@ def renew_master(state: dict[str, Any], param: Tensor) -> None:
     master.copy_(new_master(param, master.dtype))
 
 
+def is_written_over(param: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return which elements of a parameter are not its float32 master, rounded to this dtype."""
+    then = master.to(dtype).to(param.dtype)
+    return (then != param) & ~(then.isnan() & param.isnan())
+
+
 @torch.no_grad()
 def adopt_param(param: Tensor, master: Tensor) -> Tensor:
     """Make a float32 master adopt the elements of its parameter that other code has written.
@@ -109,10 +117,27 @@ def adopt_param(param: Tensor, master: Tensor) -> Tensor:
     In those elements the parameter is no longer its master rounded. Returns a 0-dim flag on the
     device: True if there are any.
     """
-    then = master.to(param.dtype)
-    is_written_over = (then != param) & ~(then.isnan() & param.isnan())
-    master.copy_(torch.where(is_written_over, param.to(master.dtype), master))
-    return is_written_over.any()
+    is_written = is_written_over(param, master, param.dtype)
+    master.copy_(torch.where(is_written, param.to(master.dtype), master))
+    return is_written.any()
+
+
+@torch.no_grad()
+def as_written(param: Tensor, master: Tensor) -> Tensor:
+    """Return a float32 master, or a copy that has adopted what other code wrote to its parameter.
+
+    The host waits. If the model was cast since the last step, the parameter was float16 or bfloat16
+    then.
+    """
+    here, there = local(param.detach()), local(master)
+    has_numbers = not (here.is_meta or isinstance(here, FakeTensor))
+    if not has_numbers or (here.shape, here.device) != (there.shape, there.device):
+        return master
+    dtypes = [here.dtype] if here.dtype in DTYPES_16_BIT else DTYPES_16_BIT
+    is_written = torch.stack([is_written_over(here, there, dtype) for dtype in dtypes]).all(dim=0)
+    if not is_written.any():
+        return master
+    return sharded_like(master, torch.where(is_written, here.to(there.dtype), there))
 
 
 def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,8 @@ class Adam(torch.optim.Adam):
             is the master rounded to nearest. `"remainder"` keeps only the 16 bits of the master
             that a bfloat16 parameter lacks, 2 bytes less per element. False steps 16-bit parameters
             themselves, which loses updates smaller than half their last bit.
-        state_dtype: Dtype of the moments, float32 or bfloat16.
+        state_dtype: Dtype of the moments, float32 or bfloat16. With bfloat16 set `betas[1]` to at
+            most 0.99: with 0.999 the second moment cannot shrink, since rounding restores it.
         max_grad_norm: Clip the unscaled gradients to this norm, as `torch.nn.utils.clip_grad_norm_`
             does, or None. As an argument, it limits the norm over all groups without a limit of
             their own; as a group option, the norm of that group (inf: no clipping).

@@ -56,6 +56,7 @@ def main(order: dict[str, Any]) -> None:
     torch_save = torch.save
     with ExitStack() as exits:
         exits.enter_context(program.saved_in_memory())
+        exits.enter_context(program.checkpoints_in(folder / "checkpoints"))
         precision = PRECISIONS[order["precision"]].keeping(order["kept"])
         limits = order["steps"], order["backwards"], order["scale"], order["slowest"]
         trial = Trial(exits, finish, precision, *limits)

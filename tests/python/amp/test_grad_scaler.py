@@ -157,6 +157,24 @@ def test_copied_and_pickled_scalers_keep_their_state(device, used, copied):
     assert other.scale(torch.ones((), device=device)).item() == scaler.get_scale()
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copied_and_pickled_scalers_keep_the_history_and_the_last_step(device, copied):
+    scaler = ampfuse.GradScaler(device.type, 4.0, history=3)
+    param = torch.nn.Parameter(torch.zeros(2, device=device))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for gradient in (1.0, 2.0, 3.0, 4.0, float("inf")):
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full_like(param, gradient)
+        scaler.step(optimizer)
+        scaler.update()
+
+    other = copied(scaler)
+
+    assert other.was_skipped()
+    assert len(other.history()) == 3
+    assert other.history() == scaler.history()
+
+
 def test_a_disabled_scaler_only_steps_the_optimizer(device):
     network, scaler = model(device), ampfuse.GradScaler(device.type, enabled=False)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -250,6 +268,24 @@ def test_step_checks_gradients_and_computes_the_clip_norm_in_one_pass(device):
 
     names = [event.name for event in profile.events() if event.name.startswith("ampfuse::")]
     assert names == ["ampfuse::multi_tensor_unscale_norm", "ampfuse::fused_adam"]
+
+
+@pytest.mark.parametrize("make", [ampfuse.CrossEntropyLoss, ampfuse.LinearCrossEntropyLoss])
+def test_training_works_after_a_loss_was_evaluated_in_inference_mode(device, make):
+    scaler = ampfuse.GradScaler(device.type, history=2)
+    is_linear = make is ampfuse.LinearCrossEntropyLoss
+    loss = (make(4, 3, scaler=scaler) if is_linear else make(scaler=scaler)).to(device)
+    network, target = torch.nn.Linear(4, 4 if is_linear else 3).to(device), torch.tensor([1, 2])
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    inputs, target = torch.ones(2, 4, device=device), target.to(device)
+
+    with torch.inference_mode():
+        loss(network(inputs), target)
+    scaler.scale(loss(network(inputs), target)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert not scaler.was_skipped()
 
 
 def test_the_scale_tensor_may_be_created_early_and_twice(device):

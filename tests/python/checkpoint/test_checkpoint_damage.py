@@ -192,6 +192,51 @@ def test_state_of_another_object_is_not_loaded_into_a_model(tmp_path):
         checkpoint.load(tmp_path, model=nn.Linear(3, 2))
 
 
+@pytest.mark.parametrize("cls", [ampfuse.AdamW, torch.optim.AdamW])
+def test_nothing_is_loaded_if_parameters_of_an_optimizer_have_other_shapes(tmp_path, cls):
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False))
+    optimizer, scheduled = cls(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer, scheduler=scheduler)
+    other = cls(reversed(list(model.parameters())))
+    scheduler.last_epoch = 7
+
+    with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0 has shape \[4, 8\]"):
+        checkpoint.load(tmp_path, model=model, optimizer=other, scheduler=scheduler)
+
+    assert scheduler.last_epoch == 7
+    assert not other.state
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer with a state dict of a form of its own."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.slow = base, 0
+
+    def state_dict(self):
+        return {"fast": self.base.state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict):
+        self.base.load_state_dict(state_dict["fast"])
+        self.slow = state_dict["slow"]
+
+
+def test_optimizer_with_a_state_of_its_own_form_comes_back(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    optimizer.slow = 5
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+    checkpoint.load(tmp_path, model=model, optimizer=other)
+
+    assert other.slow == 5
+
+
 def test_nothing_is_loaded_if_the_scaler_was_disabled(tmp_path):
     model = nn.Linear(3, 2)
     scaler = ampfuse.GradScaler("cpu", enabled=False)

@@ -39,6 +39,21 @@ def parts_of(batch, sizes=(4, 10, 1, 8)):
     return list(zip(*(one.split(sizes) for one in batch), strict=True))
 
 
+def test_uint8_targets_of_class_156_are_counted():
+    """In uint8, the ignored -100 would be 156."""
+    targets = torch.tensor([156, 3, 156, 7], dtype=torch.uint8)
+    logits = torch.randn(4, 200, requires_grad=True)
+
+    def loss_of(part, count):
+        return ampfuse.cross_entropy(*part, denominator=count)
+
+    halves = list(zip(logits.split(2), targets.split(2), strict=True))
+    losses = [ampfuse.accumulate(loss_of, parts) for parts in (halves, [(logits, targets)])]
+
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(losses[0], functional.cross_entropy(logits, targets.long()))
+
+
 def grads(model):
     return [param.grad for param in model.parameters()]
 

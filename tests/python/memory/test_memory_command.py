@@ -183,6 +183,13 @@ def test_checkpoints_are_not_overwritten(programs):
     assert (programs.folder / "model.pt").read_text() == "trained for days"
 
 
+def test_runs_of_checkpoints_stay_as_they_are(programs):
+    save = "from ampfuse import checkpoint; checkpoint.save('run', step=9, o=optimizer).wait()"
+    programs.write("train.py", TWICE.format(steps=3) + f"    {save}\n")
+    assert memory(programs, "train.py").returncode == 0
+    assert not (programs.folder / "run").exists()
+
+
 def test_program_that_catches_everything_is_accounted(programs):
     caught = TWICE.replace("    optimizer.step()", "    try: optimizer.step()\n    except: pass")
     programs.write("train.py", caught.format(steps=5))
@@ -207,6 +214,14 @@ for batch in train:
 
 def test_batch_is_that_of_the_loader_that_the_steps_use(programs):
     programs.write("train.py", LOADERS)
+    done = memory(programs, "--fit", "20MiB", "train.py")
+    found = re.search(r"largest batch in 20.0 MiB: (\d+), which takes", done.stdout)
+    assert 8 <= int(found[1]) < 1000
+
+
+def test_batch_is_that_of_the_step_if_another_loader_begins_later(programs):
+    begun = "train_batches, test_batches = iter(train), iter(test)\nfor batch in train_batches:"
+    programs.write("train.py", LOADERS.replace("for batch in train:", begun))
     done = memory(programs, "--fit", "20MiB", "train.py")
     found = re.search(r"largest batch in 20.0 MiB: (\d+), which takes", done.stdout)
     assert 8 <= int(found[1]) < 1000

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from ampfuse import checkpoint
 from ampfuse.precision._advisor import NoAdviceError, advise, keep_modules
 from ampfuse.precision._outcome import Deviation, Program, run
 from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
@@ -216,6 +218,21 @@ def test_program_loads_what_it_has_saved_and_nothing_is_written(program, program
     given = program(before="torch.save(step, 'old.pt'); assert torch.load('old.pt') == step")
     assert run(given, FLOAT32).failure is None
     assert (programs.folder / "old.pt").read_text() == "old"
+
+
+def test_program_finds_the_checkpoints_it_has_saved_and_its_own_stay(program, programs):
+    module = torch.nn.Linear(2, 2)
+    saved = checkpoint.save(programs.folder / "run", step=1, keep=1, module=module)
+    before = (
+        f"from ampfuse import checkpoint; run = {str(saved.path.parent)!r}; "
+        "own = torch.nn.Linear(2, 2); "
+        "assert checkpoint.load(run, module=own).step == 1; "
+        "checkpoint.save(run, step=2, keep=1, module=own); "
+        "assert checkpoint.latest(path=run).name == 'step-00000002'; "
+        "assert checkpoint.load(run, module=own).step == 2"
+    )
+    assert run(program(before=before), FLOAT32).failure is None
+    assert [path.name for path in saved.path.parent.glob("step-*")] == ["step-00000001"]
 
 
 def test_compiled_model_is_measured_compiled(program):

@@ -62,14 +62,14 @@ inline std::optional<fs::path> latest_of(const fs::path& run) {
 
 /// Returns the checkpoint at a path: the path itself, or the newest one of a run.
 inline fs::path found(const fs::path& path) {
-  const fs::path folder = fs::absolute(path);
   try {
+    const fs::path folder = fs::absolute(path);
     if (fs::is_regular_file(folder / kIndex)) return folder;
     if (const auto newest = latest_of(folder)) return *newest;
+    throw Error(folder.string() + ": there is no complete checkpoint here");
   } catch (const fs::filesystem_error& error) {
-    throw Error(folder.string() + ": cannot be read: " + error.what());
+    throw Error(path.string() + ": cannot be read: " + error.what());
   }
-  throw Error(folder.string() + ": there is no complete checkpoint here");
 }
 
 /// Removes a file or a folder. fs::remove_all is not used: pip's libtorch.so exports a copy of it

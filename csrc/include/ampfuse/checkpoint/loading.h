@@ -52,9 +52,10 @@ inline void check(const torch::nn::Module& model, const Json& parts, const Json&
     const Json& entry = tensors[*names.begin()];
     auto shape = entry["shape"].get<std::vector<int64_t>>();
     if (stored[name].contains("$order")) {
-      shape = in_order(stored[name]["$order"][0], at::empty(shape, at::kMeta)).sizes().vec();
+      const auto order = stored[name]["$order"][0].get<std::vector<int64_t>>();
+      shape = in_order(order, at::empty(shape, at::kMeta)).sizes().vec();
     }
-    const std::string in_checkpoint = kind_text(entry["dtype"], shape);
+    const std::string in_checkpoint = kind_text(entry["dtype"].get<std::string>(), shape);
     const std::string in_model =
         kind_text(names_of(stored_dtype(name, tensor)).torch, tensor.sizes());
     if (in_checkpoint != in_model) {
@@ -64,15 +65,17 @@ inline void check(const torch::nn::Module& model, const Json& parts, const Json&
   }
 }
 
-inline void check_class(const std::string& own, const Json& parts, Mistakes& mistakes) {
-  const auto stored = parts["class"].get<std::string>();
-  if (stored != own) {
-    mistakes.push_back("the checkpoint has the state of " + stored + ", not of " + own);
-  }
+/// Returns whether the stored state is that of this class.
+inline bool check_class(const std::string& own, const Json& parts, Mistakes& mistakes) {
+  const std::string other = "another object";
+  const auto stored = parts.is_object() ? parts.value("class", other) : other;
+  if (stored == own) return true;
+  mistakes.push_back("the checkpoint has the state of " + stored + ", not of " + own);
+  return false;
 }
 
 inline void check(const Adam& optimizer, const Json& parts, const Json&, Mistakes& mistakes) {
-  check_class(class_of(optimizer), parts, mistakes);
+  if (!check_class(class_of(optimizer), parts, mistakes)) return;
   std::vector<size_t> sizes, stored_sizes;
   for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
   for (const Json& group : parts["state"]["param_groups"]) {
@@ -84,8 +87,11 @@ inline void check(const Adam& optimizer, const Json& parts, const Json&, Mistake
   }
 }
 
-inline void check(const GradScaler&, const Json& parts, const Json&, Mistakes& mistakes) {
-  check_class("GradScaler", parts, mistakes);
+inline void check(const GradScaler& scaler, const Json& parts, const Json&, Mistakes& mistakes) {
+  if (!check_class("GradScaler", parts, mistakes)) return;
+  if (scaler.is_enabled() && parts["state"].empty()) {
+    mistakes.push_back("the checkpoint has the state of a disabled scaler");
+  }
 }
 
 inline void load(torch::nn::Module& model, const Dict& parts) {

@@ -138,7 +138,7 @@ class Encoder {
     const auto known = names_.find(tensor.unsafeGetTensorImpl());
     if (known != names_.end()) return known->second;
     if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() ||
-        tensor.is_quantized()) {
+        tensor.is_quantized() || (tensor.numel() > 0 && !tensor.storage().data())) {
       throw Error("save: " + place +
                   ": expected a dense tensor with memory that is not quantized, got " +
                   tensor.toString());
@@ -174,8 +174,10 @@ inline std::vector<at::IValue> decoded_items(const Json& items, const TensorOf& 
 
 inline at::IValue decoded_object(const std::string& kind, const Json& item,
                                  const TensorOf& tensor_of) {
-  if (kind == "$tensor" || kind == "$array") return tensor_of(item);
-  if (kind == "$order") return in_order(item[0], tensor_of(item[1]));
+  if (kind == "$tensor" || kind == "$array") return tensor_of(item.get<std::string>());
+  if (kind == "$order") {
+    return in_order(item[0].get<std::vector<int64_t>>(), tensor_of(item[1].get<std::string>()));
+  }
   if (kind == "$tuple") return c10::ivalue::Tuple::create(decoded_items(item, tensor_of));
   if (kind == "$float") return std::stod(item.get<std::string>());
   if (kind == "$counter") return decoded(item, tensor_of);
