@@ -1,5 +1,7 @@
 """`account`: what the memory of a training step is for."""
 
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -186,7 +188,8 @@ def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[ExitStack]:
     """
     params = {*model.parameters(), *params_of(optimizer)}
     with ExitStack() as exits:
-        exits.callback(kept_numbers([*params, *model.buffers()]))
+        gradients = [param.grad for param in params]
+        exits.callback(kept_numbers([*params, *gradients, *model.buffers()]))
         for module in model.modules():
             exits.callback(kept_attributes(module))
         for param in params:
@@ -194,6 +197,9 @@ def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[ExitStack]:
         exits.callback(kept_optimizer(optimizer))
         gpus = {param.device.index for param in params if param.is_cuda}
         exits.enter_context(torch.random.fork_rng(devices=gpus))
+        exits.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            exits.callback(numpy.random.set_state, numpy.random.get_state())
         yield exits
 
 

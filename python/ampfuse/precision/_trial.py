@@ -61,6 +61,8 @@ class Trial(Listener):
         self._slowest = slowest / 1e3
         self._is_slow = False
         self._last_untimed: int | None = None
+        self._far_too_slow = 0  # number of steps while it warms up
+        self._is_calling = False  # True while torch's backward runs
         self._scaler: GradScaler | None = None  # that has scaled losses since its last update
         self._thread = threading.get_ident()
         self.scaling = Scaling(scale) if precision.is_scaled else None
@@ -91,10 +93,11 @@ class Trial(Listener):
         if self._last_untimed is None:
             return
         whole = sum(seconds.values())
-        is_warming_up = step > self._last_untimed - WARMING_UP
-        # One step that is far too slow is enough, unless it compiles.
-        is_too_slow = whole > FAR_TOO_SLOW * self._slowest
-        is_hopeless = is_warming_up and is_too_slow and not compiled_graphs()
+        is_warming_up = self._last_untimed - WARMING_UP < step <= self._last_untimed
+        # If all steps that warm up are far too slow, they are enough, unless they compile. A single
+        # one may evaluate the model, or save it.
+        self._far_too_slow += is_warming_up and whole > FAR_TOO_SLOW * self._slowest
+        is_hopeless = self._far_too_slow == WARMING_UP and not compiled_graphs()
         if step > self._last_untimed or is_hopeless:
             self.times.append(whole)
             self.input_times.append(seconds[INPUT])
@@ -146,7 +149,9 @@ class Trial(Listener):
         @wraps(call)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             is_elsewhere = threading.get_ident() != self._thread
-            if torch.compiler.is_compiling() or is_in_backward() or is_elsewhere:
+            # torch calls this again if a mode handles its functions.
+            is_handled = self._is_calling or is_in_backward()
+            if torch.compiler.is_compiling() or is_handled or is_elsewhere:
                 call(tensors, grad_tensors, *args, **kwargs)
                 return
             if isinstance(tensors, Tensor):
@@ -166,7 +171,11 @@ class Trial(Listener):
             if scaling is not None:
                 params += self.modules.parameters().values()
                 tensors, grad_tensors = scaling.begin(tensors, grad_tensors, params)
-            call(tensors, grad_tensors, *args, **kwargs)
+            self._is_calling = True
+            try:
+                call(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._is_calling = False
             self.watch.rests = True
             if scaling is not None:
                 scaling.end(params)

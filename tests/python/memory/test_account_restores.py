@@ -1,8 +1,10 @@
 """An account leaves model, optimizers and random numbers as they were."""
 
 import copy
+import random
 
 import ampfuse
+import numpy
 import pytest
 import torch
 from account_models import ROWS, WIDTH, stepper, two_layers
@@ -55,6 +57,25 @@ def test_training_goes_on_as_without_an_account(make, steps_before):
             assert len(optimizer.state) == len(twins.state)
     for tensor, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(tensor, other)
+
+
+def test_gradients_of_one_element_and_all_random_numbers_are_restored():
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+
+    def step():
+        random.random(), numpy.random.rand()
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+        optimizer.step()
+
+    random.seed(1), numpy.random.seed(1)
+    numbers = random.random(), numpy.random.rand()
+    random.seed(1), numpy.random.seed(1)
+    account(model, optimizer, step)
+    assert model.bias.grad.tolist() == [ROWS]
+    assert (random.random(), numpy.random.rand()) == numbers
 
 
 def test_gradients_and_options_are_restored():
