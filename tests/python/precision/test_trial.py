@@ -1,6 +1,5 @@
 """The first steps of a program are measured, and the program itself runs as it is."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -351,7 +350,7 @@ def test_command_prints_a_table_a_verdict_and_lines(programs, program):
     rows = ("gradients by size", "in float16", "casts", "still in float32", "largest value")
     for row in (*rows, "gradients off", "two batches"):
         assert any(line.startswith(f"  {row} ") for line in lines)
-    assert re.search("Stay with float32: |Use (bfloat16|float16)", done.stdout)
+    assert "Stay with float32: " in done.stdout or "Use bfloat16" in done.stdout
     assert (programs.folder / "a.json").stat().st_size > 1000
     assert (programs.folder / "a.png").stat().st_size > 1000
     assert "python -m ampfuse: running it in bfloat16" in done.stderr
