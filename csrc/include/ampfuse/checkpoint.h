@@ -44,11 +44,7 @@ struct Loaded {
 ///
 /// \throws Error for a folder that cannot be read.
 inline std::optional<std::filesystem::path> latest(const std::filesystem::path& run) {
-  try {
-    return detail::latest_of(run);
-  } catch (const std::filesystem::filesystem_error& error) {
-    throw Error(run.string() + ": cannot be read: " + error.what());
-  }
+  return detail::looked_at(run, [&] { return detail::latest_of(run); });
 }
 
 /// Writes a checkpoint into the folder of a run. Optimizers are saved with masters, scalers with

@@ -60,16 +60,24 @@ inline std::optional<fs::path> latest_of(const fs::path& run) {
   return newest;
 }
 
+/// Returns the result of a function that looks at a path. Throws Error if it cannot be read.
+template <typename Look>
+auto looked_at(const fs::path& path, const Look& look) {
+  try {
+    return look();
+  } catch (const fs::filesystem_error& error) {
+    throw Error(path.string() + ": cannot be read: " + error.what());
+  }
+}
+
 /// Returns the checkpoint at a path: the path itself, or the newest one of a run.
 inline fs::path found(const fs::path& path) {
-  try {
+  return looked_at(path, [&] {
     const fs::path folder = fs::absolute(path);
     if (fs::is_regular_file(folder / kIndex)) return folder;
     if (const auto newest = latest_of(folder)) return *newest;
     throw Error(folder.string() + ": there is no complete checkpoint here");
-  } catch (const fs::filesystem_error& error) {
-    throw Error(path.string() + ": cannot be read: " + error.what());
-  }
+  });
 }
 
 /// Removes a file or a folder. fs::remove_all is not used: pip's libtorch.so exports a copy of it
