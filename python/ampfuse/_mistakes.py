@@ -190,9 +190,9 @@ def was_clipped(norm: float, limit: float, scale: float) -> bool:
     return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
 
 
-def has_number(scalar: Tensor) -> bool:
+def has_number(tensor: Tensor) -> bool:
     """Return False for meta and fake tensors, which have no memory."""
-    return type(scalar) is Tensor and not scalar.is_meta
+    return type(tensor) is Tensor and not tensor.is_meta
 
 
 def copied_to_host(scalar: Tensor) -> HostCopy:

@@ -207,7 +207,8 @@ def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.
 
 
 def _traced_identities(tensors: list[Tensor]) -> list[int] | list[weakref.ref[Tensor]]:
-    return [weakref.ref(tensor) for tensor in tensors]  # torch.compile knows no id()
+    # With id(), torch.compile would compile again for other parameters.
+    return [weakref.ref(tensor) for tensor in tensors]
 
 
 @traced_as(_traced_identities)

@@ -14,6 +14,7 @@ from ampfuse import ops
 from ampfuse._devices import largest, on_device
 from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
 from ampfuse._mistakes import Watch
+from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
 from ampfuse.amp._gate import Gate
@@ -656,8 +657,7 @@ class GradScaler(TorchGradScaler):
         """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
         if not is_in_graph():
             assert self._scale is not None
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            grads = (param.grad for param in params if param.grad is not None)
+            grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
             self._watch.note_scaled_gradients(grads, self._scale)
 
     def _look_for_second_clipping(

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ampfuse._dtensors import sharded_like
+from ampfuse._random import set_random_states
 from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError, required
 from ampfuse.checkpoint._folder import found
 from ampfuse.checkpoint._parts import check_parts, is_model, load_state, mistakes, shardings
-from ampfuse.checkpoint._random import set_random_states
 from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
 from ampfuse.checkpoint._shards import Region, assembled, shard_of
 from ampfuse.checkpoint._tensor_file import TensorFile

@@ -12,10 +12,11 @@ from ampfuse._nested import tensors_in
 from ampfuse.amp import GradScaler, ScaleRecord
 from ampfuse.amp._gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
+from ampfuse.optim._state import MOMENTS
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
 # Entries of optimizers' states that have the shape of the parameter.
-SHAPED_LIKE_PARAMS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer"}
+SHAPED_LIKE_PARAMS = (*MOMENTS, "master_param", "momentum_buffer")
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 
 
@@ -182,8 +183,8 @@ def _mistakes_of_optimizer(
     if sizes != stored_sizes:
         yield f"its groups have {sizes} parameters, those in the checkpoint {stored_sizes}"
     for param, number, state in _states_of_params(groups, stored):
-        for name in SHAPED_LIKE_PARAMS & state.keys():
-            shape = kind_of(state[name], kinds)[1] if is_tensor(state[name]) else list(param.shape)
+        for name in filter(lambda name: is_tensor(state.get(name)), SHAPED_LIKE_PARAMS):
+            shape = kind_of(state[name], kinds)[1]
             if shape != list(param.shape):
                 yield (
                     f"{name} of parameter {number} has shape {shape} in the checkpoint, and the "

@@ -136,8 +136,8 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
     signature = inspect.signature(original)
     seen: list[int] = []
     follow: Any = _BaseDataLoaderIter.__next__
-    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of loaders
-    size_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of their iterators
+    # The batch sizes of loaders and of their iterators.
+    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
@@ -158,13 +158,13 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
     def begin(self: Any) -> Any:
         batches = iterate(self)
         if self.batch_size is not None:
-            size_of[batches] = sizes.get(self, self.batch_size)
+            sizes[batches] = sizes.get(self, self.batch_size)
         return batches
 
     def following(self: Any) -> Any:
         batch = follow(self)
-        if self in size_of:
-            seen.append(size_of[self])
+        if self in sizes:
+            seen.append(sizes[self])
         return batch
 
     with ExitStack() as exits:

@@ -1,7 +1,5 @@
 """`account`: what the memory of a training step is for."""
 
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse._nested import params_of, states_of
+from ampfuse._random import random_states, set_random_states
 from ampfuse.memory._as_on_gpu import as_on_gpu
 from ampfuse.memory._record import ACTIVATIONS, KINDS, Record
 from ampfuse.memory._recorder import Recorder
@@ -195,11 +194,7 @@ def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[ExitStack]:
         for param in params:
             exits.callback(kept_parameter(param))
         exits.callback(kept_optimizer(optimizer))
-        gpus = {param.device.index for param in params if param.is_cuda}
-        exits.enter_context(torch.random.fork_rng(devices=gpus))
-        exits.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            exits.callback(numpy.random.set_state, numpy.random.get_state())
+        exits.callback(set_random_states, random_states())
         yield exits
 
 

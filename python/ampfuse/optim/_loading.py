@@ -26,12 +26,12 @@ from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
     MOMENTS,
     Spares,
-    as_written,
     convert_master,
     converted,
     master_dtype,
     moment_dtype,
     renew_master,
+    with_writes,
 )
 
 
@@ -75,18 +75,6 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
                 saved["state"][key] = exported(param, with_writes(param, saved["state"][key]))
-
-
-def with_writes(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with what other code has written to the parameter since its step.
-
-    The present master stays as it is. Perhaps the program writes the old values back, for example
-    after it has saved averaged weights.
-    """
-    master = state.get("master_param")
-    if not isinstance(master, Tensor) or master.dtype != torch.float32:
-        return state
-    return {**state, "master_param": as_written(param, master)}
 
 
 Owner = tuple[Tensor, dict[str, Any], int]  # a parameter, its group and its index there

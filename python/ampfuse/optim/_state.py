@@ -1,13 +1,14 @@
 """The state that Adam keeps for a parameter: how it is created, converted and renewed."""
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ampfuse._dtensors import local, sharded_like
 from ampfuse._graphs import is_capturing
+from ampfuse._mistakes import has_number
 from ampfuse.optim._options import STATE_DTYPES, StateOptions, state_dtype_name
 from ampfuse.optim._remainders import join, split
 
@@ -130,14 +131,25 @@ def as_written(param: Tensor, master: Tensor) -> Tensor:
     then.
     """
     here, there = local(param.detach()), local(master)
-    has_numbers = not (here.is_meta or isinstance(here, FakeTensor))
-    if not has_numbers or (here.shape, here.device) != (there.shape, there.device):
+    if not has_number(there) or (here.shape, here.device) != (there.shape, there.device):
         return master
     dtypes = [here.dtype] if here.dtype in DTYPES_16_BIT else DTYPES_16_BIT
-    is_written = torch.stack([is_written_over(here, there, dtype) for dtype in dtypes]).all(dim=0)
+    is_written = reduce(torch.logical_and, (is_written_over(here, there, one) for one in dtypes))
     if not is_written.any():
         return master
     return sharded_like(master, torch.where(is_written, here.to(there.dtype), there))
+
+
+def with_writes(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with what other code has written to the parameter since its step.
+
+    The present master stays as it is. Perhaps the program writes the old values back, for example
+    after it has saved averaged weights.
+    """
+    master = state.get("master_param")
+    if not isinstance(master, Tensor) or master.dtype != torch.float32:
+        return state
+    return {**state, "master_param": as_written(param, master)}
 
 
 def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from ampfuse.command.report import RECORDED_UPDATES
 from ampfuse.patching import patch
 from ampfuse.patching._scalers import RECORDING
 from ampfuse.precision._precisions import PRECISIONS
+from ampfuse.precision._saving import checkpoints_in, saved_in_memory
 from ampfuse.precision._trial import Trial
 
 SEED = 1
@@ -55,8 +56,8 @@ def main(order: dict[str, Any]) -> None:
 
     torch_save = torch.save
     with ExitStack() as exits:
-        exits.enter_context(program.saved_in_memory())
-        exits.enter_context(program.checkpoints_in(folder / "checkpoints"))
+        exits.enter_context(saved_in_memory())
+        exits.enter_context(checkpoints_in(folder / "checkpoints"))
         precision = PRECISIONS[order["precision"]].keeping(order["kept"])
         limits = order["steps"], order["backwards"], order["scale"], order["slowest"]
         trial = Trial(exits, finish, precision, *limits)
